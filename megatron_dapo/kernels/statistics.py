@@ -1,0 +1,52 @@
+"""What each rank knows of its share of a row of logits, and how the shares become log-prob and entropy.
+
+With x = logit / temperature over this rank's share of the vocabulary, four numbers per row:
+
+    m = max x,   s = sum e^(x-m),   u = sum (x-m) e^(x-m),   x_t = x[target], or -inf where another rank holds it.
+
+A rank without a valid column has m = -inf, s = u = 0. Shares are merged in rank order, so all ranks compute equal bits:
+
+    M = max m_r,  S = sum e^(m_r-M) s_r,  U = sum e^(m_r-M) (u_r + (m_r-M) s_r)
+    log p = (x_t - M) - log S,   H = log S - U / S.
+
+Differences to M are taken before anything is added, so a common offset of the logits loses no digits. The gradient is
+
+    dL/dlogit_j = 1/temperature * [ g_lp (1[j=t] - p_j) - g_H p_j (log p_j + H) ].
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Merged(NamedTuple):
+    """Per row, [N] each: M, log S, the entropy H (meaningless where u was not asked for), and log p <= 0."""
+
+    top: Tensor
+    log_s: Tensor
+    entropy: Tensor
+    log_prob: Tensor
+
+
+def merge(stats_RN4: Tensor) -> Merged:
+    """From the statistics of all shares, in rank order; float32, or float64 for float64 statistics."""
+    m, s, u, x_t = stats_RN4.unbind(-1)
+    top = m.amax(0)
+    shift = torch.where(m == float("-inf"), float("-inf"), m - top)
+    scale = shift.exp()
+    total = (scale * s).sum(0)
+    weighted = (scale * (u + torch.where(scale > 0, shift, 0.0) * s)).sum(0)
+    log_s = total.log()
+    log_prob = (x_t.amax(0) - top) - log_s
+    return Merged(top, log_s, log_s - weighted / total, log_prob.clamp_max(0.0))
+
+
+def merge_over(stats_N4: Tensor, group: dist.ProcessGroup | None) -> Merged:
+    """`merge` over the ranks of `group`: one all-gather of [N, 4]. Every rank brings the same N, zero included."""
+    if group is None or group.size() == 1 or not stats_N4.size(0):
+        return merge(stats_N4[None])
+    gathered = stats_N4.new_empty((group.size(), *stats_N4.shape))
+    dist.all_gather_into_tensor(gathered.view(-1, 4), stats_N4.contiguous(), group=group)
+    return merge(gathered)
