@@ -1,0 +1,60 @@
+"""Runs the Triton kernels of every test in this folder in Triton's interpreter, on CPU tensors.
+
+Triton chooses between compiling and interpreting when `triton.jit` decorates a function, by an environment variable.
+That would decide for the whole process, where other tests compile the same kernels. Here instead, for as long as a test
+of this folder runs, a launched kernel and a function called inside one are handed to the interpreter. Kernels are
+launched as usual, through their wrappers or as `kernel[grid](...)`.
+
+What the interpreter cannot show: memory accesses out of bounds, races, rounding of `tl.dot` on tensor cores.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not published for this platform")
+
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter as triton_interpreter  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+
+_BODIES = {}  # per function: its body, rewritten so that NumPy can run it
+
+
+def _body(kernel):
+    if kernel.fn not in _BODIES:
+        _BODIES[kernel.fn] = triton_interpreter.FunctionRewriter(kernel.fn).rewrite_ast()
+    return _BODIES[kernel.fn]
+
+
+def _launch(kernel, *args, grid, warmup=False, **kwargs):
+    """`JITFunction.run`."""
+    assert not warmup, "the interpreter compiles nothing"
+    triton_interpreter.GridExecutor(_body(kernel), kernel.arg_names, grid)(*args, **kwargs)
+
+
+def _call(function, *args, **kwargs):
+    """`JITFunction.__call__`, inside a kernel."""
+    return _body(function)(*args, **kwargs)
+
+
+def _widened(handle):
+    """bfloat16 is held as its 16 bits; NumPy's matmul would multiply those as integers."""
+    if handle.dtype.scalar == tl.bfloat16:
+        return triton_interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    return handle
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    builder = triton_interpreter.InterpreterBuilder
+    dot = builder.create_dot
+    monkeypatch.setattr(JITFunction, "run", _launch)
+    monkeypatch.setattr(JITFunction, "__call__", _call)
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest))
+    # the executor patches what the kernel itself sees; tl.sum and its like see tl.core
+    patches = triton_interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    yield
+    patches.restore()
