@@ -12,13 +12,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-triton = pytest.importorskip("triton", reason="Triton is not published for this platform")
-
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter as triton_interpreter  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+from triton.runtime.jit import JITFunction
 
 _BODIES = {}  # per function: its body, rewritten so that NumPy can run it
 
