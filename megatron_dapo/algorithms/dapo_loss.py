@@ -1,6 +1,6 @@
 """The whole loss of the actor: policy loss, entropy bonus, KL loss, and every metric the actor reports."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,13 @@ class TokenBatch:
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     is_current: Tensor | None = None
+
+    def select(self, index: Tensor | slice) -> "TokenBatch":
+        """The tokens at `index` along the first axis, in every field. The count stays: of the pieces of a batch whose
+        sums are added, one alone may bring it (`replace(piece, count=0)` for the others, as a tensor)."""
+        per_token = (field.name for field in fields(self) if field.name != "count")
+        present = {name: values for name in per_token if (values := getattr(self, name)) is not None}
+        return replace(self, **{name: values[index] for name, values in present.items()})
 
 
 def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -305,6 +305,18 @@ def test_float32_stays_close_to_float64():
         assert finalize(b.sums, b.maxima) == pytest.approx(finalize(a.sums, a.maxima), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "index", [slice(1, 4), torch.tensor([4, 0]), torch.tensor([True, False, True, False, False])], ids=type
+)
+def test_a_selection_keeps_the_same_tokens_in_every_field(index):
+    case = random_case(8)
+    batch = batch_of(case, "token-mean", is_current=case["mask"] != 0)
+    part = batch.select(index)
+    for name, values in vars(batch).items():
+        kept = getattr(part, name)
+        assert kept is values if name == "count" or values is None else torch.equal(kept, values[index]), name
+
+
 # ---------------------------------------------------------------------------------- aggregation
 
 
