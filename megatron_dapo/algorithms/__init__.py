@@ -25,8 +25,8 @@ from megatron_dapo.algorithms.metrics import (
     unstack_maxima,
     unstack_sums,
 )
-from megatron_dapo.algorithms.mismatch import mismatch_sums
-from megatron_dapo.algorithms.policy_loss import Clip, LossSums, policy_loss
+from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
+from megatron_dapo.algorithms.policy_loss import OFF_POLICY_LOSSES, Clip, LossSums, OffPolicy, policy_loss
 from megatron_dapo.algorithms.reward_shaping import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "FILTER_MODES",
     "KL_CONTROLLERS",
     "KL_PENALTIES",
+    "OFF_POLICY_LOSSES",
     "TRUNCATION_MODES",
     "AdaptiveKLController",
     "Clip",
@@ -41,6 +42,7 @@ __all__ = [
     "LossConfig",
     "LossSums",
     "Maxima",
+    "OffPolicy",
     "OverlongShaping",
     "Sums",
     "TokenBatch",
@@ -59,6 +61,7 @@ __all__ = [
     "stack_maxima",
     "stack_sums",
     "token_weights",
+    "truncated_importance",
     "unstack_maxima",
     "unstack_sums",
 ]

@@ -7,8 +7,22 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.kl import kl_penalty
 from megatron_dapo.algorithms.metrics import masked_sum
-from megatron_dapo.algorithms.mismatch import MISMATCH_MAXIMA, MISMATCH_SUMS, mismatch_sums
-from megatron_dapo.algorithms.policy_loss import POLICY_MAXIMA, POLICY_SUMS, Clip, LossSums, policy_loss
+from megatron_dapo.algorithms.mismatch import (
+    MISMATCH_MAXIMA,
+    MISMATCH_SUMS,
+    TIS_SUMS,
+    mismatch_sums,
+    truncated_importance,
+)
+from megatron_dapo.algorithms.policy_loss import (
+    OFF_POLICY_SUMS,
+    POLICY_MAXIMA,
+    POLICY_SUMS,
+    Clip,
+    LossSums,
+    OffPolicy,
+    policy_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,8 @@ class LossConfig:
     entropy_coef: float = 0.0
     report_entropy: bool = False  # the caller computes the entropy; needed where entropy_coef is not 0
     report_mismatch: bool = True  # the batch has the server's log-probs
+    off_policy: OffPolicy | None = None  # None: all tokens are on-policy
+    tis_cap: float | None = None  # largest weight of truncated importance sampling against the server; None: no weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +53,10 @@ class TokenBatch:
     """What is known of the targets, without gradient; the shape of the outputs, values where weights are 0 are ignored.
 
     weights, count: from `token_weights`. old_log_probs None: one optimizer step per rollout step, the current log-probs
-    are the old ones. ref_log_probs: with use_kl_loss. rollout_log_probs: with report_mismatch. is_current: where the
-    old policy's own weights wrote the token; elsewhere the server's log-probs are older weights', which says nothing of
-    a mismatch (None = everywhere).
+    are the old ones. ref_log_probs: with use_kl_loss. rollout_log_probs: with report_mismatch or tis_cap. is_current:
+    where the old policy's own weights wrote the token; elsewhere the server's log-probs are older weights', which says
+    nothing of a mismatch (None = everywhere). exp_mask: non-zero where a token was replayed, its old log-probs being
+    those of the policy that wrote it; read with off_policy alone (None = nowhere).
     """
 
     weights: Tensor
@@ -49,6 +66,7 @@ class TokenBatch:
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     is_current: Tensor | None = None
+    exp_mask: Tensor | None = None
 
     def select(self, index: Tensor | slice) -> "TokenBatch":
         """The tokens at `index` along the first axis, in every field. The count stays: of the pieces of a batch whose
@@ -61,6 +79,8 @@ class TokenBatch:
 def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of the sums, names of the maxima) that every `dapo_loss` with this config returns, in order."""
     sums = ("actor/loss", *POLICY_SUMS)
+    sums += OFF_POLICY_SUMS if config.off_policy is not None else ()
+    sums += TIS_SUMS if config.tis_cap is not None else ()
     sums += ("actor/entropy",) if config.report_entropy else ()
     sums += ("actor/kl_loss",) if config.use_kl_loss else ()
     sums += MISMATCH_SUMS if config.report_mismatch else ()
@@ -69,6 +89,8 @@ def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> LossSums:
     """sum_t w_t * (policy_t + kl_loss_coef * KL_t - entropy_coef * H_t), with metric sums.
+
+    policy_t: `policy_loss`, with tis_cap times min(exp(old_t - rollout_t), tis_cap).
 
     Summed, not averaged: Megatron divides by the sum of `batch.count` over micro-batches and ranks
     (calculate_per_token_loss=True). Everything stays on the device. Where weights are 0 neither values nor NaN leak,
@@ -79,9 +101,24 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
     log_probs = torch.where(counted, outputs.log_probs, 0)
     old_log_probs = log_probs if batch.old_log_probs is None else batch.old_log_probs
 
+    importance, tis_sums, is_off_policy = None, {}, None
+    if config.tis_cap is not None:
+        importance, tis_sums = truncated_importance(old_log_probs, batch.rollout_log_probs, counted, config.tis_cap)
+    if config.off_policy is not None and batch.exp_mask is not None:
+        assert batch.old_log_probs is not None, "replayed tokens need the log-probs of the policy that wrote them"
+        is_off_policy = batch.exp_mask != 0
     loss_sum, sums, maxima = policy_loss(
-        log_probs, old_log_probs, batch.advantages, batch.weights, batch.count, config.clip
+        log_probs,
+        old_log_probs,
+        batch.advantages,
+        batch.weights,
+        batch.count,
+        config.clip,
+        off_policy=config.off_policy,
+        is_off_policy=is_off_policy,
+        importance=importance,
     )
+    sums |= tis_sums
     if config.report_entropy:
         entropy = torch.where(counted, outputs.entropy, 0)
         loss_sum = loss_sum - config.entropy_coef * (batch.weights * entropy).sum()

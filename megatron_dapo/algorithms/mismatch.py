@@ -1,4 +1,4 @@
-"""How far the server's log-probs are from the trainer's for the same tokens."""
+"""How far the server's log-probs are from the trainer's for the same tokens, and the weights that correct it."""
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ MISMATCH_SUMS = (
     "_rollout_weight_squared",
 )
 MISMATCH_MAXIMA = ("actor/rollout_abs_diff_max",)
+TIS_SUMS = ("actor/rollout_is_mean", "actor/rollout_is_truncated")
 
 
 def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor) -> tuple[Sums, Maxima]:
@@ -29,3 +30,18 @@ def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted:
     num_tokens = counted.sum(dtype=torch.float64)
     sums = {name: (masked_sum(row, counted), num_tokens) for name, row in zip(MISMATCH_SUMS, rows, strict=True)}
     return sums, {MISMATCH_MAXIMA[0]: masked_max(diff.abs(), counted)}
+
+
+def truncated_importance(
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor, cap: float
+) -> tuple[Tensor, Sums]:
+    """Per token min(exp(d), cap), d = trainer - rollout within +-20: truncated importance sampling (TIS).
+
+    Returns weights, without gradient, of the shape of all arguments, 1 (or cap, if lower) where a token does not count;
+    and the sums of the mean weight and of the share of tokens where it was truncated.
+    """
+    diff = torch.where(counted, trainer_log_probs, 0) - torch.where(counted, rollout_log_probs, 0)
+    ratio = diff.detach().clamp(-20.0, 20.0).exp()
+    weights, num_tokens = ratio.clamp(max=cap), counted.sum(dtype=torch.float64)
+    rows = (weights, ratio > cap)
+    return weights, {name: (masked_sum(row, counted), num_tokens) for name, row in zip(TIS_SUMS, rows, strict=True)}

@@ -1,6 +1,7 @@
-"""The clip-higher policy loss."""
+"""The clip-higher policy loss, and the loss of replayed tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ POLICY_SUMS = (
     "actor/ppo_kl",
     "actor/ratio_mean",
 )
+OFF_POLICY_SUMS = ("actor/off_pg_loss", "exp_mask_ratio")
 POLICY_MAXIMA = ("actor/ratio_max",)
 
 
@@ -29,6 +31,18 @@ class Clip:
     dual: float | None = None
 
 
+@dataclass(frozen=True)
+class OffPolicy:
+    """Replayed tokens have a loss of their own; their old log-probs are those of the policy that wrote them.
+
+    mode: of OFF_POLICY_LOSSES. beta: of exgrpo_policy_shaping. clip_high: of dapo_clip_higher; None = the clip's own.
+    """
+
+    mode: str = "exgrpo_policy_shaping"
+    beta: float = 0.1
+    clip_high: float | None = None
+
+
 class LossSums(NamedTuple):
     """A loss that is summed, not averaged (with gradient), and metric sums (without)."""
 
@@ -37,17 +51,54 @@ class LossSums(NamedTuple):
     maxima: Maxima
 
 
+def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """Losses before weights, and where the dual clip acts."""
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high))
+    too_bad = (advantages < 0) & (ratio > (torch.inf if clip.dual is None else clip.dual))
+    if clip.dual is not None:
+        losses = torch.where(too_bad, -advantages * clip.dual, losses)
+    return losses, too_bad
+
+
+def _shaped(ratio: Tensor, advantages: Tensor, clip: Clip, off_policy: OffPolicy) -> Tensor:
+    # r / (r + beta), written so that its derivative keeps its digits in float32 where r is large
+    return -advantages / (1.0 + off_policy.beta / ratio)
+
+
+def _clipped_higher(ratio: Tensor, advantages: Tensor, clip: Clip, off_policy: OffPolicy) -> Tensor:
+    high = clip.high if off_policy.clip_high is None else off_policy.clip_high
+    return _clipped(ratio, advantages, replace(clip, high=high))[0]
+
+
+OFF_POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Clip, OffPolicy], Tensor]] = {
+    "exgrpo_policy_shaping": _shaped,
+    "dapo_clip_higher": _clipped_higher,
+}
+
+
 def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor, count: Tensor, clip: Clip
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    count: Tensor,
+    clip: Clip,
+    *,
+    off_policy: OffPolicy | None = None,
+    is_off_policy: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> LossSums:
     """Decoupled-clip surrogate, summed, not averaged.
 
-    L = sum_t w_t * max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),  r_t = exp(clamp(lp_t - old_t, +-20));
+    L = sum_t w_t * i_t * max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),  r_t = exp(clamp(lp_t - old_t, +-20));
     for A_t < 0 additionally min(., -A_t * dual).     DAPO (arXiv 2503.14476) eq. 8; dual clip arXiv 1912.09729.
+    With off_policy, tokens where is_off_policy have another loss in its place: exgrpo_policy_shaping -A r / (r + beta)
+    (arXiv 2510.02245); dapo_clip_higher the same as above, with an upper bound of its own.
 
     log_probs, old_log_probs, advantages, weights: any one shape, float32 (or float64). weights and count come from
     `token_weights`; weights are 0 exactly where a token does not count, and there neither values nor NaN leak and the
-    gradient is 0. Outside the clamp the gradient is 0. Gradient flows through log_probs alone.
+    gradient is 0. is_off_policy: bool, None = nowhere. importance i_t: without gradient, finite everywhere, None = 1.
+    Outside the clamp the gradient is 0. Gradient flows through log_probs alone.
     Metrics: pg_loss per `count`, everything else per counted token: see docs/loss.md.
     """
     counted = weights != 0
@@ -56,22 +107,34 @@ def policy_loss(
     ratio = log_ratio.exp()
     advantages = torch.where(counted, advantages, 0)
 
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high))
-    too_bad = (advantages < 0) & (ratio > (torch.inf if clip.dual is None else clip.dual))
-    if clip.dual is not None:
-        losses = torch.where(too_bad, -advantages * clip.dual, losses)
-    loss_sum = (weights * losses).sum()
+    losses, too_bad = _clipped(ratio, advantages, clip)
+    on_policy = counted
+    if off_policy is not None and is_off_policy is not None:
+        losses = torch.where(
+            is_off_policy, OFF_POLICY_LOSSES[off_policy.mode](ratio, advantages, clip, off_policy), losses
+        )
+        on_policy = counted & ~is_off_policy
+    if importance is not None:
+        losses = importance * losses
+    weighted = weights * losses
 
-    num_tokens = counted.sum(dtype=torch.float64)
-    loss_pair = ((weights * losses).detach().sum(dtype=torch.float64), count.double())
-    per_token = (
-        (advantages > 0) & (ratio > 1.0 + clip.high),
-        (advantages < 0) & (ratio < 1.0 - clip.low),
-        too_bad,
-        -log_ratio,
-        ratio,
+    num_tokens, num_on_policy = counted.sum(dtype=torch.float64), on_policy.sum(dtype=torch.float64)
+    loss_pair = (weighted.detach().sum(dtype=torch.float64), count.double())
+    pairs = (
+        loss_pair,
+        loss_pair if off_policy is None else (masked_sum(weighted, on_policy), masked_sum(weights, on_policy)),
+        (masked_sum((advantages > 0) & (ratio > 1.0 + clip.high), on_policy), num_on_policy),
+        (masked_sum((advantages < 0) & (ratio < 1.0 - clip.low), on_policy), num_on_policy),
+        (masked_sum(too_bad, on_policy), num_on_policy),
+        (masked_sum(-log_ratio, counted), num_tokens),
+        (masked_sum(ratio, counted), num_tokens),
     )
-    pairs = (loss_pair, loss_pair, *((masked_sum(row, counted), num_tokens) for row in per_token))
-    return LossSums(
-        loss_sum, dict(zip(POLICY_SUMS, pairs, strict=True)), {POLICY_MAXIMA[0]: masked_max(ratio, counted)}
-    )
+    sums = dict(zip(POLICY_SUMS, pairs, strict=True))
+    if off_policy is not None:
+        replayed = counted & ~on_policy
+        pairs = (
+            (masked_sum(weighted, replayed), masked_sum(weights, replayed)),
+            (replayed.sum(dtype=torch.float64), num_tokens),
+        )
+        sums |= dict(zip(OFF_POLICY_SUMS, pairs, strict=True))
+    return LossSums(weighted.sum(), sums, {POLICY_MAXIMA[0]: masked_max(ratio, counted)})

@@ -1,0 +1,65 @@
+"""The actor's loss of given log-probs with its gradient and every metric, in one call: for heads that need it forward.
+
+One algorithm, `algorithms.dapo_loss`. On CUDA one launch and a small reduction compute what it computes, elsewhere it
+is run as it is and differentiated.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.algorithms import (
+    LossConfig,
+    TokenBatch,
+    TokenOutputs,
+    dapo_loss,
+    metric_names,
+    stack_maxima,
+    stack_sums,
+)
+
+
+class TokenLoss(NamedTuple):
+    """What `token_loss` returns, on the device of the log-probs and without gradient.
+
+    loss_sum: scalar, to be divided by the global count. grad_log_probs, grad_entropy: [N], d loss_sum / d each;
+    grad_entropy is None where the loss does not depend on the entropy. sums: [K, 2] float64, (sum, count) rows; maxima:
+    [M] float64; in the order of `algorithms.metric_names`.
+    """
+
+    loss_sum: Tensor
+    grad_log_probs: Tensor
+    grad_entropy: Tensor | None
+    sums: Tensor
+    maxima: Tensor
+
+
+def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch, config: LossConfig) -> TokenLoss:
+    """The loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
+
+    The device of log_probs_N decides who computes it. Nothing waits for the device. entropy_N: with report_entropy.
+    Of several pieces of one batch whose sums are added, one alone may bring the batch's count.
+    """
+    return token_loss_torch(log_probs_N, entropy_N, tokens, config)
+
+
+def token_loss_torch(
+    log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch, config: LossConfig
+) -> TokenLoss:
+    """`token_loss` by `dapo_loss` and autograd, in the dtype of its arguments."""
+    wants_entropy = config.report_entropy and config.entropy_coef != 0.0
+    with torch.enable_grad():
+        log_probs = log_probs_N.detach().requires_grad_()
+        entropy = None if entropy_N is None else entropy_N.detach().requires_grad_(wants_entropy)
+        result = dapo_loss(TokenOutputs(log_probs, entropy), tokens, config)
+        inputs = (log_probs, entropy) if wants_entropy else (log_probs,)
+        grads = torch.autograd.grad(result.loss_sum, inputs)
+    sum_names, max_names = metric_names(config)
+    return TokenLoss(
+        result.loss_sum.detach(),
+        grads[0],
+        grads[1] if wants_entropy else None,
+        stack_sums(result.sums, sum_names, log_probs.device),
+        stack_maxima(result.maxima, max_names, log_probs.device),
+    )
