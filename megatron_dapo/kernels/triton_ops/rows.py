@@ -1,0 +1,182 @@
+"""Statistics of rows of logits, and the gradient from them: one read, and one read with one write. One program per row.
+
+The formulas are those of `kernels.statistics`. Logits may be of any float dtype up to float32 and hold -inf; arithmetic
+is float32. Row offsets are 64-bit: 32768 tokens of a whole vocabulary are 5e9 logits. A row's result depends on nothing
+but that row and the block size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_dapo.kernels import tuning
+from megatron_dapo.kernels.statistics import Merged
+from megatron_dapo.kernels.tuning import RowTiles
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# a fused x * scale - max would round x otherwise than max was rounded
+NO_FUSION = {"enable_fp_fusion": False}
+
+
+def row_statistics(
+    logits_NV: Tensor,
+    inv_temperature_N: Tensor,
+    local_targets_N: Tensor,
+    *,
+    want_entropy: bool,
+    tiles: RowTiles | None = None,
+) -> Tensor:
+    """[N, 4] float32 = m, s, u, x_t of each row of logits * inv_temperature; u is 0 unless entropy is wanted.
+
+    logits_NV: any row stride, unit column stride. inv_temperature_N: float32. local_targets_N: int64; a target outside
+    [0, V) is another rank's, its x_t is -inf.
+    """
+    num_rows, num_columns = logits_NV.shape
+    stats_N4 = logits_NV.new_empty((num_rows, 4), dtype=torch.float32)
+    if num_rows:
+        tiles = tiles or _tiles(logits_NV)
+        row_statistics_kernel[(num_rows,)](
+            _checked(logits_NV),
+            inv_temperature_N.contiguous(),
+            local_targets_N.contiguous(),
+            stats_N4,
+            num_columns,
+            logits_NV.stride(0),
+            WANT_ENTROPY=want_entropy,
+            BLOCK_V=tiles.block_v,
+            num_warps=tiles.num_warps,
+            **NO_FUSION,
+        )
+    return stats_N4
+
+
+def row_gradient(
+    logits_NV: Tensor,
+    inv_temperature_N: Tensor,
+    local_targets_N: Tensor,
+    merged: Merged,
+    grad_log_prob_N: Tensor,
+    grad_entropy_N: Tensor | None,
+    out_NV: Tensor,
+    *,
+    tiles: RowTiles | None = None,
+) -> None:
+    """Writes dL/dlogits into `out_NV`: `logits_NV` itself, or memory of its own in any float dtype up to float32.
+
+    Rows whose incoming gradients are both 0 get 0, whatever their logits are: NaN in padding goes nowhere.
+    """
+    num_rows, num_columns = logits_NV.shape
+    if not num_rows or not num_columns:
+        return
+    tiles = tiles or _tiles(logits_NV)
+    row_gradient_kernel[(num_rows,)](
+        _checked(logits_NV),
+        inv_temperature_N.contiguous(),
+        local_targets_N.contiguous(),
+        merged.top.contiguous(),
+        merged.log_s.contiguous(),
+        merged.entropy.contiguous(),
+        grad_log_prob_N.contiguous(),
+        None if grad_entropy_N is None else grad_entropy_N.contiguous(),
+        _checked(out_NV),
+        num_columns,
+        logits_NV.stride(0),
+        out_NV.stride(0),
+        WITH_ENTROPY=grad_entropy_N is not None,
+        BLOCK_V=tiles.block_v,
+        num_warps=tiles.num_warps,
+        **NO_FUSION,
+    )
+
+
+def _tiles(logits_NV: Tensor) -> RowTiles:
+    return tuning.lookup(tuning.architecture(logits_NV.device), 0, logits_NV.size(1)).rows
+
+
+def _checked(matrix: Tensor) -> Tensor:
+    if matrix.stride(1) != 1 and matrix.size(1) > 1:
+        raise ValueError(f"columns must be contiguous, got strides {matrix.stride()}")
+    return matrix
+
+
+@triton.jit
+def row_statistics_kernel(
+    logits,
+    inv_temperature,
+    local_targets,
+    stats,
+    num_columns,
+    row_stride,
+    WANT_ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    scale = tl.load(inv_temperature + row)
+    target = tl.load(local_targets + row)
+    m = float("-inf")
+    s = 0.0
+    u = 0.0
+    for start in range(0, num_columns, BLOCK_V):
+        columns = start + tl.arange(0, BLOCK_V)
+        x = tl.load(logits + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32) * scale
+        m_new = tl.maximum(m, tl.max(x, 0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: every e below is 0
+        d = x - shift
+        e = tl.exp2(d * LOG2E)
+        fade = tl.exp2((m - shift) * LOG2E)
+        if WANT_ENTROPY:
+            u = fade * (u + tl.where(s > 0, (m - shift) * s, 0.0)) + tl.sum(tl.where(e > 0, d * e, 0.0), 0)
+        s = fade * s + tl.sum(e, 0)
+        m = m_new
+    is_mine = (target >= 0) & (target < num_columns)
+    own = tl.load(logits + target, mask=is_mine, other=float("-inf")).to(tl.float32) * scale
+    stats += row * 4
+    tl.store(stats, m)
+    tl.store(stats + 1, s)
+    tl.store(stats + 2, u)
+    tl.store(stats + 3, own)
+
+
+@triton.jit
+def row_gradient_kernel(
+    logits,
+    inv_temperature,
+    local_targets,
+    top,
+    log_s,
+    entropy,
+    grad_log_prob,
+    grad_entropy,
+    out,
+    num_columns,
+    row_stride,
+    out_stride,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    out += row * out_stride
+    scale = tl.load(inv_temperature + row)
+    target = tl.load(local_targets + row)
+    row_top = tl.load(top + row)
+    row_log_s = tl.load(log_s + row)
+    g_lp = tl.load(grad_log_prob + row).to(tl.float32)
+    counts = g_lp != 0
+    if WITH_ENTROPY:
+        row_entropy = tl.load(entropy + row)
+        g_h = tl.load(grad_entropy + row).to(tl.float32)
+        counts = counts | (g_h != 0)
+    num_read = tl.where(counts, num_columns, 0)
+    for start in range(0, num_columns, BLOCK_V):
+        columns = start + tl.arange(0, BLOCK_V)
+        x = tl.load(logits + columns, mask=columns < num_read, other=0.0).to(tl.float32) * scale
+        log_p = (x - row_top) - row_log_s
+        p = tl.exp2(log_p * LOG2E)
+        d = g_lp * (tl.where(columns == target, 1.0, 0.0) - p)
+        if WITH_ENTROPY:
+            d -= g_h * p * (tl.where(p > 0, log_p, 0.0) + row_entropy)  # p log p -> 0 where p underflows
+        d = tl.where(columns < num_read, d * scale, 0.0)
+        tl.store(out + columns, d.to(out.dtype.element_ty), mask=columns < num_columns)
