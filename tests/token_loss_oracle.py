@@ -1,0 +1,275 @@
+"""What the loss of a batch of tokens must be: token by token, by plain arithmetic in float64, and cases to compare.
+
+Written with branches where the code under test has maxima and masks, so that no formula stands on both sides.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.algorithms import AGGREGATIONS, Clip, LossConfig, OffPolicy, TokenBatch, metric_names, token_weights
+
+FLOAT32 = 32 * 2.0**-23  # of a term: the log-ratio (up to 20) is rounded before exp, which is then squared
+FLOAT64 = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Arguments of `token_loss`."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    tokens: TokenBatch
+    config: LossConfig
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        """The same numbers in another precision."""
+        cast = lambda x: x.to(dtype) if x is not None and x.is_floating_point() else x  # noqa: E731
+        tokens = TokenBatch(**{field.name: cast(getattr(self.tokens, field.name)) for field in fields(TokenBatch)})
+        return Case(cast(self.log_probs), cast(self.entropy), tokens, self.config)
+
+
+# ---------------------------------------------------------------------------------- the oracle
+
+
+def clamp(x: float, bound: float) -> float:
+    return max(-bound, min(bound, x))
+
+
+def clipped(adv: float, ratio: float, low: float, high: float, dual: float | None) -> tuple[float, float]:
+    """Loss, and its derivative by the log of the ratio."""
+    if adv > 0 and ratio > 1 + high:
+        return -adv * (1 + high), 0.0
+    if adv < 0 and ratio < 1 - low:
+        return -adv * (1 - low), 0.0
+    if adv < 0 and dual is not None and ratio > dual:
+        return -adv * dual, 0.0
+    return -adv * ratio, -adv * ratio
+
+
+def policy(adv: float, ratio: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
+    clip, off = config.clip, config.off_policy
+    if replayed and off.mode == "exgrpo_policy_shaping":
+        return -adv * ratio / (ratio + off.beta), -adv * ratio * off.beta / (ratio + off.beta) ** 2
+    high = off.clip_high if replayed and off.clip_high is not None else clip.high
+    return clipped(adv, ratio, clip.low, high, clip.dual)
+
+
+def kl_of(kind: str, lp: float, ref: float) -> tuple[float, float]:
+    """Estimator, and its derivative by lp."""
+    k1 = lp - ref
+    if kind == "low_var_kl":
+        x = clamp(-k1, 20.0)
+        k3 = math.expm1(x) - x
+        return min(k3, 10.0), 0.0 if abs(k1) > 20 or k3 > 10 else -math.expm1(x)
+    return {"kl": (k1, 1.0), "abs": (abs(k1), (k1 > 0) - (k1 < 0)), "mse": (k1 * k1 / 2, k1)}[kind]
+
+
+def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tuple[float, float], float]:
+    """Of a counted token: {sum's name: (term, what it counts)}, {maximum's name: value}, the two parts of the gradient
+    by the log-prob, the gradient by the entropy. The batch's count is added by the caller: such rows count 0 here."""
+    w, lp, adv = t["weights"], t["log_probs"], t["advantages"]
+    old = t.get("old_log_probs", lp)
+    ratio = math.exp(clamp(lp - old, 20.0))
+    replayed = config.off_policy is not None and bool(t.get("exp_mask", 0))
+    loss, slope = policy(adv, ratio, replayed, config)
+    if abs(lp - old) > 20:
+        slope = 0.0
+    on, sums = 0 if replayed else 1, {}
+    if config.tis_cap is not None:
+        server_ratio = math.exp(clamp(old - t["rollout_log_probs"], 20.0))
+        importance = min(server_ratio, config.tis_cap)
+        loss, slope = loss * importance, slope * importance
+        sums["actor/rollout_is_mean"] = (importance, 1)
+        sums["actor/rollout_is_truncated"] = (float(server_ratio > config.tis_cap), 1)
+    sums["actor/pg_loss"] = (w * loss, 0)
+    sums["actor/on_pg_loss"] = (on * w * loss, 0 if config.off_policy is None else on * w)
+    if config.off_policy is not None:
+        sums["actor/off_pg_loss"] = ((1 - on) * w * loss, (1 - on) * w)
+        sums["exp_mask_ratio"] = (1 - on, 1)
+    clip = config.clip
+    sums["actor/on_pg_clipfrac"] = (on * (adv > 0 and ratio > 1 + clip.high), on)
+    sums["actor/on_pg_clipfrac_lower"] = (on * (adv < 0 and ratio < 1 - clip.low), on)
+    sums["actor/dual_clipfrac"] = (on * (adv < 0 and clip.dual is not None and ratio > clip.dual), on)
+    sums["actor/ppo_kl"] = (-clamp(lp - old, 20.0), 1)
+    sums["actor/ratio_mean"] = (ratio, 1)
+    total, parts = w * loss, [w * slope, 0.0]
+    if config.report_entropy:
+        sums["actor/entropy"] = (t["entropy"], 1)
+        total -= config.entropy_coef * w * t["entropy"]
+    if config.use_kl_loss:
+        kl, kl_slope = kl_of(config.kl_loss_type, lp, t["ref_log_probs"])
+        sums["actor/kl_loss"] = (w * kl, 0)
+        total, parts[1] = total + config.kl_loss_coef * w * kl, config.kl_loss_coef * w * kl_slope
+    sums["actor/loss"] = (total, 0)
+    maxima = {"actor/ratio_max": ratio}
+    if config.report_mismatch:
+        one, d = t.get("is_current", 1), old - t["rollout_log_probs"]
+        x = clamp(d, 20.0)
+        terms = (-d, math.expm1(x) - x, abs(d), math.exp(x), math.exp(2 * x))
+        names = "actor/rollout_kl actor/rollout_k3 actor/rollout_abs_diff _rollout_weight _rollout_weight_squared"
+        sums |= {name: (one * term, one) for name, term in zip(names.split(), terms, strict=True)}
+        maxima["actor/rollout_abs_diff_max"] = one * abs(d)
+    return sums, maxima, tuple(parts), -config.entropy_coef * w
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """sums: name -> (sum, count, sum of absolute terms). grads: per token (gradient, sum of its absolute parts)."""
+
+    sums: dict[str, list[float]]
+    maxima: dict[str, float]
+    grads: list[tuple[float, float]]
+    entropy_grads: list[float]
+
+
+def expected(case: Case) -> Expected:
+    """Adds the tokens up."""
+    columns = {"log_probs": case.log_probs, "entropy": case.entropy, **vars(case.tokens)}
+    columns = {name: x.tolist() for name, x in columns.items() if x is not None and name != "count"}
+    sum_names, max_names = metric_names(case.config)
+    sums, maxima = {name: [0.0, 0.0, 0.0] for name in sum_names}, dict.fromkeys(max_names, 0.0)
+    grads, entropy_grads, count = [], [], float(case.tokens.count)
+    for i, weight in enumerate(columns["weights"]):
+        if weight == 0:
+            grads.append((0.0, 0.0))
+            entropy_grads.append(0.0)
+            continue
+        terms, highest, parts, entropy_grad = one_token({k: v[i] for k, v in columns.items()}, case.config)
+        assert terms.keys() == sums.keys() and highest.keys() == maxima.keys()
+        for name, (term, counts) in terms.items():
+            sums[name] = [a + b for a, b in zip(sums[name], (term, counts, abs(term)), strict=True)]
+        maxima = {name: max(value, highest[name]) for name, value in maxima.items()}
+        grads.append((sum(parts), sum(map(abs, parts))))
+        entropy_grads.append(entropy_grad)
+    per_batch = {"actor/loss", "actor/pg_loss", "actor/kl_loss"} & sums.keys()
+    for name in per_batch | ({"actor/on_pg_loss"} if case.config.off_policy is None else set()):
+        sums[name][1] = count
+    return Expected(sums, maxima, grads, entropy_grads)
+
+
+def check(result, case: Case, want: Expected, precision: float, floor: float = 0.0) -> None:
+    """Asserts that a TokenLoss is what is wanted, to `precision` times the absolute terms of each sum plus `floor`."""
+
+    def close(ours: float, value: float, scale: float, what: str) -> None:
+        assert abs(ours - value) <= precision * (abs(scale) + floor), f"{what}: {ours} is not {value}"
+
+    close(float(result.loss_sum), *(want.sums["actor/loss"][i] for i in (0, 2)), "loss_sum")
+    assert result.sums.shape == (len(want.sums), 2) and result.sums.dtype == torch.float64
+    for (name, (total, count, absolute)), ours in zip(want.sums.items(), result.sums.tolist(), strict=True):
+        close(ours[0], total, absolute, name)
+        close(ours[1], count, count, f"count of {name}")
+    assert result.maxima.shape == (len(want.maxima),) and result.maxima.dtype == torch.float64
+    for (name, value), ours in zip(want.maxima.items(), result.maxima.tolist(), strict=True):
+        close(ours, value, value, name)
+    for i, ((value, absolute), ours) in enumerate(zip(want.grads, result.grad_log_probs.tolist(), strict=True)):
+        close(ours, value, absolute, f"gradient of log-prob {i}")
+    if case.config.report_entropy and case.config.entropy_coef:
+        for i, (value, ours) in enumerate(zip(want.entropy_grads, result.grad_entropy.tolist(), strict=True)):
+            close(ours, value, value, f"gradient of entropy {i}")
+    else:
+        assert result.grad_entropy is None
+
+
+# ---------------------------------------------------------------------------------- cases
+
+
+def random_case(config: LossConfig, n: int = 300, mode: str = "token-mean", seed: int = 0, **changes) -> Case:
+    """Log-ratios wide enough for every branch of a clip; NaN wherever a token does not count."""
+    rng = torch.Generator().manual_seed(seed)
+    normal, uniform = (functools.partial(f, n, generator=rng) for f in (torch.randn, torch.rand))
+    mask, segments = (uniform() < 0.7).int(), (torch.arange(n) // 23).clamp(max=9)
+    mask[segments == 4] = 0  # a sequence that counts for nothing
+    weights, count = token_weights(mode, mask, segments, 10, 50)
+    new = -normal().abs()
+    old = new + 0.8 * normal()
+    fill = lambda x: torch.where(mask == 0, torch.nan, x)  # noqa: E731
+    tokens = TokenBatch(
+        weights=weights,
+        count=count,
+        advantages=fill(normal()),
+        old_log_probs=fill(old),
+        ref_log_probs=fill(new + 1.5 * normal()),
+        rollout_log_probs=fill(old + 0.4 * normal()),
+        is_current=uniform() < 0.6,
+        exp_mask=uniform() < 0.4,
+    )
+    return Case(fill(new), fill(normal().abs()), replace(tokens, **changes), config)
+
+
+def by_hand(config: LossConfig, rows: list[tuple[float, ...]]) -> Case:
+    """Of rows (advantage, lp - old, ref - lp, old - rollout, exp_mask); lp = -1, every token counts."""
+    adv, log_ratio, ref, server, exp_mask = torch.tensor(rows).T
+    new = torch.full_like(adv, -1.0)
+    old = new - log_ratio
+    tokens = TokenBatch(
+        weights=torch.ones_like(adv),
+        count=torch.tensor(len(rows)),
+        advantages=adv,
+        old_log_probs=old,
+        ref_log_probs=new + ref,
+        rollout_log_probs=old - server,
+        exp_mask=exp_mask,
+    )
+    return Case(new, torch.ones_like(adv), tokens, config)
+
+
+EVERYTHING = LossConfig(
+    clip=Clip(0.2, 0.28, 3.0),
+    use_kl_loss=True,
+    kl_loss_coef=0.3,
+    entropy_coef=0.2,
+    report_entropy=True,
+    off_policy=OffPolicy(),
+    tis_cap=1.3,
+)
+HIGHER = replace(EVERYTHING, off_policy=OffPolicy("dapo_clip_higher", clip_high=1.0))
+EDGES = replace(EVERYTHING, clip=Clip(0.0, 0.0, 1.0), tis_cap=1.0)
+
+CASES: dict[str, Callable[[], Case]] = {
+    "everything": lambda: random_case(EVERYTHING),
+    "replayed tokens with a bound of their own": lambda: random_case(HIGHER, seed=1),
+    "what a default run has": lambda: random_case(LossConfig(clip=Clip(0.2, 0.28, 3.0), report_entropy=True), seed=2),
+    "exactly at every bound": lambda: by_hand(
+        EDGES, [(a, x, 0.0, 0.0, e) for a in (1.0, -2.0, 0.0) for x in (0.0, 0.5, -0.5) for e in (0.0, 1.0)]
+    ),
+    "up to the clamps and beyond": lambda: by_hand(
+        replace(EVERYTHING, clip=Clip(0.2, 0.28), tis_cap=1e9),
+        [(a, x, -x, x, 0.0) for a in (1.0, -1.0) for x in (20.0, 20.5, -20.0, -20.5, 30.0, -30.0)],
+    ),
+    "small weights of the server, large k3": lambda: by_hand(
+        EVERYTHING, [(-1.0, 0.1, x, -abs(x), 0.0) for x in (-9.0, -10.9, -11.1, 2.5, 2.7, -19.0, 15.0)]
+    ),
+    "tiny differences": lambda: by_hand(EVERYTHING, [(1.0, 0.0, x, -x, 0.0) for x in (1e-6, -2e-5, 3e-4)]),
+    "k1": lambda: random_case(replace(EVERYTHING, kl_loss_type="kl", off_policy=None), seed=3),
+    "abs": lambda: random_case(replace(EVERYTHING, kl_loss_type="abs", tis_cap=None), seed=4),
+    "abs, exactly 0": lambda: by_hand(replace(EDGES, kl_loss_type="abs"), [(0.0, 0.0, 0.0, 0.0, 0.0)] * 2),
+    "k2": lambda: random_case(replace(EVERYTHING, kl_loss_type="mse"), seed=5),
+    "replayed tokens with the bound of the others": lambda: random_case(
+        replace(EVERYTHING, off_policy=OffPolicy("dapo_clip_higher")), seed=6
+    ),
+    "another beta, no dual clip": lambda: random_case(
+        replace(EVERYTHING, clip=Clip(0.1, 0.5), off_policy=OffPolicy(beta=0.5)), seed=7
+    ),
+    "nothing but the policy": lambda: random_case(LossConfig(report_mismatch=False), seed=8),
+    "weights without a comparison": lambda: random_case(LossConfig(report_mismatch=False, tis_cap=0.9), seed=9),
+    "no token was replayed": lambda: random_case(EVERYTHING, seed=10, exp_mask=None),
+    "the old policy is the current one": lambda: random_case(
+        replace(EVERYTHING, off_policy=None), seed=11, old_log_probs=None
+    ),
+    "every token is of these weights": lambda: random_case(EVERYTHING, seed=12, is_current=None),
+    "none counts": lambda: random_case(EVERYTHING, seed=13, weights=torch.zeros(300), count=torch.tensor(0)),
+    "no tokens": lambda: random_case(EVERYTHING, n=0, count=torch.tensor(5)),
+    "one token": lambda: random_case(EVERYTHING, n=1, weights=torch.full((1,), 0.5)),
+    **{mode: functools.partial(random_case, EVERYTHING, mode=mode, seed=14) for mode in AGGREGATIONS},
+}
+
+
+@functools.cache
+def case_and_expected(name: str) -> tuple[Case, Expected]:
+    case = CASES[name]()
+    return case, expected(case)
