@@ -40,14 +40,6 @@ class LinearTiles:
 
 
 @dataclass(frozen=True)
-class TokenLossTiles:
-    """The loss kernel: tokens per program."""
-
-    block: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
 class Tuning:
     """What was chosen for one architecture and shape. forward: statistics without a gradient by plain matrix products
     ("gemm") or by the kernel that never writes logits ("fused")."""
@@ -55,7 +47,6 @@ class Tuning:
     forward: str
     rows: RowTiles
     linear: LinearTiles
-    token_loss: TokenLossTiles
 
 
 @functools.cache
@@ -91,5 +82,4 @@ def _tuning(row: dict) -> Tuning:
         forward=row["forward"],
         rows=RowTiles(**row["rows"]),
         linear=LinearTiles(**row["linear"]),
-        token_loss=TokenLossTiles(**row["token_loss"]),
     )
