@@ -107,6 +107,10 @@ class MegatronConfig(Section):
     """With selective recompute: what is recomputed."""
     use_transformer_engine: Literal["auto", "on", "off"] = "auto"
     """Transformer Engine layers; auto = on a GPU where it can be imported."""
+    fp8: Literal["none", "e4m3", "hybrid"] = "none"
+    """FP8 products in the layers by Transformer Engine: e4m3, or hybrid (gradients in e5m2). Weights stay bfloat16."""
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    """Scale of FP8: of the whole tensor, of its past (delayed), of 128 x 128 blocks, of 32 in a row (Blackwell)."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of every collective among the trainer's ranks."""
 
@@ -144,8 +148,10 @@ class ActorConfig(Section):
     """KL estimator: k1, |k1|, k2 or k3."""
     calculate_entropy: bool = True
     """Report the policy's entropy (one more reduction over the vocabulary)."""
-    log_prob_chunk_size: PositiveInt = 1024
-    """Rows of the vocabulary projection held at once by the log-prob head."""
+    log_prob_chunk_size: PositiveInt | None = None
+    """Rows of logits held at once by the log-prob head; none = 4096 on GPU, 1024 on CPU."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """auto = the fused head, after a check of it against float64 at the start; off = composed from torch operations."""
     optim: OptimConfig = OptimConfig()
     megatron: MegatronConfig = MegatronConfig()
 

@@ -133,11 +133,16 @@ class MicroBatch:
     cu_seqlens: Tensor | None
     max_seqlen: int
     num_segments: int
-    num_counted: int  # tokens with loss, known without asking the device
+    counted_rows: np.ndarray  # positions with loss, ascending in Megatron's order (s * B + b); stays on the host
     sample_ids: tuple[int, ...]  # of the segments, in order; padding and dummies have none
     lengths: tuple[int, ...]  # of those samples
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens with loss, known without asking the device."""
+        return len(self.counted_rows)
 
     @property
     def is_packed(self) -> bool:
@@ -193,7 +198,7 @@ def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bo
         cu_seqlens=torch.tensor([0, *accumulate(widths)], dtype=torch.int32) if packed else None,
         max_seqlen=max(widths),
         num_segments=len(widths),
-        num_counted=int(sum(sample.loss_mask.sum() for sample in samples)),
+        counted_rows=np.flatnonzero(tensors["loss_mask"].numpy().T),
         sample_ids=tuple(sample.sample_id for sample in samples),
         lengths=tuple(sample.length for sample in samples),
     )

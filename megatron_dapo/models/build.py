@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dapo.config import MegatronConfig, ModelSpec, UserError
 from megatron_dapo.models.layers import RMSNorm, local_layer_spec
 from megatron_dapo.models.log_prob_head import LogProbHead
+from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.platform import ParallelLayout, is_gpu, model_dtype
 
 
@@ -33,7 +34,12 @@ class ModelParts:
 
 
 def build_model(
-    spec: ModelSpec, layout: ParallelLayout, megatron: MegatronConfig, *, head_chunk_size: int = 1024
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    megatron: MegatronConfig,
+    *,
+    head_chunk_size: int = 1024,
+    fused_head: bool = True,
 ) -> ModelParts:
     """Uninitialized parameters on this rank's device; load weights next (`load_hf_weights`)."""
     use_te = _use_transformer_engine(megatron)
@@ -44,7 +50,7 @@ def build_model(
     ]
     for chunk in chunks:
         if chunk.post_process:
-            chunk.output_layer = LogProbHead(chunk.output_layer, spec.vocab_size, head_chunk_size)
+            chunk.output_layer = LogProbHead(chunk.output_layer, spec.vocab_size, head_chunk_size, fused_head)
         if is_gpu():
             chunk.cuda()
     return ModelParts(chunks, config, spec, use_te)
@@ -53,12 +59,17 @@ def build_model(
 def _use_transformer_engine(megatron: MegatronConfig) -> bool:
     """Where Megatron itself can load it, on a GPU, in half precision: its packed attention has no float32 kernel."""
     available = is_gpu() and HAVE_TE and model_dtype(megatron.dtype) == torch.bfloat16
+    key = "actor_rollout_ref.actor.megatron"
+    needs = "which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load"
     if megatron.use_transformer_engine == "on" and not available:
-        raise UserError(
-            "actor_rollout_ref.actor.megatron.use_transformer_engine is on, which needs a GPU, dtype bfloat16 and a "
-            "transformer_engine that Megatron-core can load; one of them is missing here: use auto."
-        )
+        raise UserError(f"{key}.use_transformer_engine is on, {needs}; one of them is missing here: use auto.")
+    if megatron.fp8 != "none" and not available:
+        raise UserError(f"{key}.fp8 is {megatron.fp8}, {needs}; one of them is missing here: set fp8 to none.")
     return available and megatron.use_transformer_engine != "off"
+
+
+def _fp8(megatron: MegatronConfig) -> dict:
+    return {} if megatron.fp8 == "none" else dict(fp8=megatron.fp8, fp8_recipe=megatron.fp8_recipe)
 
 
 def _recompute(megatron: MegatronConfig) -> dict:
@@ -119,6 +130,7 @@ def _transformer_config(
         # interleaved pipelining on gloo and NCCL alike: separate sends and receives
         **(dict(overlap_p2p_comm=True, batch_p2p_comm=False) if layout.vpp else {}),
         **_recompute(megatron),
+        **_fp8(megatron),
     )
 
 
@@ -126,8 +138,13 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, vp_sta
     if use_te:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layer: ModuleSpec = local_layer_spec(spec.qk_norm)
+    layer: ModuleSpec = local_layer_spec(spec.qk_norm, Rotary(spec, config))
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _rope(spec: ModelSpec) -> dict:
+    scaling = dict(rope_scaling=True, rope_scaling_factor=spec.rope_scaling.factor) if spec.rope_scaling else {}
+    return dict(position_embedding_type="rope", rotary_base=spec.rope_theta, **scaling)
 
 
 def _build_chunk(
@@ -143,9 +160,6 @@ def _build_chunk(
         post_process=virtual_rank == layout.pp * layout.num_model_chunks - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,
-        rope_scaling=spec.rope_scaling is not None,
-        **(dict(rope_scaling_factor=spec.rope_scaling.factor) if spec.rope_scaling else {}),
+        **(_rope(spec) if use_te else dict(position_embedding_type="none")),  # our own attention rotates by itself
         vp_stage=vp_stage,
     )

@@ -1,12 +1,13 @@
 """The head that answers with log-probabilities: takes the place of Megatron's `output_layer`, keeps its parameter.
 
 GPTModel hands its output layer the last hidden states and returns what comes back, transposed to [B, S, ...]. Given the
-targets beforehand, the head returns one log-prob (and entropy) per position instead of V logits, computed only where
-the mask counts. One head serves the old, the reference and the training pass.
+targets beforehand, the head returns one log-prob (and entropy) per position instead of V logits, or the loss itself,
+computed only where the mask counts. One head serves the old, the reference and the training pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -15,58 +16,115 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_dapo.kernels import linear_log_prob
+from megatron_dapo.algorithms import (
+    LossConfig,
+    TokenBatch,
+    TokenOutputs,
+    dapo_loss,
+    metric_names,
+    stack_maxima,
+    stack_sums,
+)
+from megatron_dapo.kernels import Head, HeadLoss, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadTask:
     """What the head is to answer for the next micro-batch.
 
-    targets_BS: [B, S] int64, the next token of each position. counts_BS: [B, S], non-zero where an answer is wanted.
+    targets_BS: [B, S] int64, the next token of each position. counted_rows: [N] ascending positions s * B + b where an
+    answer is wanted. tokens (fields [B, S]) and loss: then the answer is the loss.
     """
 
     targets_BS: Tensor
-    counts_BS: Tensor
+    counted_rows: np.ndarray
     temperature: float = 1.0
     want_entropy: bool = False
+    tokens: TokenBatch | None = None
+    loss: LossConfig | None = None
 
 
 class LogProbHead(torch.nn.Module):
-    """Set `task`, run the model: its output is [B, S, 2] float32 (log-prob, entropy), 0 where nothing was asked."""
+    """Set `task`, run the model. Its output is [B, S, 2] float32 (log-prob, entropy), 0 where nothing was asked; with a
+    loss it is the summed loss, [1, 1, 1], and `result` has the metrics."""
 
-    def __init__(self, output_layer: ColumnParallelLinear, vocab_size: int, chunk_size: int) -> None:
+    def __init__(self, output_layer: ColumnParallelLinear, vocab_size: int, chunk_size: int, fused: bool) -> None:
         super().__init__()
         self.weight = output_layer.weight  # None where the embedding on the same stage is used
         self.sequence_parallel = output_layer.sequence_parallel
         self._linear = (output_layer,)  # in a tuple: not a submodule, its parameter has one name only
         self._vocab_size = vocab_size
         self._chunk_size = chunk_size
+        self._fused = fused
         self.task: HeadTask | None = None
+        self.result: HeadLoss | None = None
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output=None) -> tuple[Tensor, None]:
-        """hidden: [S (/ tp with sequence parallelism), B, H]. Returns ([S, B, 2] float32, no bias)."""
+        """hidden: [S (/ tp with sequence parallelism), B, H]. Returns ([S, B, 2] or [1, 1, 1] float32, no bias)."""
         task, self.task = self.task, None
         assert task is not None, "the log-prob head was run without a task"
+        weight = self.weight if weight is None else weight
+        rows = torch.from_numpy(task.counted_rows).to(hidden.device, non_blocking=True)
+        if task.loss is not None:
+            self.result = self._loss(hidden, weight, task, rows)
+            return self.result.loss_sum.view(1, 1, 1), None
+        log_prob, entropy = self._log_probs(hidden, weight, task, rows, task.want_entropy)
+        answers = torch.stack([log_prob, torch.zeros_like(log_prob) if entropy is None else entropy], dim=-1)
+        out = answers.new_zeros((task.targets_BS.numel(), 2)).index_copy(0, rows, answers)
+        return out.view(*task.targets_BS.t().shape, 2), None
+
+    def _loss(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor) -> HeadLoss:
+        values = {field.name: getattr(task.tokens, field.name) for field in fields(task.tokens)}
+        per_token = {k: _in_order(v) for k, v in values.items() if isinstance(v, Tensor) and v.dim()}
+        tokens = replace(task.tokens, **per_token).select(rows)
+        if self._fused:
+            targets = _in_order(task.targets_BS)[rows]
+            plan, head = self._plan(hidden, task), self._head(weight, task)
+            return fused_dapo_head(hidden.flatten(0, 1), targets, plan, tokens, task.loss, head)
+        log_prob, entropy = self._log_probs(hidden, weight, task, rows, task.loss.report_entropy)
+        loss_sum, sums, maxima = dapo_loss(TokenOutputs(log_prob, entropy), tokens, task.loss)
+        sum_names, max_names = metric_names(task.loss)
+        device = log_prob.device
+        stacked = stack_sums(sums, sum_names, device), stack_maxima(maxima, max_names, device)
+        return HeadLoss(loss_sum, log_prob.detach(), entropy, *stacked)
+
+    def _log_probs(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor, want_entropy: bool):
+        """(log-prob [N], entropy [N] or None) of the counted rows; with gradient only where nothing is fused."""
+        targets = _in_order(task.targets_BS)[rows]
+        if self._fused:
+            assert not torch.is_grad_enabled(), "the fused head gives log-probs without gradient only"
+            plan, head = self._plan(hidden, task), self._head(weight, task)
+            return head_log_probs(hidden.flatten(0, 1), targets, plan, head, want_entropy=want_entropy)
         group = self._linear[0].tp_group
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=group)  # backward: reduce-scatter
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)  # backward: all-reduce
-        s, b, h = hidden.shape
-        rows = task.counts_BS.t().reshape(-1).nonzero()[:, 0]
-        log_prob, entropy = linear_log_prob(
-            hidden.reshape(s * b, h).index_select(0, rows),
-            self.weight if weight is None else weight,
-            task.targets_BS.t().reshape(-1)[rows],
+        return linear_logprob_entropy(
+            hidden.flatten(0, 1).index_select(0, rows),
+            weight,
+            targets,
             temperature=task.temperature,
-            want_entropy=task.want_entropy,
+            want_entropy=want_entropy,
             num_valid_columns=self._vocab_size,
             chunk_size=self._chunk_size,
             group=group,
+            use_triton=False,
         )
-        answers = torch.stack([log_prob, torch.zeros_like(log_prob) if entropy is None else entropy], dim=-1)
-        out = answers.new_zeros((s * b, 2)).index_copy(0, rows, answers)
-        return out.view(s, b, 2), None
+
+    def _plan(self, hidden: Tensor, task: HeadTask) -> RowPlan:
+        group = self._linear[0].tp_group if self.sequence_parallel else None
+        return RowPlan.make(
+            task.counted_rows, task.targets_BS.numel(), self._chunk_size, device=hidden.device, group=group
+        )
+
+    def _head(self, weight: Tensor, task: HeadTask) -> Head:
+        return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None):
         return self._linear[0].sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def _in_order(values_BS: Tensor) -> Tensor:
+    """[B, S] as [S * B], the order of Megatron's hidden states."""
+    return values_BS.t().reshape(-1)

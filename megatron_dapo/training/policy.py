@@ -5,22 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_dapo.algorithms import (
     Clip,
     LossConfig,
-    Maxima,
-    Sums,
     TokenBatch,
-    TokenOutputs,
-    add_sums,
-    dapo_loss,
     finalize,
-    merge_maxima,
     metric_names,
-    stack_maxima,
-    stack_sums,
     token_weights,
     unstack_maxima,
     unstack_sums,
@@ -35,8 +26,9 @@ from megatron_dapo.config import (
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import WeightSource, build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.optimizer import make_training_state
-from megatron_dapo.training.schedule import Schedule
+from megatron_dapo.training.schedule import MetricSums, Schedule
 
 MiniBatch = list[MicroBatch]
 
@@ -51,9 +43,7 @@ class Policy:
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.model.path
         self.layout = layout
-        self.model = build_model(
-            read_model_spec(path), layout, actor.megatron, head_chunk_size=actor.log_prob_chunk_size
-        )
+        self.model = build_model(read_model_spec(path), layout, actor.megatron, **head_options(actor, layout))
         load_hf_weights(self.model, path, layout)
         self.state = make_training_state(self.model, actor, config.trainer.total_training_steps)
         self.loss_config = _loss_config(config)
@@ -84,51 +74,39 @@ class Policy:
         """
         self._weight_version = weight_version
         self.state.lr_schedule.step(increment=1)
-        sums: Sums = {}
-        maxima: Maxima = {}
-        norms = []
+        parts, norms = [], []
         for _ in range(self._num_epochs):
             for mini_batch in mini_batches:
-                step_sums, step_maxima, norm = self._optimizer_step(mini_batch)
-                sums, maxima = add_sums(sums, step_sums), merge_maxima(maxima, step_maxima)
+                part, norm = self._optimizer_step(mini_batch)
+                parts.append(part)
                 norms.append(norm)
-        metrics = self._reduce(sums, maxima)
+        metrics = self._reduce(MetricSums.together(parts))
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = max(group["lr"] for group in self.state.optimizer.param_groups)
         metrics["actor/num_optimizer_steps"] = float(len(norms))
         return metrics
 
-    def _optimizer_step(self, mini_batch: MiniBatch) -> tuple[Sums, Maxima, float]:
-        sums, maxima = self.accumulate_gradients(mini_batch)
+    def _optimizer_step(self, mini_batch: MiniBatch) -> tuple[MetricSums | None, float]:
+        part = self.accumulate_gradients(mini_batch)
         succeeded, norm, _ = self.state.optimizer.step()
         # the norm is the same on all ranks: all of them stop, before such weights reach a server
         if not succeeded or not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm of a mini-batch is {norm}; the run stops here")
-        return sums, maxima, float(norm)
+        return part, float(norm)
 
-    def accumulate_gradients(self, mini_batch: MiniBatch) -> tuple[Sums, Maxima]:
-        """Gradients of one mini-batch in main_grad, reduced over the ranks; metric sums of this rank's own share."""
+    def accumulate_gradients(self, mini_batch: MiniBatch) -> MetricSums | None:
+        """Gradients of one mini-batch in main_grad, reduced over the ranks. Returns this rank's own metric sums, on the
+        last stage."""
         for stage in self.state.stages:
             stage.zero_grad_buffer()
         self.state.optimizer.zero_grad()
-        sums: Sums = {}
-        maxima: Maxima = {}
+        return self._schedule.forward_backward(mini_batch, self._tokens, self.loss_config)
 
-        def loss(answers: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
-            nonlocal sums, maxima
-            result, count = self._loss(answers, batch)
-            sums, maxima = add_sums(sums, result.sums), merge_maxima(maxima, result.maxima)
-            return result.loss_sum, count.int(), {}
-
-        self._schedule.forward_backward(mini_batch, loss, self.loss_config.report_entropy)
-        return sums, maxima
-
-    def _loss(self, answers: Tensor, batch: MicroBatch):
+    def _tokens(self, batch: MicroBatch) -> TokenBatch:
         weights, count = token_weights(
             self._agg_mode, batch.loss_mask, batch.segment_ids, batch.num_segments, self._max_response_length
         )
-        outputs = TokenOutputs(answers[..., 0], answers[..., 1] if self.loss_config.report_entropy else None)
-        tokens = TokenBatch(
+        return TokenBatch(
             weights=weights,
             count=count,
             advantages=batch.advantages,
@@ -137,19 +115,20 @@ class Policy:
             rollout_log_probs=batch.rollout_log_probs,
             is_current=batch.weight_version == self._weight_version,
         )
-        return dapo_loss(outputs, tokens, self.loss_config), count
 
-    def _reduce(self, sums: Sums, maxima: Maxima) -> dict[str, float]:
-        """Each token once: the last stage's first tensor-parallel rank of every data-parallel rank contributes."""
+    def metrics_of(self, part: MetricSums) -> dict[str, float]:
+        """Named means and maxima."""
         sum_names, max_names = metric_names(self.loss_config)
-        if not (self.layout.is_last_stage and self.layout.tp_rank == 0):
-            sums, maxima = {}, {}
-        device = next(self.model.chunks[0].parameters()).device
-        stacked_sums = stack_sums(sums, sum_names, device)
-        stacked_maxima = stack_maxima(maxima, max_names, device)
-        dist.all_reduce(stacked_sums)
-        dist.all_reduce(stacked_maxima, op=dist.ReduceOp.MAX)
-        return finalize(unstack_sums(stacked_sums.cpu(), sum_names), unstack_maxima(stacked_maxima.cpu(), max_names))
+        return finalize(unstack_sums(part.sums.cpu(), sum_names), unstack_maxima(part.maxima.cpu(), max_names))
+
+    def _reduce(self, part: MetricSums | None) -> dict[str, float]:
+        """Each token once: the last stage's first tensor-parallel rank of every data-parallel rank contributes."""
+        if part is None or self.layout.tp_rank != 0:
+            device = next(self.model.chunks[0].parameters()).device
+            part = MetricSums.zeros(*map(len, metric_names(self.loss_config)), device)
+        dist.all_reduce(part.sums)
+        dist.all_reduce(part.maxima, op=dist.ReduceOp.MAX)
+        return self.metrics_of(part)
 
 
 def with_log_probs(schedule: Schedule, mini_batches: Sequence[MiniBatch], which: str) -> list[MiniBatch]:

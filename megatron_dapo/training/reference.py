@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron_dapo.config import Config
 from megatron_dapo.models import build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.optimizer import half_precision
 from megatron_dapo.training.policy import MiniBatch, with_log_probs
 from megatron_dapo.training.schedule import Schedule
@@ -16,7 +17,7 @@ class Reference:
     def __init__(self, config: Config, layout: ParallelLayout) -> None:
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.ref.path or config.actor_rollout_ref.model.path
-        model = build_model(read_model_spec(path), layout, actor.megatron, head_chunk_size=actor.log_prob_chunk_size)
+        model = build_model(read_model_spec(path), layout, actor.megatron, **head_options(actor, layout))
         load_hf_weights(model, path, layout)
         for chunk in model.chunks:
             chunk.requires_grad_(False)

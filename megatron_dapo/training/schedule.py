@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_dapo.algorithms import LossConfig, TokenBatch
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import HeadTask, ModelParts
-
-# (answers [B, S, 2], micro-batch) -> (loss sum, count, nothing): Megatron's contract with calculate_per_token_loss
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, dict]]
 
 
 def packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:
@@ -21,6 +20,25 @@ def packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:
         return None
     offsets, longest = batch.cu_seqlens, batch.max_seqlen
     return PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+class MetricSums(NamedTuple):
+    """Metric sums [K, 2] and maxima [M], float64 on the device, in the order of `metric_names`."""
+
+    sums: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def zeros(cls, num_sums: int, num_maxima: int, device: torch.device) -> "MetricSums":
+        return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in ((num_sums, 2), num_maxima)))
+
+    @classmethod
+    def together(cls, parts: "Sequence[MetricSums | None]") -> "MetricSums | None":
+        """Of several parts one; None where there is none."""
+        parts = [part for part in parts if part is not None]
+        if not parts:
+            return None
+        return cls(torch.stack([p.sums for p in parts]).sum(0), torch.stack([p.maxima for p in parts]).amax(0))
 
 
 @dataclass(frozen=True)
@@ -34,27 +52,56 @@ class Schedule:
     @torch.no_grad()
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Log-prob of every counted target, [B, S] float32 per micro-batch, on the last stage; None elsewhere."""
-        answers = self._run(batches, want_entropy=False, loss=None)
-        return [answer[..., 0] for answer in answers] if self.model.head is not None else None
 
-    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction, want_entropy: bool) -> None:
-        """Accumulates the gradient of the summed loss, divided by the global count, in the parameters' main_grad."""
-        self._run(batches, want_entropy, loss)
+        def task(batch: MicroBatch) -> HeadTask:
+            return HeadTask(batch.targets, batch.counted_rows, self.temperature)
 
-    def _run(self, batches: Sequence[MicroBatch], want_entropy: bool, loss: LossFunction | None) -> list[Tensor]:
+        def finish(answers: Tensor, batch: MicroBatch) -> Tensor:
+            return answers[..., 0]
+
+        answers = self._run(batches, task, finish, forward_only=True)
+        return answers if self.model.head is not None else None
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], tokens_of: Callable[[MicroBatch], TokenBatch], loss: LossConfig
+    ) -> MetricSums | None:
+        """Accumulates the gradient of the summed loss, divided by the global count, in the parameters' main_grad.
+
+        Returns the metric sums of this rank's micro-batches, on the last stage; None elsewhere.
+        """
+        parts: list[MetricSums] = []
+        counts: list[Tensor] = []
+
+        def task(batch: MicroBatch) -> HeadTask:
+            tokens = tokens_of(batch)
+            counts.append(tokens.count)
+            return HeadTask(batch.targets, batch.counted_rows, self.temperature, tokens=tokens, loss=loss)
+
+        def finish(loss_sum: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
+            result, self.model.head.result = self.model.head.result, None
+            parts.append(MetricSums(result.sums, result.maxima))
+            # Megatron's contract with calculate_per_token_loss: (loss sum, count, nothing)
+            return loss_sum.reshape(()), counts[-1].int(), {}
+
+        self._run(batches, task, finish, forward_only=False)
+        return MetricSums.together(parts)
+
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        task: Callable[[MicroBatch], HeadTask],
+        finish: Callable,
+        forward_only: bool,
+    ) -> list:
         for stage in self.stages:
-            stage.train(loss is not None)
+            stage.train(not forward_only)
 
         def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module):
             batch = next(iterator)
-            if self.model.head is not None:
-                self.model.head.task = HeadTask(batch.targets, batch.loss_mask, self.temperature, want_entropy)
+            if self.model.head is not None and stage is self.stages[-1]:
+                self.model.head.task = task(batch)
             output = stage(batch.tokens, batch.position_ids, None, packed_seq_params=packed_seq_params(batch))
-
-            def finish(answers: Tensor, non_loss_data: bool = False):
-                return answers if non_loss_data else loss(answers, batch)
-
-            return output, finish
+            return output, lambda answers, non_loss_data=False: finish(answers, batch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -63,6 +110,6 @@ class Schedule:
             num_microbatches=len(batches),
             seq_length=max(batch.tokens.size(1) for batch in batches),  # stages tell each other the real one
             micro_batch_size=1,
-            forward_only=loss is None,
-            collect_non_loss_data=loss is None,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
         )

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms import FixedKLController, finalize
+from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.config import load_config, needs_reference, uses_kl_in_reward
 from megatron_dapo.models import WeightSource
 from megatron_dapo.platform import ParallelLayout
@@ -69,9 +69,10 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
 
 def first_step(policy: Policy, mini_batch) -> dict[str, float]:
     """Metrics of the first optimizer step alone, before any update: those of one rank of the last stage."""
-    sums, maxima = policy.accumulate_gradients(mini_batch)
+    part = policy.accumulate_gradients(mini_batch)
     gathered: list = [None] * policy.layout.world_size
-    dist.all_gather_object(gathered, finalize(sums, maxima), group=policy.layout.cpu_group)
+    metrics = None if part is None else policy.metrics_of(part)
+    dist.all_gather_object(gathered, metrics, group=policy.layout.cpu_group)
     return next(metrics for metrics in gathered if metrics)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dapo.kernels import linear_log_prob
+from megatron_dapo.kernels import linear_logprob_entropy
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +30,7 @@ def test_values_and_gradients_equal_float64_log_softmax(chunk_size, temperature)
     hidden, weight, targets = case()
     ours = [t.clone().requires_grad_() for t in (hidden, weight)]
     theirs = [t.clone().requires_grad_() for t in (hidden, weight)]
-    lp, h = linear_log_prob(
+    lp, h = linear_logprob_entropy(
         *ours, targets, temperature=temperature, want_entropy=True, num_valid_columns=50, chunk_size=chunk_size
     )
     lp_ref, h_ref = oracle(*theirs, targets, temperature, 50)
@@ -44,7 +44,7 @@ def test_values_and_gradients_equal_float64_log_softmax(chunk_size, temperature)
 @pytest.mark.parametrize("offset", [-1000.0, -120.0, 0.0, 1000.0])
 def test_a_common_offset_of_the_logits_changes_nothing_but_its_own_rounding(offset):
     hidden, weight, targets = case(dtype=torch.float32, offset=offset)
-    lp, h = linear_log_prob(hidden, weight, targets, want_entropy=True)
+    lp, h = linear_logprob_entropy(hidden, weight, targets, want_entropy=True)
     lp_ref, h_ref = oracle(hidden.double(), weight.double(), targets, 1.0, len(weight))
     # one fp32 rounding of a logit of this size enters x_t - M and each x - M
     bound = 4 * torch.finfo(torch.float32).eps * (abs(offset) + 50)
@@ -54,7 +54,7 @@ def test_a_common_offset_of_the_logits_changes_nothing_but_its_own_rounding(offs
 
 def test_log_probs_are_never_above_zero_even_for_a_certain_token():
     hidden, weight = torch.eye(4) * 80, torch.eye(4) * 80
-    lp, h = linear_log_prob(hidden, weight, torch.arange(4), want_entropy=True)
+    lp, h = linear_logprob_entropy(hidden, weight, torch.arange(4), want_entropy=True)
     assert (lp <= 0).all() and (lp > -1e-6).all()
     assert h.isfinite().all() and h.abs().max() < 1e-6
 
@@ -62,7 +62,7 @@ def test_log_probs_are_never_above_zero_even_for_a_certain_token():
 def test_no_rows_give_empty_results_and_zero_gradients():
     hidden, weight, targets = case(n=0)
     weight.requires_grad_()
-    lp, h = linear_log_prob(hidden.requires_grad_(), weight, targets, want_entropy=True)
+    lp, h = linear_logprob_entropy(hidden.requires_grad_(), weight, targets, want_entropy=True)
     (lp.sum() + h.sum()).backward()
     assert lp.shape == h.shape == (0,)
     assert weight.grad.abs().sum() == 0 and hidden.grad.shape == hidden.shape
@@ -72,7 +72,8 @@ def test_entropy_gradient_is_that_of_finite_differences():
     hidden, weight, targets = case(n=5, h=4, v=9)
     hidden.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda a, b: linear_log_prob(a, b, targets, temperature=0.8, want_entropy=True, chunk_size=2), (hidden, weight)
+        lambda a, b: linear_logprob_entropy(a, b, targets, temperature=0.8, want_entropy=True, chunk_size=2),
+        (hidden, weight),
     )
 
 
@@ -90,6 +91,6 @@ def test_memory_does_not_grow_with_rows_times_vocabulary():
     hidden, weight, targets = case(n=n, h=8, v=v, dtype=torch.float32)
     hidden.requires_grad_(), weight.requires_grad_()
     with Record():
-        lp, h = linear_log_prob(hidden, weight, targets, want_entropy=True, chunk_size=chunk)
+        lp, h = linear_logprob_entropy(hidden, weight, targets, want_entropy=True, chunk_size=chunk)
         (lp.sum() + h.sum()).backward()
     assert max(sizes) <= max(chunk * v, hidden.numel(), weight.numel())

@@ -1,0 +1,256 @@
+"""The heads of a training run: log-probs alone (`head_log_probs`), and the whole loss with its gradient in one pass.
+
+`fused_dapo_head` computes every chunk of logits once: statistics, loss, gradient of the logits, and from it the
+gradient of the hidden states and of the weight, before the next chunk overwrites the buffer (6 N H V operations, no
+recompute). It can, because a loss that sums over tokens needs nothing of a token but its own log-prob and entropy: the
+division by the global count comes later and is linear. Both heads cut rows alike and so compute equal bits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.algorithms import LossConfig, TokenBatch, metric_names
+from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
+from megatron_dapo.kernels.logits_chunk import ChunkBackend, accumulation_dtype, chunk_backend
+from megatron_dapo.kernels.row_plan import RowChunk, RowPlan
+from megatron_dapo.kernels.statistics import Merged, merge_over
+from megatron_dapo.kernels.token_loss import token_loss
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """What every pass through the head has in common.
+
+    weight_VH: this rank's rows of the vocabulary. group: the tensor-parallel ranks that share it, or None.
+    num_valid_columns: columns of the whole vocabulary that exist. temperature: one number, or one per counted row [N].
+    use_triton None: by device.
+    """
+
+    weight_VH: Tensor
+    group: dist.ProcessGroup | None = None
+    num_valid_columns: int | None = None
+    temperature: float | Tensor = 1.0
+    use_triton: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLoss:
+    """loss_sum: scalar, with gradient. The rest without: log_probs, entropy [N] (None where nobody asked), metric sums
+    [K, 2] and maxima [M] in the order of `metric_names`."""
+
+    loss_sum: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None
+    sums: Tensor
+    maxima: Tensor
+
+
+def head_log_probs(
+    hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, *, want_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(log-prob [N], entropy [N] or None) of the plan's rows, without gradient; float32 (float64 for float64).
+
+    hidden_LH: this rank's rows as the plan cuts them. A row's result does not depend, to the bit, on the other rows
+    (on CPU as far as the matrix library keeps to that: it does for hidden sizes of whole cache lines).
+    """
+    with torch.no_grad():
+        log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
+        entropy = torch.zeros_like(log_probs) if want_entropy else None
+        for chunk, _, merged in _chunks(hidden_LH, targets_N, plan, head, want_entropy):
+            log_probs[chunk.places] = merged.log_prob
+            if entropy is not None:
+                entropy[chunk.places] = merged.entropy
+        return log_probs, entropy
+
+
+def fused_dapo_head(
+    hidden_LH: Tensor,
+    targets_N: Tensor,
+    plan: RowPlan,
+    tokens: TokenBatch,
+    loss: LossConfig,
+    head: Head,
+    *,
+    loss_scale: float = 1.0,
+) -> HeadLoss:
+    """The summed loss of `algorithms.dapo_loss` over the plan's rows, its gradients computed in this very call.
+
+    hidden_LH: [L, H], this rank's rows as the plan cuts them. targets_N and every field of tokens: [N], the counted
+    rows in order. Backward hands out the gradient of hidden_LH (summed over the group; with sequence parallelism this
+    rank's slice). The gradient of the weight is added, during this call, to weight.main_grad where there is one
+    (float32; Megatron's convention, so zero it before), else handed out by backward too. loss_scale: what backward will
+    get as the gradient of loss_sum; it checks that on the device.
+
+    Raises TypeError for a loss that is not a sum over tokens (a ratio of whole sequences needs
+    `linear_logprob_entropy`), RuntimeError without grad mode or inside activation recompute, where the weight's
+    gradient would be added twice. Every rank of the group must call it with the same plan.
+    """
+    if not isinstance(loss, LossConfig):
+        raise TypeError(
+            f"fused_dapo_head takes a LossConfig, a loss that is a sum over tokens, not {type(loss).__name__}: for a "
+            "loss that looks at whole sequences compose it from linear_logprob_entropy."
+        )
+    if not torch.is_grad_enabled():
+        raise RuntimeError("fused_dapo_head computes gradients: without grad mode use head_log_probs.")
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "fused_dapo_head was run inside a backward pass: activation recompute around it would add the weight's "
+            "gradient twice. Leave the head out of the recomputed part, it keeps no logits."
+        )
+    loss_sum, log_probs, entropy, sums, maxima = _FusedHead.apply(
+        hidden_LH, head.weight_VH, targets_N, plan, tokens, loss, head, loss_scale
+    )
+    return HeadLoss(loss_sum, log_probs, entropy if loss.report_entropy else None, sums, maxima)
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, plan, tokens, loss, head, loss_scale):
+        dtype = accumulation_dtype(hidden.dtype)
+        grad_weight = _grad_weight_buffer(weight, dtype)
+        grad_hidden = _GradHidden(hidden, plan, head.group)
+        log_probs = torch.zeros(plan.num_counted, dtype=dtype, device=hidden.device)
+        entropy = torch.zeros_like(log_probs)
+        num_sums, num_maxima = map(len, metric_names(loss))
+        loss_sum = torch.zeros((), dtype=dtype, device=hidden.device)
+        sums = torch.zeros(num_sums, 2, dtype=torch.float64, device=hidden.device)
+        maxima = torch.zeros(num_maxima, dtype=torch.float64, device=hidden.device)
+        share = VocabShare.of(weight, head.num_valid_columns, head.group)
+        count = tokens.count
+        for chunk, backend, merged in _chunks(hidden, targets, plan, head, loss.report_entropy):
+            selected = replace(tokens.select(chunk.places), count=count)
+            count = torch.zeros_like(count)  # counted once, with the first chunk
+            answer = token_loss(merged.log_prob, merged.entropy if loss.report_entropy else None, selected, loss)
+            backend.gradient(merged, answer.grad_log_probs * loss_scale, _scaled(answer.grad_entropy, loss_scale))
+            grad_hidden.add(chunk, backend.grad_hidden())
+            if grad_weight is not None:
+                backend.add_grad_weight(grad_weight[: share.num_valid])
+            log_probs[chunk.places], entropy[chunk.places] = merged.log_prob, merged.entropy
+            loss_sum += answer.loss_sum
+            sums += answer.sums
+            maxima = torch.maximum(maxima, answer.maxima)
+        ctx.weight, ctx.loss_scale = weight, loss_scale
+        ctx.grad_hidden = grad_hidden.finish()
+        ctx.grad_weight = None if hasattr(weight, "main_grad") else grad_weight
+        outputs = (log_probs, entropy, sums, maxima)
+        ctx.mark_non_differentiable(*outputs)
+        return loss_sum, *outputs
+
+    @staticmethod
+    def backward(ctx, grad_loss, *unused):
+        if ctx.grad_hidden is None:
+            raise RuntimeError("the gradients of fused_dapo_head can be taken once.")
+        torch._assert_async(
+            (grad_loss == ctx.loss_scale).all(),
+            f"fused_dapo_head was given loss_scale={ctx.loss_scale}, but its loss was scaled differently afterwards",
+        )
+        grad_hidden, ctx.grad_hidden = ctx.grad_hidden, None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = _answer_for_weight(ctx.weight, ctx.grad_weight)
+        return grad_hidden, grad_weight, *(None,) * 6
+
+
+def _chunks(
+    hidden: Tensor, targets: Tensor, plan: RowPlan, head: Head, want_entropy: bool
+) -> Iterator[tuple[RowChunk, ChunkBackend, Merged]]:
+    """(chunk, the backend that holds its logits, its merged statistics), one after the other."""
+    share = VocabShare.of(head.weight_VH, head.num_valid_columns, head.group)
+    largest = max((chunk.num_rows for chunk in plan.chunks), default=0)
+    weight = head.weight_VH.detach()[: share.num_valid]
+    backend = chunk_backend(weight, max(plan.chunk_size, largest), largest, head.use_triton)
+    local_targets = targets - share.first
+    inv_temperature = inverse_temperature(head.temperature, targets, accumulation_dtype(hidden.dtype))
+    for chunk, part in _gathered(hidden.detach(), plan):
+        inv, own = inv_temperature[chunk.places], local_targets[chunk.places]
+        stats = backend.statistics(part, inv.contiguous(), own.contiguous(), want_entropy)
+        yield chunk, backend, merge_over(stats, head.group)
+
+
+def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]]:
+    """Every chunk with its rows [n, H]. With sequence parallelism the next one travels while this one is worked on."""
+    if plan.group is None:
+        for chunk in plan.chunks:
+            yield chunk, hidden.index_select(0, chunk.local)
+        return
+    size = plan.group.size()
+
+    def start(chunk: RowChunk) -> tuple[Tensor, object]:
+        mine = hidden.new_zeros(chunk.width, hidden.size(1))
+        mine[: len(chunk.local)] = hidden.index_select(0, chunk.local)
+        gathered = hidden.new_empty(size * chunk.width, hidden.size(1))
+        return gathered, dist.all_gather_into_tensor(gathered, mine, group=plan.group, async_op=True)
+
+    ahead = start(plan.chunks[0]) if plan.chunks else None
+    for i, chunk in enumerate(plan.chunks):
+        gathered, work = ahead
+        work.wait()
+        if i + 1 < len(plan.chunks):
+            ahead = start(plan.chunks[i + 1])
+        yield chunk, gathered if chunk.kept is None else gathered.index_select(0, chunk.kept)
+
+
+class _GradHidden:
+    """The gradient of this rank's hidden rows, summed over the ranks chunk by chunk while the next one is computed."""
+
+    def __init__(self, hidden: Tensor, plan: RowPlan, group: dist.ProcessGroup | None) -> None:
+        self._grad = torch.zeros_like(hidden)
+        self._plan, self._group = plan, group
+        self._pending: tuple | None = None
+
+    def add(self, chunk: RowChunk, share_NH: Tensor) -> None:
+        """This rank's share of the chunk's rows."""
+        self._settle()
+        if self._plan.group is not None:
+            whole = share_NH
+            if chunk.kept is not None:
+                whole = share_NH.new_zeros(self._plan.group.size() * chunk.width, share_NH.size(1))
+                whole.index_copy_(0, chunk.kept, share_NH)
+            mine = share_NH.new_empty(chunk.width, share_NH.size(1))
+            work = dist.reduce_scatter_tensor(mine, whole, group=self._plan.group, async_op=True)
+            self._pending = (work, chunk, mine, whole)  # `whole` must live until then
+        elif self._group is not None and self._group.size() > 1:
+            work = dist.all_reduce(share_NH, group=self._group, async_op=True)
+            self._pending = (work, chunk, share_NH, None)
+        else:
+            self._grad.index_copy_(0, chunk.local, share_NH)
+
+    def finish(self) -> Tensor:
+        self._settle()
+        return self._grad
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            work, chunk, rows, _ = self._pending
+            work.wait()
+            self._grad.index_copy_(0, chunk.local, rows[: len(chunk.local)])
+            self._pending = None
+
+
+def _grad_weight_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Where the gradient of the weight is added up: Megatron's buffer, or a new one; None for a frozen weight."""
+    if not weight.requires_grad:
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return torch.zeros_like(weight, dtype=dtype)
+    if main_grad.dtype != dtype:
+        raise TypeError(f"weight.main_grad is {main_grad.dtype}; fused_dapo_head adds gradients in {dtype}")
+    return main_grad
+
+
+def _answer_for_weight(weight: Tensor, grad_weight: Tensor | None) -> Tensor:
+    """What backward returns for the weight. Where main_grad has it already: Megatron's convention for such a gradient,
+    a dummy that fires the hooks, zeros where an embedding of the same weight adds its own to it."""
+    if grad_weight is not None:
+        return grad_weight.to(weight.dtype)
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def _scaled(gradient: Tensor | None, scale: float) -> Tensor | None:
+    return None if gradient is None else gradient * scale

@@ -1,0 +1,188 @@
+"""A chunk of logits at a time: the products and row operations that every head is made of, in torch and in Triton.
+
+Only the valid rows of the vocabulary enter a product, so padding columns never exist. `chunk_backend` chooses by the
+device.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.kernels.statistics import Merged
+
+# Rows of a product are padded to a multiple of this: below four rows a CPU's matrix library takes another path, and a
+# row's log-prob would depend, in its last bits, on how many others it is computed with.
+_CPU_ROW_MULTIPLE = 8
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32 for every dtype but float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether the Triton kernels run on `device`."""
+    if device.type != "cuda":
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class ChunkBackend(Protocol):
+    """Logits of one chunk of rows, in buffers that the next chunk overwrites. V: this rank's valid columns."""
+
+    def statistics(
+        self, hidden_NH: Tensor, inv_temperature_N: Tensor, local_targets_N: Tensor, want_entropy: bool
+    ) -> Tensor:
+        """Computes the chunk's logits. Returns [N, 4] as in `statistics.py`; u is 0 unless want_entropy."""
+        ...
+
+    def gradient(self, merged: Merged, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> None:
+        """Turns the logits into the gradient of the logits. Once per `statistics`."""
+        ...
+
+    def grad_hidden(self) -> Tensor:
+        """[N, H] in the dtype of hidden: this rank's share, to be summed over the ranks."""
+        ...
+
+    def add_grad_weight(self, grad_VH: Tensor) -> None:
+        """Adds to [V, H], kept in the accumulation dtype."""
+        ...
+
+
+def chunk_backend(weight_VH: Tensor, chunk_size: int, num_used: int, use_triton: bool | None = None) -> ChunkBackend:
+    """For chunks of at most chunk_size rows, of which the largest to come has num_used. use_triton None: by device."""
+    if has_triton(weight_VH.device) if use_triton is None else use_triton:
+        return _TritonChunk(weight_VH, chunk_size)
+    return _TorchChunk(weight_VH, num_used)
+
+
+class _TorchChunk:
+    """Two buffers of [num_rows, V]: x - m, and e^(x - m), which becomes the gradient."""
+
+    def __init__(self, weight_VH: Tensor, num_rows: int) -> None:
+        self._dtype = accumulation_dtype(weight_VH.dtype)
+        self._weight = weight_VH.to(self._dtype)
+        num_rows = _round_up(num_rows, _CPU_ROW_MULTIPLE)
+        self._x = torch.empty(num_rows, weight_VH.size(0), dtype=self._dtype, device=weight_VH.device)
+        self._e = torch.empty_like(self._x)
+
+    def statistics(self, hidden, inv_temperature, local_targets, want_entropy):
+        n, columns = hidden.size(0), self._weight.size(0)
+        self._inv_temperature, self._targets, self._hidden_dtype = inv_temperature, local_targets, hidden.dtype
+        # the temperature goes into the hidden states: H numbers per row, not V
+        self._hidden = hidden.to(self._dtype) * inv_temperature.to(self._dtype)[:, None]
+        if not columns:
+            return _empty_share(n, self._dtype, hidden.device)
+        padding = _round_up(n, _CPU_ROW_MULTIPLE) - n
+        rows = torch.nn.functional.pad(self._hidden, (0, 0, 0, padding)) if padding else self._hidden
+        torch.mm(rows, self._weight.t(), out=self._x[: n + padding])
+        x, e = self._x[:n], self._e[:n]
+        is_mine, index = self._own_targets(columns)
+        x_t = torch.where(is_mine, x.gather(1, index)[:, 0], float("-inf"))
+        self._m = x.amax(1)
+        torch.exp(x.sub_(self._m[:, None]), out=e)
+        u = torch.linalg.vecdot(x, e) if want_entropy else torch.zeros_like(self._m)
+        return torch.stack([self._m, e.sum(1), u, x_t], dim=1)
+
+    def gradient(self, merged, grad_log_prob, grad_entropy):
+        n, columns = self._targets.size(0), self._weight.size(0)
+        self._d = self._e[:n]
+        if not columns:
+            return
+        # with k = m - M - log S: log p_j = (x_j - m) + k, so d_j = e_j (c1 + c2 (x_j - m)) + g_lp 1[j = t]
+        k = (self._m - merged.top) - merged.log_s
+        share = k.exp()
+        c1 = torch.zeros_like(share) if grad_log_prob is None else -share * grad_log_prob
+        if grad_entropy is None:
+            self._d.mul_(c1[:, None])
+        else:
+            c1 = c1 - share * grad_entropy * (k + merged.entropy)
+            x = self._x[:n]
+            torch.addcmul(c1[:, None], x, (-share * grad_entropy)[:, None], out=x)
+            self._d.mul_(x)
+        if grad_log_prob is not None:
+            is_mine, index = self._own_targets(columns)
+            self._d.scatter_add_(1, index, torch.where(is_mine, grad_log_prob, 0.0).to(self._dtype)[:, None])
+
+    def grad_hidden(self):
+        product = torch.mm(self._d, self._weight)
+        return product.mul_(self._inv_temperature.to(self._dtype)[:, None]).to(self._hidden_dtype)
+
+    def add_grad_weight(self, grad_VH):
+        grad_VH.addmm_(self._d.t(), self._hidden)
+
+    def _own_targets(self, columns: int) -> tuple[Tensor, Tensor]:
+        return (self._targets >= 0) & (self._targets < columns), self._targets.clamp(0, columns - 1)[:, None]
+
+
+class _TritonChunk:
+    """One float32 buffer of logits [num_rows, V], and one of gradients in the weight's dtype.
+
+    Every product of logits has num_rows rows, so that cuBLAS takes the same kernel for each and a row's bits do not
+    depend on its company.
+    """
+
+    def __init__(self, weight_VH: Tensor, num_rows: int) -> None:
+        from megatron_dapo.kernels.triton_ops import rows
+
+        self._rows = rows
+        self._weight = weight_VH
+        self._hidden_padded = weight_VH.new_zeros(num_rows, weight_VH.size(1))
+        columns = weight_VH.size(0)
+        stride = _round_up(max(columns, 1), 8)  # keeps every row on a 16-byte boundary
+        self._x = weight_VH.new_empty(num_rows, stride, dtype=torch.float32)[:, :columns]
+        self._d_buffer = weight_VH.new_empty(num_rows, stride)[:, :columns]
+
+    def statistics(self, hidden, inv_temperature, local_targets, want_entropy):
+        n = hidden.size(0)
+        self._inv_temperature, self._targets, self._n = inv_temperature, local_targets, n
+        if not self._weight.size(0):
+            self._hidden = hidden
+            return _empty_share(n, torch.float32, hidden.device)
+        self._hidden_padded[:n] = hidden
+        self._hidden = self._hidden_padded[:n]
+        _mm_float32(self._hidden_padded, self._weight.t(), out=self._x)
+        return self._rows.row_statistics(self._x[:n], inv_temperature, local_targets, want_entropy=want_entropy)
+
+    def gradient(self, merged, grad_log_prob, grad_entropy):
+        self._d = self._d_buffer[: self._n]
+        if not self._weight.size(0):
+            return
+        if grad_log_prob is None:
+            grad_log_prob = torch.zeros_like(merged.top)
+        self._rows.row_gradient(
+            self._x[: self._n], self._inv_temperature, self._targets, merged, grad_log_prob, grad_entropy, self._d
+        )
+
+    def grad_hidden(self):
+        return torch.mm(self._d, self._weight)
+
+    def add_grad_weight(self, grad_VH):
+        if self._d.dtype == torch.float32:
+            grad_VH.addmm_(self._d.t(), self._hidden)
+        else:
+            torch.addmm(grad_VH, self._d.t(), self._hidden, out_dtype=torch.float32, out=grad_VH)
+
+
+def _mm_float32(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b with float32 results: a product of halves is never rounded to half precision."""
+    if a.dtype == torch.float32:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def _empty_share(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Statistics of a rank that holds nothing but padding."""
+    stats = torch.zeros(n, 4, dtype=dtype, device=device)
+    stats[:, 0] = stats[:, 3] = float("-inf")
+    return stats
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,87 @@
+"""Which rows of the hidden states reach the head, and in what chunks.
+
+Only rows with loss enter a product. With sequence parallelism every rank holds a slice of the rows: a chunk takes the
+same range of each slice's own counted rows, so that one all-gather of equal pieces brings it together, and nothing but
+counted rows travels. All of it is computed from the mask on the host: no chunk waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RowChunk:
+    """One chunk of n counted rows.
+
+    local: [k] rows of this rank's slice, k <= width; where the hidden states are not cut, all n of them.
+    width: rows that every slice sends. kept: [n] positions of the chunk's rows in the gathered [slices * width] ones,
+    None where all of these count. places: [n] the chunk's rows among all counted rows in order.
+    """
+
+    local: Tensor
+    width: int
+    kept: Tensor | None
+    places: Tensor | slice
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan:
+    """chunks: together every counted row once. num_counted: N. group: the ranks among which rows are cut, or None."""
+
+    chunks: tuple[RowChunk, ...]
+    num_counted: int
+    chunk_size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def make(
+        cls,
+        counted_rows: np.ndarray,
+        num_rows: int,
+        chunk_size: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> "RowPlan":
+        """counted_rows: [N] int64, ascending, out of num_rows in all. group: where row r lies with rank r // (num_rows
+        / size) of it (sequence parallelism); None where every rank holds all rows. Equal on all ranks of the group."""
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        chunks = [
+            RowChunk(
+                _to(pieces[rank] - rank * (num_rows // size), device),
+                width,
+                None if all(len(piece) == width for piece in pieces) else _to(kept, device),
+                slice(int(places[0]), int(places[-1]) + 1) if size == 1 else _to(places, device),
+                len(places),
+            )
+            for pieces, width, kept, places in _cut(counted_rows, num_rows // size, size, chunk_size)
+        ]
+        return cls(tuple(chunks), len(counted_rows), chunk_size, group if size > 1 else None)
+
+
+def _cut(counted: np.ndarray, rows_per_slice: int, num_slices: int, chunk_size: int):
+    """(rows of each slice, width, kept, places) per chunk; see RowChunk."""
+    bounds = np.searchsorted(counted, rows_per_slice * np.arange(num_slices + 1))
+    lengths = np.diff(bounds)
+    start = 0
+    while start < lengths.max(initial=0):
+        # as many rows as fit of every slice that has any left: chunks stay full where one slice holds all that counts
+        width = max(1, chunk_size // int((lengths > start).sum()))
+        width = min(width, int(lengths.max()) - start)
+        ranges = [np.arange(first + min(start, n), first + min(start + width, n)) for first, n in _pairs(bounds)]
+        kept = np.concatenate([i * width + np.arange(len(range_)) for i, range_ in enumerate(ranges)])
+        yield [counted[range_] for range_ in ranges], width, kept, np.concatenate(ranges)
+        start += width
+
+
+def _pairs(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    return [(int(a), int(b - a)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _to(index: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64)).to(device, non_blocking=True)

@@ -1,0 +1,104 @@
+"""Run under torchrun: every case of tests/head_cases.py through the training head, saved by rank 0. Argument: file."""
+
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy
+from tests.head_cases import CASES, Case, Inputs, inputs_of, loss_of
+
+
+def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: bool) -> dict:
+    """This rank's answers, its gradients brought together. tied: the weight is an embedding's too, with Megatron's
+    marks."""
+    rank, size = group.rank(), group.size()
+    columns = case.vocab // size
+    mine = inputs_of(case).weight_VH[rank * columns : (rank + 1) * columns]
+    weight = torch.nn.Parameter(mine.clone())
+    weight.main_grad = torch.zeros_like(mine, dtype=torch.float64 if case.dtype == torch.float64 else torch.float32)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
+    for micro_batch in range(case.num_micro_batches):
+        given = inputs_of(case, micro_batch)
+        answer, hidden, plain = one_pass(case, given, weight, group, sequence_parallel)
+        if tied and case.rows:
+            (answer.loss_sum + weight[0].double().sum()).backward()  # the embedding's own use of the weight
+        else:
+            answer.loss_sum.backward()
+        # what Megatron's hook does
+        if weight.grad is not None and (not weight.grad_added_to_main_grad or weight.zero_out_wgrad):
+            weight.main_grad += weight.grad
+        weight.grad = None
+    grad_hidden = hidden.grad
+    if sequence_parallel:
+        grad_hidden = torch.cat(gathered(hidden.grad, group))
+    return {
+        "loss_sum": answer.loss_sum.detach(),
+        "log_probs": answer.log_probs,
+        "entropy": answer.entropy,
+        "plain": plain,
+        "sums": answer.sums,
+        "grad_hidden": grad_hidden,
+        "grad_weight": torch.cat(gathered(weight.main_grad, group)),
+    }
+
+
+def one_pass(case: Case, given: Inputs, weight: torch.nn.Parameter, group, sequence_parallel: bool):
+    local = given.hidden_LH
+    if sequence_parallel:
+        local = local.chunk(group.size())[group.rank()] if case.rows else local
+    hidden = local.clone().requires_grad_()
+    plan = RowPlan.make(
+        given.counted, case.rows, case.chunk_size, torch.device("cpu"), group if sequence_parallel else None
+    )
+    head = Head(weight, group, case.num_valid, given.temperature)
+    plain = head_log_probs(hidden, given.targets, plan, head)[0]
+    dtype = weight.main_grad.dtype
+    fields = ("weights", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    tokens = replace(given.tokens, **{name: getattr(given.tokens, name).to(dtype) for name in fields})
+    return fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head), hidden, plain
+
+
+def composed(case: Case, group: dist.ProcessGroup) -> dict:
+    """The composable head: log-probs, and the ranks' shares of d hidden summed."""
+    given, columns = inputs_of(case), case.vocab // group.size()
+    hidden = given.hidden_LH[torch.from_numpy(given.counted)].clone().requires_grad_()
+    weight = given.weight_VH.split(columns)[group.rank()].clone().requires_grad_()
+    log_probs, entropy = linear_logprob_entropy(
+        hidden, weight, given.targets, temperature=given.temperature, num_valid_columns=case.num_valid,
+        chunk_size=case.chunk_size, group=group,
+    )  # fmt: skip
+    (log_probs.sum() + 0.5 * entropy.sum()).backward()
+    dist.all_reduce(hidden.grad, group=group)
+    grad_weight = torch.cat(gathered(weight.grad, group))
+    return {"log_probs": log_probs.detach(), "grad_hidden": hidden.grad, "grad_weight": grad_weight}
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    parts: list = [None] * group.size()
+    dist.all_gather_object(parts, tensor, group=group)
+    return parts
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    found = {}
+    for name, case in CASES.items():
+        for sequence_parallel in (False, True):
+            key = f"{name}/{'sp' if sequence_parallel else 'tp'}"
+            found[key] = gathered(run(case, group, sequence_parallel, tied=False), group)
+            found[f"{key}/again"] = gathered(run(case, group, sequence_parallel, tied=False), group)
+        found[f"{name}/tied"] = gathered(run(case, group, True, tied=True), group)
+        if case.rows:
+            found[f"{name}/composed"] = gathered(composed(case, group), group)
+    if group.rank() == 0:
+        torch.save(found, sys.argv[1])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
