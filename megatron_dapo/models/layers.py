@@ -10,6 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron_dapo.models.rotary import Rotary
+
 
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last axis, statistics in float32 as in Hugging Face's models.
@@ -31,17 +33,27 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each segment: Megatron's `core_attention`, [S, B, heads, dim] or packed [T, heads, dim].
+    """Rotary, causal attention inside each segment: Megatron's `core_attention`, [S, B, heads, dim] or packed
+    [T, heads, dim].
 
-    Packed on CUDA in half precision: torch's variable-length flash attention in one launch. Elsewhere: one
-    scaled_dot_product_attention per segment.
+    Packed, on a GPU, in half precision: torch's variable-length flash attention in one launch, and nothing is read back
+    to the host. Elsewhere: one scaled_dot_product_attention per segment.
     """
 
     def __init__(
-        self, config, layer_number: int, attn_mask_type=None, attention_type=None, softmax_scale=None, **unused
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type=None,
+        attention_type=None,
+        softmax_scale=None,
+        *,
+        rotary: Rotary,
+        **unused,
     ):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._rotary = rotary
 
     def forward(
         self,
@@ -56,6 +68,8 @@ class PackedAttention(MegatronModule):
         """Returns [S, B, heads * dim], or [T, heads * dim] when packed. There is no mask but the causal one: padding
         sits to the right, where no query looks."""
         assert attention_bias is None and attention_mask is None
+        offsets = packed_seq_params.cu_seqlens_q if packed_seq_params else None
+        query, key = self._rotary(query, key, offsets)
         if packed_seq_params is None:
             s, b = query.shape[:2]
             return (
@@ -63,12 +77,12 @@ class PackedAttention(MegatronModule):
                 .permute(2, 0, 1, 3)
                 .reshape(s, b, -1)
             )
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
-        offsets = packed_seq_params.cu_seqlens_q.tolist()
-        segments = zip(offsets[:-1], offsets[1:], strict=True)
+        bounds = offsets.tolist()
         parts = [
-            self._causal(*(t[start:end].transpose(0, 1)[None] for t in (query, key, value))) for start, end in segments
+            self._causal(*(t[start:end].transpose(0, 1)[None] for t in (query, key, value)))
+            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
         ]
         return torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)
 
@@ -88,13 +102,14 @@ class PackedAttention(MegatronModule):
         )  # fmt: skip
 
 
-def local_layer_spec(qk_norm: bool) -> ModuleSpec:
-    """Megatron's layer without Transformer Engine, with the two parts above in their places."""
+def local_layer_spec(qk_norm: bool, rotary: Rotary) -> ModuleSpec:
+    """Megatron's layer without Transformer Engine, with the two parts above in their places. The attention rotates by
+    itself: the model around it is built without position embeddings."""
     spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary})
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

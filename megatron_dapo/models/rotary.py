@@ -1,0 +1,61 @@
+"""Rotary positions that begin anew in every segment, computed on the device: nothing is read back to the host.
+
+Without Transformer Engine, Megatron reads the segments' offsets back to the host for the query and for the key of every
+layer, and keeps tables of cosines and sines for each of them until the backward pass.
+"""
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_dapo.config import ModelSpec
+
+
+class Rotary:
+    """Rotates queries and keys by their position. One object serves all layers of a model chunk.
+
+    The frequencies (base, Llama 3's scaling) are Megatron's own; cosines and sines are rounded to the query's type, as
+    there and in Hugging Face's models.
+    """
+
+    def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
+        scaling = spec.rope_scaling
+        self.frequencies = RotaryEmbedding(
+            spec.head_dim,
+            1.0,
+            rotary_base=spec.rope_theta,
+            rope_scaling=scaling is not None,
+            **(dict(rope_scaling_factor=scaling.factor) if scaling else {}),
+            use_cpu_initialization=config.use_cpu_initialization,
+        ).inv_freq
+        self._tables_of: tuple | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both rotated. [T, heads, dim] with the segments' offsets, or [S, B, heads, dim] without, position 0 first."""
+        cos, sin = (table.view(len(table), *[1] * (query.dim() - 2), -1) for table in self._of(query, cu_seqlens))
+        return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+    def _of(self, query: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos, sin: [T, dim]. Those of the last micro-batch are kept, because its layers ask one after the other."""
+        wanted = (cu_seqlens, query.size(0), query.dtype)
+        if self._tables_of is None or self._tables_of[0] is not cu_seqlens or self._tables_of[1:] != wanted[1:]:
+            angles = torch.outer(positions(query.size(0), cu_seqlens, query.device).float(), self.frequencies)
+            angles = torch.cat((angles, angles), dim=-1)
+            self._tables_of, self._tables = wanted, (angles.cos().to(query.dtype), angles.sin().to(query.dtype))
+        return self._tables
+
+
+def positions(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """[T]: each token's place in its segment, int64. cu_seqlens: [segments + 1], from 0 to T; none = one segment."""
+    t = torch.arange(length, device=device)
+    if cu_seqlens is None:
+        return t
+    return t - cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1]
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The two halves of the last axis are the two coordinates of each pair."""
+    half = x.size(-1) // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin

@@ -1,0 +1,151 @@
+"""Rotation and attention see nothing but their own segment; on CUDA the host is never asked where segments begin."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.config.hf_config import model_spec
+from megatron_dapo.models.layers import PackedAttention
+from megatron_dapo.models.rotary import Rotary, positions
+from tests.model_json import MODEL_JSON
+
+# after megatron_dapo.models, which prepares megatron.core for this machine
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # isort: skip
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+pytestmark = pytest.mark.unit
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+SPEC = model_spec(MODEL_JSON | {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM})
+SCALED = model_spec(
+    MODEL_JSON | {"architectures": ["LlamaForCausalLM"], "head_dim": 128, "rope_parameters": LLAMA3, "rope_theta": 1e4}
+)
+CONFIG = TransformerConfig(
+    num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=KV_HEADS, kv_channels=DIM,
+    use_cpu_initialization=True,
+)  # fmt: skip
+
+
+class OneRank:
+    """A context-parallel group of one rank, as far as Megatron's rotation asks."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def packing(lengths: list[int], device: str = "cpu") -> PackedSeqParams:
+    cu_seqlens = offsets(lengths).to(device)
+    return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+
+
+def query_key_value(length: int, dtype=torch.float32, device="cpu", seed=0) -> list[torch.Tensor]:
+    """[T, heads, dim] each, leaves that take gradients."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(shape, generator=g).to(device, dtype).detach().requires_grad_() for shape in shapes]
+
+
+def attention() -> PackedAttention:
+    return PackedAttention(CONFIG, 1, rotary=Rotary(SPEC, CONFIG))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_positions_begin_anew_in_every_segment(lengths):
+    expected = [t for length in lengths for t in range(length)]
+    assert positions(sum(lengths), offsets(lengths), torch.device("cpu")).tolist() == expected
+    assert positions(sum(lengths), None, torch.device("cpu")).tolist() == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", [SPEC, SCALED], ids=["plain", "llama3"])
+def test_the_rotation_is_megatrons_bit_for_bit(spec, dtype):
+    """Packed and as a rectangle; Megatron's packed rotation slices and concatenates segment by segment."""
+    lengths = [5, 1, 700, 3]
+    g = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(sum(lengths), heads, spec.head_dim, generator=g).to(dtype) for heads in (4, 2))
+    scaling = dict(rope_scaling=True, rope_scaling_factor=8.0) if spec.rope_scaling else {}
+    table = RotaryEmbedding(
+        spec.head_dim, 1.0, rotary_base=spec.rope_theta, use_cpu_initialization=True, **scaling
+    ).get_emb(max(lengths))
+    rotary = Rotary(spec, CONFIG)
+    for ours, given_ in zip(rotary(query, key, offsets(lengths)), (query, key), strict=True):
+        theirs = apply_rotary_pos_emb(given_, table, CONFIG, cu_seqlens=offsets(lengths), cp_group=OneRank())
+        assert torch.equal(ours, theirs)
+    rectangle = query[:600].unflatten(0, (300, 2))
+    theirs = apply_rotary_pos_emb(rectangle, table[:300], CONFIG, cp_group=OneRank())
+    assert torch.equal(rotary(rectangle, rectangle, None)[0], theirs)
+
+
+def test_the_kept_tables_are_those_of_the_micro_batch_at_hand():
+    """Layers share a micro-batch's tables; in a pipeline, micro-batches take turns."""
+    shared, a, b = Rotary(SPEC, CONFIG), offsets([3, 5]), offsets([5, 3])
+    query, key, _ = query_key_value(8)
+    for cu_seqlens in (a, a, b, None, a):
+        assert torch.equal(shared(query, key, cu_seqlens)[0], Rotary(SPEC, CONFIG)(query, key, cu_seqlens)[0])
+    assert shared(query.bfloat16(), key.bfloat16(), a)[0].dtype == torch.bfloat16
+    assert shared(query[:6], key[:6], None)[0].shape == (6, HEADS, DIM)
+
+
+def test_a_packed_pair_is_two_single_runs_bit_for_bit():
+    lengths = [7, 12]
+    packed = query_key_value(sum(lengths))
+    out = attention()(*packed, packed_seq_params=packing(lengths))
+    out.square().sum().backward()
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = [t.detach()[part].clone().requires_grad_() for t in packed]
+        single = attention()(*(t[:, None] for t in alone))  # [S, 1, heads, dim]: an unpacked run
+        single.square().sum().backward()
+        assert torch.equal(out[part], single[:, 0])
+        assert all(torch.equal(a.grad[part], b.grad) for a, b in zip(packed, alone, strict=True))
+        start += length
+
+
+def test_attention_is_causal_softmax_of_rotated_products():
+    """Float64, term by term: pairs (x_i, x_{i + dim/2}) turn by position / theta^(2i/dim)."""
+    lengths = [4, 6]
+    query, key, value = (t.detach().double() for t in query_key_value(sum(lengths)))
+    place = torch.cat([torch.arange(n) for n in lengths]).double()
+    angle = place[:, None] / SPEC.rope_theta ** (torch.arange(0, DIM, 2).double() / DIM)
+
+    def turned(x):
+        pairs = torch.complex(x[..., : DIM // 2], x[..., DIM // 2 :])
+        pairs = pairs * torch.polar(torch.ones_like(angle), angle)[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    query, key = turned(query), turned(key).repeat_interleave(HEADS // KV_HEADS, 1)
+    value = value.repeat_interleave(HEADS // KV_HEADS, 1)
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = (segment[:, None] == segment) & (torch.arange(10)[:, None] >= torch.arange(10))
+    scores = torch.einsum("thd,shd->hts", query, key) / DIM**0.5
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    expected = torch.einsum("hts,shd->thd", weights, value).flatten(1)
+    got = attention()(*query_key_value(sum(lengths)), packed_seq_params=packing(lengths))
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)  # float32 sums of 16 terms of order 1
+
+
+def test_off_the_cpu_nothing_is_read_back_to_the_host():
+    """A GPU's path, forward and backward, on tensors that have no values: reading one on the host raises."""
+    rotary = Rotary(SPEC, CONFIG)
+    rotary.frequencies = rotary.frequencies.to("meta")  # Megatron makes them on the GPU where there is one
+    layer = PackedAttention(CONFIG, 1, rotary=rotary)
+    inputs = query_key_value(16, torch.bfloat16, "meta")
+    out = layer(*inputs, packed_seq_params=packing([7, 9], "meta"))
+    assert out.shape == (16, HEADS * DIM) and out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert all(t.grad.shape == t.shape for t in inputs)
+    with pytest.raises(RuntimeError, match="no data|meta"):  # float32 loops over segments: it would show
+        layer(*query_key_value(16, torch.float32, "meta"), packed_seq_params=packing([7, 9], "meta"))
