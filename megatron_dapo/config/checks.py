@@ -8,7 +8,13 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from megatron_dapo.config.derived import effective_clip, gen_batch_size, layout, needs_reference
+from megatron_dapo.config.derived import (
+    effective_clip,
+    gen_batch_size,
+    layout,
+    longest_micro_batch_sample,
+    needs_reference,
+)
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema import Config
@@ -65,13 +71,15 @@ def lengths(config: Config) -> Iterator[str]:
     sum_in_words = (
         f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length}"
     )
-    caps = {
-        f"{ACTOR}.max_tokens_per_microbatch": actor.max_tokens_per_microbatch,
-        f"{ROLLOUT}.server.max_total_tokens": config.actor_rollout_ref.rollout.server.max_total_tokens,
-    }
-    for key, cap in caps.items():
-        if cap is not None and cap < longest:
-            yield f"{key} is {cap}, too small for one sample of {longest} tokens ({sum_in_words}); raise it."
+    padded = longest_micro_batch_sample(config)
+    caps = (
+        (f"{ACTOR}.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, padded),
+        (f"{ROLLOUT}.server.max_total_tokens", config.actor_rollout_ref.rollout.server.max_total_tokens, longest),
+    )
+    for key, cap, needed in caps:
+        if cap is not None and cap < needed:
+            words = sum_in_words if needed == longest else f"{sum_in_words}, padded for sequence parallelism and FP8"
+            yield f"{key} is {cap}, too small for one sample of {needed} tokens ({words}); raise it."
     if data.filter_overlong_prompts and data.truncation == "left":
         yield (
             "data.truncation is left, but data.filter_overlong_prompts is true, so that no prompt is left to cut; "
@@ -97,6 +105,26 @@ def parallel_layout(config: Config) -> Iterator[str]:
             f"{MEGATRON}.virtual_pipeline_model_parallel_size is {sizes.vpp} with pipeline_model_parallel_size "
             f"{sizes.pp}; the interleaved schedule needs at least 2 of both, null is the plain one."
         )
+
+
+def fp8(config: Config) -> Iterator[str]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    given = f"{MEGATRON}.fp8 is {megatron.fp8}"
+    if megatron.fp8 == "none":
+        default = known_keys()[f"{MEGATRON}.fp8_recipe"].default
+        if megatron.fp8_recipe != default:
+            yield (
+                f"{MEGATRON}.fp8_recipe is {megatron.fp8_recipe}, but has no effect while fp8 is none; "
+                f"set fp8 to e4m3 or hybrid, or remove fp8_recipe."
+            )
+        return
+    if megatron.use_transformer_engine == "off":
+        yield (
+            f"{given}, which Transformer Engine computes, but use_transformer_engine is off; "
+            f"set it to auto, or fp8 to none."
+        )
+    if megatron.dtype == "float32":
+        yield f"{given}, but dtype is float32; set dtype to bfloat16, or fp8 to none."
 
 
 def clipping(config: Config) -> Iterator[str]:
@@ -293,6 +321,7 @@ CHECKS = (
     gen_batches,
     lengths,
     parallel_layout,
+    fp8,
     clipping,
     dapo_switches,
     overlong_shaping,

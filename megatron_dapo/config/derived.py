@@ -51,6 +51,24 @@ def samples_per_rollout_step(config: Config) -> int:
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
 
 
+# Tokens of a rank's slice that Transformer Engine's FP8 products take at once: 16 bytes, or the block that has a scale.
+FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
+
+
+def tokens_multiple(config: Config) -> int:
+    """What each rank's slice of a micro-batch is padded to a multiple of: 1 but for FP8."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    return 1 if megatron.fp8 == "none" else FP8_TOKENS[megatron.fp8_recipe]
+
+
+def longest_micro_batch_sample(config: Config) -> int:
+    """Tokens that the longest sample fills in a micro-batch, with the padding that sequence parallelism and FP8 ask."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
+    multiple = slices * tokens_multiple(config)
+    return -(-(config.data.max_prompt_length + config.data.max_response_length) // multiple) * multiple
+
+
 def num_mini_batches(config: Config) -> int:
     """Mini-batches that one rollout step's samples are cut into."""
     return config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size

@@ -55,6 +55,27 @@ def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[str]:
         yield from _recompute(config, layers // chunks)
 
 
+def fp8(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    megatron, tp = config.actor_rollout_ref.actor.megatron, layout(config).tp
+    heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
+    if megatron.fp8 == "none" or not heads or not hidden:
+        return
+    multiple = 32 if megatron.fp8_recipe == "mxfp8" else 16
+    dim = _size(model, "head_dim") or hidden // heads
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size / TP": (_size(model, "intermediate_size") or 0) // tp,
+        "query heads x head_dim / TP": heads * dim // tp,
+        "key-value heads x head_dim / TP": (_size(model, "num_key_value_heads") or heads) * dim // tp,
+    }
+    for name, size in sizes.items():
+        if size % multiple:
+            yield (
+                f"{MEGATRON}.fp8 is {megatron.fp8}, whose products need multiples of {multiple}, but the model's "
+                f"{name} is {size} at TP {tp}; lower tensor_model_parallel_size, or set fp8 to none."
+            )
+
+
 def _recompute(config: Config, layers: int) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.recompute_granularity != "full":
@@ -100,4 +121,4 @@ def _size(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-MODEL_CHECKS = (divisible_by_tp, divisible_by_pp, positions, servers, vocabulary)
+MODEL_CHECKS = (divisible_by_tp, divisible_by_pp, fp8, positions, servers, vocabulary)

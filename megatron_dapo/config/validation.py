@@ -97,12 +97,14 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _transformer_engine(config: Config) -> Iterator[str]:
-    wanted = config.actor_rollout_ref.actor.megatron.use_transformer_engine == "on"
-    if wanted and importlib.util.find_spec("transformer_engine") is None:
-        yield (
-            f"{MEGATRON}.use_transformer_engine is on, but the package transformer_engine is not installed here; "
-            f"install it, or set auto."
-        )
+    megatron = config.actor_rollout_ref.actor.megatron
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    absent = "but the package transformer_engine is not installed here; install it (docs/install.md)"
+    if megatron.use_transformer_engine == "on":
+        yield f"{MEGATRON}.use_transformer_engine is on, {absent}, or set auto."
+    if megatron.fp8 != "none" and megatron.use_transformer_engine != "off":
+        yield f"{MEGATRON}.fp8 is {megatron.fp8}, {absent}, or set fp8 to none."
 
 
 MACHINE_CHECKS = (_prompt_files, _checkpoints, _transformer_engine)

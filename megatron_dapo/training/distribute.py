@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, tokens_multiple
 from megatron_dapo.data import CostModel, Group, MicroBatch, TrainSample, assemble, collate, mini_batches, schedule
 from megatron_dapo.models import ModelSpec
 from megatron_dapo.platform import ParallelLayout, device
@@ -31,6 +31,7 @@ class StepDistributor:
 
     def __init__(self, config: Config, layout: ParallelLayout, spec: ModelSpec) -> None:
         self._config, self._layout = config, layout
+        self._pad_multiple = layout.sequence_multiple * tokens_multiple(config)
         self._dp_rank_of = [dp_rank for dp_rank, _, _ in layout.all_coordinates()]
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
@@ -49,10 +50,7 @@ class StepDistributor:
         packed = self._config.actor_rollout_ref.model.use_remove_padding
         return StepShard(
             [
-                [
-                    collate(bin_, pad_multiple=self._layout.sequence_multiple, packed=packed).to(device())
-                    for bin_ in bins
-                ]
+                [collate(bin_, pad_multiple=self._pad_multiple, packed=packed).to(device()) for bin_ in bins]
                 for bins in bins_of_mini_batch
             ],
             rewards,
@@ -79,7 +77,7 @@ class StepDistributor:
             mini_batch,
             dp_size=layout.dp,
             max_tokens=self._config.actor_rollout_ref.actor.max_tokens_per_microbatch,
-            pad_multiple=layout.sequence_multiple,
+            pad_multiple=self._pad_multiple,
             packed=self._config.actor_rollout_ref.model.use_remove_padding,
             # the interleaved schedule deals micro-batches to the stages in rounds
             num_microbatches_multiple=layout.pp if layout.vpp else 1,

@@ -33,7 +33,9 @@ def make_training_state(model: ModelParts, actor: ActorConfig, num_rollout_steps
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
         overlap_grad_reduce=megatron.overlap_grad_reduce,
-        check_for_nan_in_grad=True,
+        # it would stop the host once per bucket, and one rank while the others wait for it: `Policy` stops on the norm,
+        # which is the same on all ranks
+        check_for_nan_in_grad=False,
     )
     stages = [
         DistributedDataParallel(model.config, ddp_config, chunk, disable_bucketing=index > 0)

@@ -60,6 +60,12 @@ CONTRADICTIONS = [
     ("data.truncation=left", ["data.truncation is left", "filter_overlong_prompts"]),
     ("megatron.sequence_parallel=true", ["sequence_parallel is true", "tensor_model_parallel_size is 1"]),
     ("vpp=2", ["virtual_pipeline_model_parallel_size is 2"]),
+    ("megatron.fp8=hybrid megatron.use_transformer_engine=off",
+     ["fp8 is hybrid", "use_transformer_engine is off", "fp8 to none"]),
+    ("megatron.fp8=e4m3 megatron.dtype=float32", ["fp8 is e4m3", "dtype is float32", "bfloat16"]),
+    ("megatron.fp8_recipe=mxfp8", ["fp8_recipe is mxfp8", "fp8 is none"]),
+    ("megatron.fp8=hybrid megatron.fp8_recipe=blockwise data.max_response_length=2000 "
+     "actor.max_tokens_per_microbatch=3024", ["max_tokens_per_microbatch is 3024", "3072 tokens", "padded for"]),
     ("pp=2 trainer.n_procs_per_node=2 vpp=1",
      ["virtual_pipeline_model_parallel_size is 1"]),
     ("actor.clip_ratio=1.0", ["actor.clip_ratio is 1", "below 1"]),
@@ -120,6 +126,10 @@ MODEL_CONTRADICTIONS = [
     ("", ["max_position_embeddings 3000"], {"max_position_embeddings": 3000}),
     ("rollout.server.tensor_model_parallel_size=5", ["server.tensor_model_parallel_size is 5"], {}),
     ("rollout.stop_token_ids=[1,1000]", ["[1000]", "1000 tokens"], {}),
+    ("megatron.fp8=hybrid", ["fp8 is hybrid", "multiples of 16", "intermediate_size / TP is 264"],
+     {"intermediate_size": 264}),
+    ("megatron.fp8=e4m3 megatron.fp8_recipe=mxfp8", ["fp8 is e4m3", "multiples of 32", "hidden_size is 112"],
+     {"hidden_size": 112, "head_dim": 8}),
 ]  # fmt: skip
 
 
@@ -158,6 +168,7 @@ def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
         "reward.function=my_package.rewards:score",
         "trainer.n_procs_per_node=4 tp=2 pp=2 vpp=3 megatron.sequence_parallel=true",
         "megatron.overlap_grad_reduce=true megatron.use_distributed_optimizer=false",
+        "megatron.fp8=hybrid megatron.fp8_recipe=delayed trainer.n_procs_per_node=2 tp=2",
     ],
 )
 def test_what_makes_sense_is_allowed(text):
@@ -253,3 +264,6 @@ def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, mon
     (sentence,) = on_this_machine(machine, "megatron.use_transformer_engine=on")
     assert "transformer_engine is not installed here" in sentence
     assert on_this_machine(machine, "megatron.use_transformer_engine=auto") == []
+    (sentence,) = on_this_machine(machine, "megatron.fp8=hybrid")
+    assert "fp8 is hybrid, but the package transformer_engine is not installed here" in sentence
+    assert "set fp8 to none" in sentence

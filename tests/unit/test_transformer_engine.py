@@ -1,0 +1,109 @@
+"""Transformer Engine where it is absent: our layers instead, errors with key and cure; its names in the weight map."""
+
+import pytest
+
+from megatron_dapo.config import MegatronConfig, UserError, load_config, read_model_spec, tokens_multiple
+from megatron_dapo.models import build_model
+from megatron_dapo.models.weight_map import weight_entries
+from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.training import StepDistributor
+from tests.synthetic import synthetic_groups
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.unit
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+
+
+@pytest.fixture(scope="module")
+def layout():
+    yield ParallelLayout.initialize()
+    ParallelLayout.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=16, heads=2))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "off"])
+def test_without_it_the_layers_are_ours(layout, model_path, wanted):
+    model = build_model(read_model_spec(model_path), layout, MegatronConfig(use_transformer_engine=wanted))
+    (chunk,) = model.chunks
+    classes = {type(module).__name__ for module in chunk.decoder.modules()}
+    assert not model.uses_transformer_engine and {"PackedAttention", "RMSNorm"} <= classes
+    assert not any(name.startswith("TE") for name in classes)
+    assert chunk.position_embedding_type == "none"  # PackedAttention rotates: nobody else may
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_transformer_engine": "on"}, ["use_transformer_engine is on", "use auto"]),
+        ({"fp8": "hybrid"}, [f"{MEGATRON}.fp8 is hybrid", "set fp8 to none"]),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, [f"{MEGATRON}.fp8 is e4m3", "set fp8 to none"]),
+    ],
+)
+def test_asking_for_it_where_it_cannot_be_is_an_error_with_the_cure(model_path, settings, words):
+    with pytest.raises(UserError) as error:
+        build_model(read_model_spec(model_path), None, MegatronConfig(**settings))
+    (sentence,) = error.value.sentences
+    assert all(word in sentence for word in [*words, "needs a GPU", "transformer_engine"]), sentence
+
+
+def as_named_by_transformer_engine(name: str) -> str:
+    """Its layers hold the norm before a product inside the product's module."""
+    name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
+    spec = read_model_spec(make_tiny(tmp_path, family, layers=2, hidden=16, heads=2))
+    (chunk,) = build_model(spec, layout, MegatronConfig()).chunks
+
+    class Renamed:
+        """The same chunk under Transformer Engine's names."""
+
+        decoder = chunk.decoder
+
+        def named_parameters(self):
+            return [(as_named_by_transformer_engine(name), p) for name, p in chunk.named_parameters()]
+
+    assert {name for name, _ in Renamed().named_parameters()} != {name for name, _ in chunk.named_parameters()}
+    ours, theirs = weight_entries([chunk], spec), weight_entries([Renamed()], spec)
+    assert [entry.hf_names for entry in ours] == [entry.hf_names for entry in theirs]
+    assert all(a.parameter is b.parameter and a.transform is b.transform for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"), [("tensorwise", 16), ("delayed", 16), ("mxfp8", 32), ("blockwise", 128)]
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_micro_batches_are_padded_to_what_fp8_products_take(layout, model_path, recipe, multiple, packed):
+    config = load_config(
+        None,
+        [
+            "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.max_tokens_per_microbatch=256", f"{MEGATRON}.fp8=hybrid",
+            f"{MEGATRON}.fp8_recipe={recipe}", f"actor_rollout_ref.model.use_remove_padding={str(packed).lower()}",
+        ],
+    )  # fmt: skip
+    assert tokens_multiple(config) == multiple
+    distribute = StepDistributor(config, layout, read_model_spec(model_path))
+    (mini_batch,) = distribute(0, synthetic_groups(60, num_groups=2)).mini_batches
+    assert all(batch.tokens.size(1) % multiple == 0 and batch.tokens.numel() <= 256 for batch in mini_batch)
+    assert sum(len(batch.sample_ids) for batch in mini_batch) == 8
+
+
+def test_without_fp8_nothing_is_padded_for_it():
+    assert tokens_multiple(load_config(None, [])) == 1
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+def test_megatron_knows_every_recipe(recipe):
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    config = load_config(None, [f"{MEGATRON}.fp8=hybrid", f"{MEGATRON}.fp8_recipe={recipe}"])
+    assert tokens_multiple(config) % get_fp8_align_size(Fp8Recipe(recipe)) == 0
