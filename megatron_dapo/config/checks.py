@@ -251,6 +251,16 @@ def kl(config: Config) -> Iterator[str]:
         )
 
 
+def rollout_correction(config: Config) -> Iterator[str]:
+    key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    default = known_keys()[f"{key}.rollout_is_threshold"].default
+    if correction.rollout_is == "none" and correction.rollout_is_threshold != default:
+        yield (
+            f"{key}.rollout_is_threshold is {correction.rollout_is_threshold:g}, but has no effect while rollout_is is "
+            f"none; set rollout_is to token, or remove rollout_is_threshold."
+        )
+
+
 def optimizer(config: Config) -> Iterator[str]:
     optim, steps = config.actor_rollout_ref.actor.optim, config.trainer.total_training_steps
     if optim.min_lr > optim.lr:
@@ -326,6 +336,7 @@ CHECKS = (
     dapo_switches,
     overlong_shaping,
     kl,
+    rollout_correction,
     optimizer,
     sampling,
     server_urls,

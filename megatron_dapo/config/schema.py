@@ -272,6 +272,13 @@ class KLControlConfig(Section):
     """Samples over which the adaptive controller acts."""
 
 
+class RolloutCorrectionConfig(Section):
+    rollout_is: Literal["none", "token"] = "none"
+    """Weigh each token's policy loss by exp(old - server's log-prob), truncated (TIS); see docs/loss.md."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """Largest weight of `rollout_is`."""
+
+
 class AlgorithmConfig(Section):
     adv_estimator: Literal["grpo"] = "grpo"
     """Advantage estimator: group-relative."""
@@ -282,6 +289,7 @@ class AlgorithmConfig(Section):
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
     """KL estimator of the penalty in the reward."""
     kl_ctrl: KLControlConfig = KLControlConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     dapo: DapoConfig = DapoConfig()
 
 

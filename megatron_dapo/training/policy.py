@@ -144,10 +144,12 @@ def with_log_probs(schedule: Schedule, mini_batches: Sequence[MiniBatch], which:
 def _loss_config(config: Config) -> LossConfig:
     actor = config.actor_rollout_ref.actor
     low, high = effective_clip(config)
+    correction = config.algorithm.rollout_correction
     base = LossConfig(
         clip=Clip(low, high, actor.clip_ratio_c),
         entropy_coef=actor.entropy_coef,
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
+        tis_cap=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
     )
     if not uses_kl_loss(config):
         return base

@@ -92,6 +92,10 @@ CONTRADICTIONS = [
     ("algorithm.use_kl_in_reward=true", ["use_kl_in_reward is true", "kl_coef is 0"]),
     ("algorithm.kl_ctrl.kl_coef=0.01", ["kl_coef is 0.01", "use_kl_in_reward is false"]),
     ("algorithm.kl_ctrl.type=adaptive", ["type is adaptive", "use_kl_in_reward is false"]),
+    (
+        "algorithm.rollout_correction.rollout_is_threshold=3",
+        ["rollout_is_threshold is 3", "rollout_is is none", "set rollout_is to token"],
+    ),
     ("ref.path=other", ["ref.path is other", "no KL coefficient"]),
     ("actor.optim.min_lr=1e-5", ["min_lr is 1e-05", "lr 1e-06"]),
     ("actor.optim.lr_warmup_steps=100", ["lr_warmup_steps is 100", "total_training_steps 100"]),
@@ -161,6 +165,7 @@ def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
         f"{OVERLONG_ON} overlong.soft_penalty_mode=cap overlong.truncation_penalty=0.1",
         "actor.use_kl_loss=true actor.kl_loss_coef=0.01 ref.path=other",
         "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.01 algorithm.kl_ctrl.type=adaptive",
+        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=5",
         "actor.clip_ratio_c=null actor.use_dapo=true actor.clip_ratio_high=0.5",
         "data.filter_overlong_prompts=false data.truncation=left",
         "rollout.top_p=0.9 rollout.top_k=50 rollout.temperature=0.7",
