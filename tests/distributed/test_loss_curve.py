@@ -1,0 +1,37 @@
+"""Training with fused kernels is the training without them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import run_torchrun
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory) -> dict[str, dict]:
+    out = tmp_path_factory.mktemp("curves") / "curves.pt"
+    run_torchrun(Path(__file__).with_name("curve_worker.py"), 2, str(out), timeout=280)
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+def test_the_loss_curve_is_the_same_with_fused_kernels_on_and_off(curves, layout):
+    on, off = curves[f"{layout}/auto"]["curve"], curves[f"{layout}/off"]["curve"]
+    assert len(on) == len(off) == 20
+    for step, (fused, composed) in enumerate(zip(on, off, strict=True)):
+        assert fused.keys() == composed.keys()
+        for name in ("actor/loss", "actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/on_pg_clipfrac"):
+            assert fused[name] == pytest.approx(composed[name], rel=1e-5, abs=1e-5), f"{name} at step {step}"
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+def test_the_two_ways_are_really_two_and_the_policy_moves(curves, layout):
+    """Otherwise the comparison above would compare a thing with itself, or a thing that stands still."""
+    (fused, composed), (not_fused, all_composed) = (curves[f"{layout}/{way}"]["calls"] for way in ("auto", "off"))
+    assert fused >= 40 and composed == 0 and not_fused == 0 and all_composed >= 80  # two optimizer steps in each of 20
+    on = curves[f"{layout}/auto"]["curve"]
+    assert max(abs(metrics["actor/loss"] - on[0]["actor/loss"]) for metrics in on) > 1e-2
+    assert any(metrics["actor/on_pg_clipfrac"] > 0 for metrics in on)

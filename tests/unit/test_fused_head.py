@@ -1,0 +1,126 @@
+"""What the training head refuses, checks and leaves alone. Its numbers: tests/distributed/test_head.py."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, largest_error
+from megatron_dapo.kernels import fused_head as module
+from tests.head_cases import Case, inputs_of, loss_of
+
+pytestmark = pytest.mark.unit
+
+CASE = Case(dtype=torch.float32, hidden=16)
+
+
+def call(hidden=None, weight=None, loss=None, tokens=None, **options):
+    given = inputs_of(CASE)
+    hidden = given.hidden_LH.requires_grad_() if hidden is None else hidden
+    weight = given.weight_VH.requires_grad_() if weight is None else weight
+    fields = ("weights", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    tokens = replace(given.tokens, **{name: getattr(given.tokens, name).float() for name in fields})
+    plan = RowPlan.make(given.counted, CASE.rows, CASE.chunk_size, torch.device("cpu"))
+    head = Head(weight, None, CASE.num_valid, given.temperature)
+    return fused_dapo_head(hidden, given.targets, plan, tokens, loss or loss_of(CASE), head, **options)
+
+
+def test_a_loss_that_is_not_a_sum_over_tokens_is_refused():
+    with pytest.raises(TypeError, match="whole sequences compose it from linear_logprob_entropy"):
+        call(loss=lambda log_probs: log_probs.sum())
+
+
+def test_without_grad_mode_it_is_refused():
+    with torch.no_grad(), pytest.raises(RuntimeError, match="use head_log_probs"):
+        call()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_recompute_around_it_is_refused(reentrant):
+    """It would add the weight's gradient twice."""
+    hidden = inputs_of(CASE).hidden_LH.requires_grad_()
+    with pytest.raises(RuntimeError, match="without grad mode|activation recompute"):
+        checkpoint(lambda h: call(hidden=h).loss_sum, hidden, use_reentrant=reentrant).backward()
+
+
+def test_a_loss_that_was_scaled_afterwards_is_refused():
+    with pytest.raises(RuntimeError, match="loss_scale=1.0, but its loss was scaled differently"):
+        (call().loss_sum * 2).backward()
+
+
+def test_a_scale_that_was_announced_scales_every_gradient():
+    def gradients(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        given = inputs_of(CASE)
+        hidden, weight = given.hidden_LH.requires_grad_(), given.weight_VH.requires_grad_()
+        (call(hidden, weight, loss_scale=scale).loss_sum * scale).backward()
+        return hidden.grad, weight.grad
+
+    for once, eightfold in zip(gradients(1.0), gradients(8.0), strict=True):
+        assert torch.equal(eightfold, 8 * once)  # a power of two: no rounding
+
+
+def test_gradients_can_be_taken_once():
+    loss = call().loss_sum
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        loss.backward()
+
+
+def test_a_main_grad_of_too_few_digits_is_refused():
+    weight = inputs_of(CASE).weight_VH.requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="main_grad is torch.bfloat16"):
+        call(weight=weight)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_the_hidden_states_the_same():
+    given = inputs_of(CASE)
+    frozen, free = given.hidden_LH.clone().requires_grad_(), given.hidden_LH.clone().requires_grad_()
+    weight = given.weight_VH
+    call(frozen, weight).loss_sum.backward()
+    call(free, weight.clone().requires_grad_()).loss_sum.backward()
+    assert weight.grad is None and torch.equal(frozen.grad, free.grad)
+
+
+def test_rows_that_do_not_count_are_never_read():
+    given = inputs_of(CASE)
+    poisoned = given.hidden_LH.clone()
+    poisoned[np.setdiff1d(np.arange(CASE.rows), given.counted)] = float("nan")
+    poisoned.requires_grad_()
+    weight = given.weight_VH.requires_grad_()
+    answer = call(poisoned, weight)
+    answer.loss_sum.backward()
+    assert answer.loss_sum.isfinite() and weight.grad.isfinite().all() and poisoned.grad.isfinite().all()
+    assert torch.equal(answer.log_probs, call().log_probs)
+
+
+def test_rows_of_padding_in_the_vocabulary_get_no_gradient():
+    weight = inputs_of(CASE).weight_VH.requires_grad_()
+    call(weight=weight).loss_sum.backward()
+    assert weight.grad[CASE.num_valid :].abs().sum() == 0 < weight.grad[: CASE.num_valid].abs().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_before_a_run_passes_here(dtype):
+    errors = largest_error(torch.device("cpu"), dtype)
+    assert len(errors) == 7 and all(e.error <= e.bound for e in errors), errors
+
+
+@pytest.mark.parametrize("broken", ["statistics", "gradient", "nan"])
+def test_the_check_before_a_run_sees_a_kernel_that_is_wrong(monkeypatch, broken):
+    original = module.chunk_backend
+
+    def wrong(*args):
+        backend = original(*args)
+        statistics, gradient = backend.statistics, backend.gradient
+        if broken == "gradient":
+            backend.gradient = lambda merged, g_lp, g_h: gradient(merged, g_lp * 1.001, g_h)
+        else:
+            factor = float("nan") if broken == "nan" else 1.001
+            backend.statistics = lambda *given: statistics(*given) * torch.tensor([1, factor, 1, 1])
+        return backend
+
+    monkeypatch.setattr(module, "chunk_backend", wrong)
+    assert not all(e.error <= e.bound for e in largest_error(torch.device("cpu"), torch.float32))
