@@ -1,0 +1,21 @@
+"""Tests that need a CUDA GPU, skipped where there is none. `make test-gpu`, or with torch, triton, numpy and pytest
+alone
+
+python -m pytest -c tests/gpu/pytest.ini tests/gpu
+"""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        needed = marker.kwargs.get("count", 1) if marker else 0
+        if needed > torch.cuda.device_count():
+            item.add_marker(pytest.mark.skip(reason=f"{needed} CUDA GPU(s) needed, {torch.cuda.device_count()} here"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda", 0)
