@@ -16,6 +16,9 @@ from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.tuning import LinearTiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# what differs between batches must not compile anew in the middle of a run
+PER_BATCH = ["num_rows"]
+PER_ROW = "inv_temperature local_targets stats".split()
 
 
 def linear_statistics(
@@ -85,7 +88,7 @@ def _empty_share(num_rows: int, device: torch.device) -> Tensor:
     return stats_1N4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=PER_ROW)
 def linear_statistics_kernel(
     hidden,
     weight,

@@ -17,6 +17,8 @@ from megatron_dapo.kernels.tuning import RowTiles
 LOG2E = tl.constexpr(1.4426950408889634)
 # a fused x * scale - max would round x otherwise than max was rounded
 NO_FUSION = {"enable_fp_fusion": False}
+# one number per row: a slice that starts off a 16-byte boundary must not compile anew in the middle of a run
+PER_ROW = "inv_temperature local_targets stats top log_s entropy grad_log_prob grad_entropy".split()
 
 
 def row_statistics(
@@ -100,7 +102,7 @@ def _checked(matrix: Tensor) -> Tensor:
     return matrix
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def row_statistics_kernel(
     logits,
     inv_temperature,
@@ -139,7 +141,7 @@ def row_statistics_kernel(
     tl.store(stats + 3, own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def row_gradient_kernel(
     logits,
     inv_temperature,

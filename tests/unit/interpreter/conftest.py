@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import triton.compiler.code_generator  # noqa: F401  it notes what tl.minimum is when imported: before it is patched
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.jit import JITFunction

@@ -1,0 +1,236 @@
+"""Compiles the Triton kernels as production launches them, for GPUs that need not be there, and reads what came out.
+
+The wrappers run as they are, on tensors of production shapes without memory (torch's meta device); where a kernel would
+be launched it is compiled, by Triton's own compiler and the assembler it brings, into machine code that is taken apart.
+
+    python -m tests.ahead_of_time > tests/unit/ahead_of_time.json     # writes the table that the tests compare with
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from megatron_dapo.algorithms import LossConfig, OffPolicy, TokenBatch
+from megatron_dapo.kernels import tuning
+from megatron_dapo.kernels.statistics import Merged
+from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
+from megatron_dapo.kernels.triton_ops.rows import row_gradient, row_statistics
+from megatron_dapo.kernels.triton_ops.token_loss import token_loss
+
+TABLE = Path(__file__).with_name("unit") / "ahead_of_time.json"
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that one program can have
+# model: hidden size, one rank's share of the vocabulary
+SHAPES = {"0.5B": (896, 151936), "7B": (3584, 152064), "32B, TP 8": (5120, 19008)}
+NUM_TOKENS = 32768
+CHUNK = 4096
+# instructions that tell what became of a kernel, as machine code spells them
+INSTRUCTIONS = {
+    "wgmma": r"HGMMA",
+    "tcgen05": r"UTCHMMA",
+    "mma": r"HMMA",
+    "tma_loads": r"UTMALDG",
+    "wide_loads": r"LDG\.E\S*\.128",
+    "wide_stores": r"STG\.E\S*\.128",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Of one kernel: registers per thread, bytes of them spilled to memory (stores and loads), bytes of shared memory
+    per program, and how many instructions of each kind the machine code has."""
+
+    registers: int
+    spilled: int
+    shared: int
+    wgmma: int
+    tcgen05: int
+    mma: int
+    tma_loads: int
+    wide_loads: int
+    wide_stores: int
+
+    def as_row(self) -> dict[str, int]:
+        """Without the instructions that it does not have."""
+        return {key: value for key, value in asdict(self).items() if value or key not in INSTRUCTIONS}
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _row_arguments(shape: str, dtype: torch.dtype, n: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
+    return _meta(n, SHAPES[shape][1], dtype=dtype), _meta(n), _meta(n, dtype=torch.int64)
+
+
+def _statistics(shape: str, dtype: torch.dtype, want_entropy: bool) -> Callable[[], object]:
+    return lambda: row_statistics(*_row_arguments(shape, dtype), want_entropy=want_entropy)
+
+
+def _gradient(shape: str, dtype: torch.dtype, out_dtype: torch.dtype, with_entropy: bool) -> Callable[[], object]:
+    def launch():
+        logits, row, targets = _row_arguments(shape, dtype)
+        out = logits.to(out_dtype)
+        row_gradient(logits, row, targets, Merged(row, row, row, row), row, row if with_entropy else None, out)
+
+    return launch
+
+
+def _linear(shape: str, want_entropy: bool) -> Callable[[], object]:
+    def launch():
+        hidden_size, vocabulary = SHAPES[shape]
+        linear_statistics(
+            _meta(NUM_TOKENS, hidden_size, dtype=torch.bfloat16),
+            _meta(vocabulary, hidden_size, dtype=torch.bfloat16),
+            _meta(NUM_TOKENS),
+            _meta(NUM_TOKENS, dtype=torch.int64),
+            num_valid=vocabulary,
+            want_entropy=want_entropy,
+        )
+
+    return launch
+
+
+def _loss(config: LossConfig, *fields: str) -> Callable[[], object]:
+    def launch():
+        row = _meta(CHUNK)
+        masks = {name: _meta(CHUNK, dtype=torch.bool) for name in fields if name in ("is_current", "exp_mask")}
+        tokens = TokenBatch(row, _meta(dtype=torch.int64), row, **dict.fromkeys(fields, row) | masks)
+        token_loss(row, row if config.report_entropy else None, tokens, config)
+
+    return launch
+
+
+_FP32, _BF16 = torch.float32, torch.bfloat16
+_EVERYTHING = LossConfig(
+    use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.1, report_entropy=True, off_policy=OffPolicy(), tis_cap=2.0
+)
+_ALL_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "is_current", "exp_mask")
+CASES: dict[str, Callable[[], object]] = {
+    "row statistics, 32B TP 8, fp32": _statistics("32B, TP 8", _FP32, True),
+    "row statistics, 32B TP 8, fp32, no entropy": _statistics("32B, TP 8", _FP32, False),
+    "row statistics, 7B, fp32": _statistics("7B", _FP32, True),
+    "row statistics, 7B, bf16": _statistics("7B", _BF16, True),
+    "row gradient, 32B TP 8, fp32 to bf16": _gradient("32B, TP 8", _FP32, _BF16, True),
+    "row gradient, 32B TP 8, fp32 to bf16, no entropy": _gradient("32B, TP 8", _FP32, _BF16, False),
+    "row gradient, 7B, fp32 to bf16": _gradient("7B", _FP32, _BF16, True),
+    "row gradient, 7B, bf16 to bf16": _gradient("7B", _BF16, _BF16, True),
+    "linear statistics, 0.5B": _linear("0.5B", True),
+    "linear statistics, 7B": _linear("7B", True),
+    "linear statistics, 32B TP 8": _linear("32B, TP 8", True),
+    "linear statistics, 32B TP 8, no entropy": _linear("32B, TP 8", False),
+    "token loss": _loss(LossConfig(report_entropy=True), "old_log_probs", "rollout_log_probs"),
+    "token loss, everything on": _loss(_EVERYTHING, *_ALL_FIELDS),
+}
+# sm_90 is what the kernels are laid out for; elsewhere one of each kind says whether they compile
+_ELSEWHERE = (
+    "row statistics, 32B TP 8, fp32",
+    "row gradient, 32B TP 8, fp32 to bf16",
+    "linear statistics, 7B",
+    "token loss, everything on",
+)
+COMPILED = [("sm_90", name) for name in CASES] + [(sm, name) for sm in ("sm_80", "sm_100") for name in _ELSEWHERE]
+
+
+class _AbsentGpu:
+    """Stands in for Triton's driver. The device is numbered like its architecture: Triton keeps kernels per device."""
+
+    def __init__(self, architecture: str) -> None:
+        self._number = int(architecture.removeprefix("sm_"))
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._number, 32)
+
+    def get_current_device(self) -> int:
+        return self._number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _compiling_for(architecture: str) -> Iterator[list]:
+    """Launches compile instead; (compiled kernel, what the assembler said) are collected in the list."""
+    compiled, run = [], JITFunction.run
+
+    def compile_instead(self, *args, grid, warmup=False, **kwargs):
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            compiled.append((run(self, *args, grid=grid, warmup=True, **kwargs), log))
+
+    with (
+        tempfile.TemporaryDirectory(prefix="triton-") as cache,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache, TRITON_DUMP_PTXAS_LOG="1"),
+        mock.patch.object(driver, "_active", _AbsentGpu(architecture)),
+        mock.patch.object(tuning, "architecture", lambda device: architecture),
+        mock.patch.object(JITFunction, "run", compile_instead),
+    ):
+        yield compiled
+
+
+def compile_case(architecture: str, name: str) -> dict[str, Compiled]:
+    """By kernel, what launching this case makes."""
+    with _compiling_for(architecture) as kernels:
+        CASES[name]()
+    assert kernels, f"{name} launches nothing"
+    return {kernel.metadata.name: _taken_apart(kernel, log.getvalue()) for kernel, log in kernels}
+
+
+_KNOWN: dict[str, Compiled] = {}  # Triton compiles a kernel once per process: two shapes may share one
+
+
+def _taken_apart(kernel, log: str) -> Compiled:
+    if kernel.hash in _KNOWN:
+        return _KNOWN[kernel.hash]
+    # "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    assert "serialized" not in log, log
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        machine_code = _output(triton.knobs.nvidia.nvdisasm.path, "-c", cubin.name)
+    _KNOWN[kernel.hash] = Compiled(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        spilled=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        shared=kernel.metadata.shared,
+        **{key: len(re.findall(rf"\s{pattern}\b", machine_code)) for key, pattern in INSTRUCTIONS.items()},
+    )
+    return _KNOWN[kernel.hash]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def tools() -> dict[str, str]:
+    """What register counts depend on."""
+    names = ("ptxas", "ptxas_blackwell")
+    return {"triton": triton.__version__} | {name: getattr(triton.knobs.nvidia, name).version for name in names}
+
+
+def main() -> None:
+    lines = [f'  "tools": {json.dumps(tools())}']
+    for architecture, name in COMPILED:
+        for kernel, compiled in compile_case(architecture, name).items():
+            lines.append(f"  {json.dumps(key(architecture, name, kernel))}: {json.dumps(compiled.as_row())}")
+    print("{\n" + ",\n".join(lines) + "\n}")
+
+
+def key(architecture: str, name: str, kernel: str) -> str:
+    return f"{architecture}: {name}: {kernel}"
+
+
+if __name__ == "__main__":
+    main()

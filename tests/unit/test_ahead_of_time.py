@@ -1,0 +1,44 @@
+"""Every Triton kernel compiles for GPUs that are not here, with the instructions it was laid out for and no spills.
+
+The numbers are compared with ahead_of_time.json, so that a regression shows in a change of that file;
+tests/ahead_of_time.py writes it anew.
+"""
+
+import json
+
+import pytest
+
+from tests.ahead_of_time import CASES, COMPILED, SHARED_MEMORY, TABLE, Compiled, compile_case, key, tools
+
+pytestmark = pytest.mark.unit
+
+MATRIX_INSTRUCTION = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
+
+
+def check_what_must_hold(architecture: str, kernel: str, compiled: Compiled) -> None:
+    """With any version of the compiler."""
+    assert compiled.spilled == 0
+    assert compiled.registers <= 255 and compiled.shared <= SHARED_MEMORY[architecture]
+    if kernel == "linear_statistics_kernel":
+        matrix = {name: getattr(compiled, name) for name in MATRIX_INSTRUCTION.values()}
+        assert [name for name, number in matrix.items() if number] == [MATRIX_INSTRUCTION[architecture]]
+        assert (compiled.tma_loads > 0) == (architecture != "sm_80")
+    elif kernel != "token_loss_kernel":  # reads little, at addresses that are not known to be aligned
+        assert compiled.wide_loads > 0
+    if kernel == "row_gradient_kernel":
+        assert compiled.wide_stores > 0
+
+
+@pytest.mark.parametrize(("architecture", "name"), COMPILED)
+def test_production_launches_compile_without_spills(architecture, name):
+    committed = json.loads(TABLE.read_text())
+    for kernel, compiled in compile_case(architecture, name).items():
+        check_what_must_hold(architecture, kernel, compiled)
+        if committed["tools"] == tools():  # another compiler gives out other registers
+            assert compiled.as_row() == committed[key(architecture, name, kernel)]
+
+
+def test_the_table_has_the_kernels_that_are_compiled_and_no_others():
+    rows = [row.rpartition(": ") for row in json.loads(TABLE.read_text()) if row != "tools"]
+    assert {case for case, _, _ in rows} == {f"{architecture}: {name}" for architecture, name in COMPILED}
+    assert {name for architecture, name in COMPILED if architecture == "sm_90"} == set(CASES)
