@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
-from megatron_dapo.kernels.logits_chunk import accumulation_dtype, has_triton
+from megatron_dapo.kernels.logits_chunk import accumulation_dtype, runs_on_triton
 from megatron_dapo.kernels.statistics import Merged, merge_over
 
 _ELEMENTS_AT_ONCE = 2**22  # of the torch backend: 16 MiB of float32, twice
@@ -55,7 +55,7 @@ def logprob_entropy_from_logits(
         inplace_backward,
         share.num_valid,
         group,
-        has_triton(logits_NV.device) if use_triton is None else use_triton,
+        runs_on_triton(logits_NV) if use_triton is None else use_triton,
     )
     return log_prob, entropy if want_entropy else None
 

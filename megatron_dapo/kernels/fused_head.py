@@ -60,7 +60,7 @@ def head_log_probs(
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         entropy = torch.zeros_like(log_probs) if want_entropy else None
-        for chunk, _, merged in _chunks(hidden_LH, targets_N, plan, head, want_entropy):
+        for chunk, _, merged in _chunks(hidden_LH, targets_N, plan, head, want_entropy, for_gradient=False):
             log_probs[chunk.places] = merged.log_prob
             if entropy is not None:
                 entropy[chunk.places] = merged.entropy
@@ -121,7 +121,7 @@ class _FusedHead(torch.autograd.Function):
         maxima = torch.zeros(num_maxima, dtype=torch.float64, device=hidden.device)
         share = VocabShare.of(weight, head.num_valid_columns, head.group)
         count = tokens.count
-        for chunk, backend, merged in _chunks(hidden, targets, plan, head, loss.report_entropy):
+        for chunk, backend, merged in _chunks(hidden, targets, plan, head, loss.report_entropy, for_gradient=True):
             selected = replace(tokens.select(chunk.places), count=count)
             count = torch.zeros_like(count)  # counted once, with the first chunk
             answer = token_loss(merged.log_prob, merged.entropy if loss.report_entropy else None, selected, loss)
@@ -156,7 +156,7 @@ class _FusedHead(torch.autograd.Function):
 
 
 def _chunks(
-    hidden: Tensor, targets: Tensor, plan: RowPlan, head: Head, want_entropy: bool
+    hidden: Tensor, targets: Tensor, plan: RowPlan, head: Head, want_entropy: bool, for_gradient: bool
 ) -> Iterator[tuple[RowChunk, ChunkBackend, Merged]]:
     """(chunk, the backend that holds its logits, its merged statistics), one after the other."""
     share = VocabShare.of(head.weight_VH, head.num_valid_columns, head.group)
@@ -165,9 +165,10 @@ def _chunks(
     backend = chunk_backend(weight, max(plan.chunk_size, largest), largest, head.use_triton)
     local_targets = targets - share.first
     inv_temperature = inverse_temperature(head.temperature, targets, accumulation_dtype(hidden.dtype))
+    statistics = backend.statistics if for_gradient else backend.statistics_alone
     for chunk, part in _gathered(hidden.detach(), plan):
         inv, own = inv_temperature[chunk.places], local_targets[chunk.places]
-        stats = backend.statistics(part, inv.contiguous(), own.contiguous(), want_entropy)
+        stats = statistics(part, inv.contiguous(), own.contiguous(), want_entropy)
         yield chunk, backend, merge_over(stats, head.group)
 
 

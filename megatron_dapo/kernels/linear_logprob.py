@@ -80,7 +80,8 @@ class _LinearLogProb(torch.autograd.Function):
         stats = hidden.new_empty((hidden.size(0), 4), dtype=accumulation_dtype(hidden.dtype))
         for start in range(0, hidden.size(0), chunk_size):
             rows = slice(start, start + chunk_size)
-            stats[rows] = backend.statistics(hidden[rows], inv_temperature[rows], local_targets[rows], want_entropy)
+            given = hidden[rows], inv_temperature[rows], local_targets[rows]
+            stats[rows] = backend.statistics_alone(*given, want_entropy)
         merged = merge_over(stats, group)
         ctx.save_for_backward(hidden, weight, local_targets, inv_temperature, *merged)
         ctx.settings = (num_valid, chunk_size, triton)

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_dapo.kernels.statistics import Merged
+from megatron_dapo.kernels import tuning
+from megatron_dapo.kernels.statistics import Merged, combine
 
 # Rows of a product are padded to a multiple of this: below four rows a CPU's matrix library takes another path, and a
 # row's log-prob would depend, in its last bits, on how many others it is computed with.
@@ -21,9 +22,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def has_triton(device: torch.device) -> bool:
-    """Whether the Triton kernels run on `device`."""
-    if device.type != "cuda":
+def runs_on_triton(tensor: Tensor) -> bool:
+    """Whether the Triton kernels take it: on CUDA, in any dtype but float64."""
+    if not tensor.is_cuda or tensor.dtype == torch.float64:
         return False
     try:
         import triton  # noqa: F401
@@ -41,6 +42,12 @@ class ChunkBackend(Protocol):
         """Computes the chunk's logits. Returns [N, 4] as in `statistics.py`; u is 0 unless want_entropy."""
         ...
 
+    def statistics_alone(
+        self, hidden_NH: Tensor, inv_temperature_N: Tensor, local_targets_N: Tensor, want_entropy: bool
+    ) -> Tensor:
+        """The same, for a pass that needs no gradient."""
+        ...
+
     def gradient(self, merged: Merged, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> None:
         """Turns the logits into the gradient of the logits. Once per `statistics`."""
         ...
@@ -56,7 +63,7 @@ class ChunkBackend(Protocol):
 
 def chunk_backend(weight_VH: Tensor, chunk_size: int, num_used: int, use_triton: bool | None = None) -> ChunkBackend:
     """For chunks of at most chunk_size rows, of which the largest to come has num_used. use_triton None: by device."""
-    if has_triton(weight_VH.device) if use_triton is None else use_triton:
+    if runs_on_triton(weight_VH) if use_triton is None else use_triton:
         return _TritonChunk(weight_VH, chunk_size)
     return _TorchChunk(weight_VH, num_used)
 
@@ -88,6 +95,8 @@ class _TorchChunk:
         torch.exp(x.sub_(self._m[:, None]), out=e)
         u = torch.linalg.vecdot(x, e) if want_entropy else torch.zeros_like(self._m)
         return torch.stack([self._m, e.sum(1), u, x_t], dim=1)
+
+    statistics_alone = statistics
 
     def gradient(self, merged, grad_log_prob, grad_entropy):
         n, columns = self._targets.size(0), self._weight.size(0)
@@ -148,6 +157,18 @@ class _TritonChunk:
         self._hidden = self._hidden_padded[:n]
         _mm_float32(self._hidden_padded, self._weight.t(), out=self._x)
         return self._rows.row_statistics(self._x[:n], inv_temperature, local_targets, want_entropy=want_entropy)
+
+    def statistics_alone(self, hidden, inv_temperature, local_targets, want_entropy):
+        columns, hidden_size = self._weight.shape
+        tuned = tuning.lookup(tuning.architecture(self._weight.device), hidden_size, columns)
+        if tuned.forward != "fused" or not columns or self._weight.dtype == torch.float32:
+            return self.statistics(hidden, inv_temperature, local_targets, want_entropy)
+        from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
+
+        shares = linear_statistics(
+            hidden, self._weight, inv_temperature, local_targets, num_valid=columns, want_entropy=want_entropy
+        )
+        return combine(shares)
 
     def gradient(self, merged, grad_log_prob, grad_entropy):
         self._d = self._d_buffer[: self._n]

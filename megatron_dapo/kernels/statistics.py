@@ -30,17 +30,22 @@ class Merged(NamedTuple):
     log_prob: Tensor
 
 
-def merge(stats_RN4: Tensor) -> Merged:
-    """From the statistics of all shares, in rank order; float32, or float64 for float64 statistics."""
+def combine(stats_RN4: Tensor) -> Tensor:
+    """[N, 4]: the statistics of all shares together, in their order."""
     m, s, u, x_t = stats_RN4.unbind(-1)
     top = m.amax(0)
     shift = torch.where(m == float("-inf"), float("-inf"), m - top)
     scale = shift.exp()
     total = (scale * s).sum(0)
     weighted = (scale * (u + torch.where(scale > 0, shift, 0.0) * s)).sum(0)
+    return torch.stack([top, total, weighted, x_t.amax(0)], dim=-1)
+
+
+def merge(stats_RN4: Tensor) -> Merged:
+    """From the statistics of all shares, in rank order; float32, or float64 for float64 statistics."""
+    top, total, weighted, x_t = combine(stats_RN4).unbind(-1)
     log_s = total.log()
-    log_prob = (x_t.amax(0) - top) - log_s
-    return Merged(top, log_s, log_s - weighted / total, log_prob.clamp_max(0.0))
+    return Merged(top, log_s, log_s - weighted / total, ((x_t - top) - log_s).clamp_max(0.0))
 
 
 def merge_over(stats_N4: Tensor, group: dist.ProcessGroup | None) -> Merged:

@@ -18,7 +18,7 @@ from megatron_dapo.algorithms import (
     stack_maxima,
     stack_sums,
 )
-from megatron_dapo.kernels.logits_chunk import has_triton
+from megatron_dapo.kernels.logits_chunk import runs_on_triton
 
 
 class TokenLoss(NamedTuple):
@@ -42,7 +42,7 @@ def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch
     The device of log_probs_N decides who computes it. Nothing waits for the device. entropy_N: with report_entropy.
     Of several pieces of one batch whose sums are added, one alone may bring the batch's count.
     """
-    if has_triton(log_probs_N.device):
+    if runs_on_triton(log_probs_N):
         from megatron_dapo.kernels.triton_ops import token_loss as triton_ops
 
         return triton_ops.token_loss(log_probs_N, entropy_N, tokens, config)
