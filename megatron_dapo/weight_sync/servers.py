@@ -149,7 +149,7 @@ async def begin(server: ServerControl) -> None:
     """Open an update session; one that a trainer left open when it died is closed first."""
     try:
         await server.begin_weight_update()
-    except Exception:
+    except Exception:  # a refusal has the client's own type; had it another reason, the calls below meet it again
         await server.end_weight_update()
         await server.begin_weight_update()
 
