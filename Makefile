@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-llm train test test-unit lint bench clean need-config
+.PHONY: help setup demo demo-llm train test test-unit test-gpu lint bench clean need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ test: lint test-unit ## Lint, then unit, distributed and end-to-end tests; stops
 test-unit: setup ## Unit tests only (under three minutes)
 	$(call LAYER,unit tests)
 	@$(PYTEST) tests/unit
+
+test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
+	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
 
 lint: setup ## Ruff: rules and format
 	@$(BIN)/ruff check

@@ -1,1 +1,1 @@
-"""Tests in three layers: unit, distributed (several processes), e2e (a real server)."""
+"""Tests in layers: unit, distributed (several processes), e2e (a real server), and gpu, which need a CUDA GPU."""

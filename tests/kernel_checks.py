@@ -369,7 +369,7 @@ def _as_double(tokens: TokenBatch) -> TokenBatch:
 def forbidding_host_syncs(device: torch.device) -> Iterator[None]:
     """Inside, waiting for the device raises. On the CPU, where nothing waits, reading a value on the host raises."""
     if device.type == "cpu":
-        with _NoReading():
+        with CountedReads(forbidden=True):
             yield
         return
     torch.cuda.synchronize(device)
@@ -380,16 +380,23 @@ def forbidding_host_syncs(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class _NoReading(TorchDispatchMode):
-    """Raises at every operation whose result, or its shape, needs values on the host."""
+class CountedReads(TorchDispatchMode):
+    """Counts operations whose result, or its shape, needs values on the host; with `forbidden` it raises instead."""
 
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
+    READING = ("local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
+
+    def __init__(self, forbidden: bool = False) -> None:
+        super().__init__()
+        self.number = 0
+        self._forbidden = forbidden
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        by_mask = name in ("index", "index_put_") and any(
+        name = func.__name__.split(".")[0].strip("_")
+        by_mask = name in ("index", "index_put") and any(
             isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
         )
-        if by_mask or any(name.strip("_").startswith(word.strip("_")) for word in self.FORBIDDEN):
-            raise RuntimeError(f"{func} reads values on the host")
+        if by_mask or name.startswith(self.READING):
+            if self._forbidden:
+                raise RuntimeError(f"{func} reads values on the host")
+            self.number += 1
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ PARTS = (
     "config algorithms kernels data rewards envs rollout platform models training weight_sync checkpointing telemetry"
 ).split()
 PACKAGES = [*(f"megatron_dapo/{part}" for part in PARTS), "megatron_dapo", "launch", "examples", "checkpoints_tools"]
-FOLDERS = ("configs", "docs", "requirements", "tests/unit", "tests/distributed", "tests/e2e")
+FOLDERS = ("configs", "docs", "requirements", "tests/unit", "tests/distributed", "tests/e2e", "tests/gpu")
 CODE = ("megatron_dapo", "launch", "examples", "benchmarks", "checkpoints_tools", "requirements", "tests")
 MAX_LINES = 500
 # written so that this file keeps its own rules
@@ -127,7 +127,7 @@ def test_the_cpu_adaptation_is_loaded_on_demand_only():
     assert not adaptations_imported_on_load(ast.parse("def f():\n    from megatron_dapo.platform import sglang_cpu"))
 
 
-@pytest.mark.parametrize("layer", ["unit", "distributed", "e2e"])
+@pytest.mark.parametrize("layer", ["unit", "distributed", "e2e", "gpu"])
 def test_every_test_file_carries_the_marker_of_its_folder(layer):
     unmarked = [
         name(path)

@@ -1,0 +1,52 @@
+"""Transformer Engine's layers: the same model as ours, and FP8 near it; only where both are installed."""
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("transformer_engine") is None:
+    pytest.skip("no CUDA GPU with transformer_engine and megatron-core", allow_module_level=True)
+
+from megatron_dapo.platform import ParallelLayout
+from tests import training_checks as checks
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.gpu
+
+OURS, ITS = ([f"{checks.MEGATRON}.use_transformer_engine={word}"] for word in ("off", "on"))
+BF16_LOG_PROBS = 0.05  # mean difference of two orders of summation, in a random model whose log-probs reach -20
+FP8_LOG_PROBS = 0.5  # 3 bits of mantissa
+
+
+@pytest.fixture(scope="module")
+def layout():
+    yield ParallelLayout.initialize()
+    ParallelLayout.shutdown()
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+def model_path(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_tiny(folder, request.param, vocab=512, layers=2, hidden=256, heads=4)
+
+
+def test_its_layers_give_our_log_probs(layout, model_path):
+    checks.check_agreement(layout, model_path, OURS, ITS, BF16_LOG_PROBS)
+
+
+def test_its_log_probs_do_not_depend_on_the_packing(layout, model_path):
+    checks.check_packed_is_padded(layout, model_path, ITS, BF16_LOG_PROBS)
+
+
+def test_every_tensor_comes_out_as_it_went_in(layout, model_path, tmp_path):
+    """Its norms live inside the products that follow them: the weight map knows those names."""
+    checks.check_export(layout, model_path, ITS, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_fp8_is_near_and_trains(layout, model_path, recipe, kind):
+    fp8 = [*ITS, f"{checks.MEGATRON}.fp8={kind}", f"{checks.MEGATRON}.fp8_recipe={recipe}"]
+    checks.check_agreement(layout, model_path, ITS, fp8, FP8_LOG_PROBS)
+    policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, fp8)
+    assert policy.update(mini_batches, weight_version=0)["actor/grad_norm"] > 0

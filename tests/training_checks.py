@@ -1,0 +1,186 @@
+"""What the layers and the policy promise on any device: run small on the CPU by the unit tests, by tests/gpu on a GPU.
+
+Needs megatron-core and all that the trainer needs.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.config import Config, load_config
+from megatron_dapo.config.hf_config import model_spec
+from megatron_dapo.models import build_model, export_hf, load_hf_weights, read_model_spec
+from megatron_dapo.models.layers import PackedAttention
+from megatron_dapo.models.rotary import Rotary
+from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.training import Policy, StepDistributor
+from tests.kernel_checks import CountedReads, forbidding_host_syncs
+from tests.model_json import MODEL_JSON
+from tests.synthetic import synthetic_groups
+
+# after megatron_dapo.models, which prepares megatron.core for this machine
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
+# two mini-batches of 4 groups of 4: old log-probs are computed
+COMMON = [
+    "data.train_batch_size=8",
+    "data.max_response_length=24",
+    "actor_rollout_ref.rollout.n=4",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    f"{ACTOR}.use_dapo=true",
+    f"{ACTOR}.entropy_coef=0.01",
+]
+ONE_MICRO_BATCH, MANY_MICRO_BATCHES = f"{ACTOR}.max_tokens_per_microbatch=4096", f"{ACTOR}.max_tokens_per_microbatch=64"
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+
+
+def check_packed_attention(device: torch.device, dtype: torch.dtype, lengths: list[int], bound: float) -> None:
+    """A packed run is the runs of its segments one by one in float64, in outputs and gradients, up to `bound` of the
+    whole's norm; on a GPU in half precision it does not wait for the device."""
+    heads, kv_heads, dim = 8, 2, 64
+    spec = model_spec(MODEL_JSON | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim})
+    config = TransformerConfig(
+        num_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_query_groups=kv_heads, kv_channels=dim,
+        use_cpu_initialization=device.type == "cpu",
+    )  # fmt: skip
+    layer = PackedAttention(config, 1, rotary=Rotary(spec, config))
+    g = torch.Generator(device).manual_seed(0)
+
+    def normal(num_heads: int) -> Tensor:
+        return torch.randn(sum(lengths), num_heads, dim, generator=g, device=device).to(dtype)
+
+    inputs, outgoing = [normal(n).requires_grad_() for n in (heads, kv_heads, kv_heads)], normal(heads).flatten(1)
+    bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    packing = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    guard = forbidding_host_syncs(device) if device.type == "cuda" else contextlib.nullcontext()
+    layer(*inputs, packed_seq_params=packing)  # once before, to load the library
+    with guard:
+        out = layer(*inputs, packed_seq_params=packing)
+        gradients = torch.autograd.grad(out, inputs, outgoing)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = [t.detach()[part, None].double().requires_grad_() for t in inputs]
+        expected = layer(*alone)
+        expected_gradients = torch.autograd.grad(expected, alone, outgoing[part, None].double())
+        for ours, theirs in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+            error = (ours[part].double() - theirs[:, 0]).norm() / ours.double().norm()
+            assert error <= bound, f"off by {error:.1e} of its norm in a segment of {length}"
+        start += length
+
+
+# ---------------------------------------------------------------------------------------------------- policy
+
+
+def policy_and_mini_batches(layout: ParallelLayout, model_path: str | Path, overrides: list[str]):
+    """A policy and one rollout step of made-up samples with old log-probs."""
+    config: Config = load_config(None, [*COMMON, f"actor_rollout_ref.model.path={model_path}", *overrides])
+    policy = Policy(config, layout)
+    shard = StepDistributor(config, layout, policy.model.spec)(0, synthetic_groups(policy.model.spec.vocab_size))
+    return policy, policy.score(shard.mini_batches)
+
+
+def check_fused_step(layout: ParallelLayout, model_path: str | Path, rel: float) -> None:
+    """A rollout step with the fused head and with the composed one: the same metrics, up to `rel`; and at its first
+    optimizer step every ratio is exactly 1."""
+    metrics = {}
+    for kind in ("auto", "off"):
+        overrides = [f"{ACTOR}.fused_kernels={kind}", MANY_MICRO_BATCHES]
+        policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
+        first = policy.metrics_of(policy.accumulate_gradients(mini_batches[0]))
+        assert first["actor/ratio_max"] == first["actor/ratio_mean"] == 1.0 or kind == "off"
+        metrics[kind] = policy.update(mini_batches, weight_version=0)
+    assert metrics["auto"].keys() == metrics["off"].keys()
+    for name, value in metrics["off"].items():
+        got = metrics["auto"][name]
+        assert abs(got - value) <= rel * (abs(value) + 0.1), f"{name}: {got} with fused kernels, {value} without"
+
+
+def check_host_reads(layout: ParallelLayout, model_path: str | Path) -> None:
+    """Gradients of many micro-batches wait for the device as often as those of one: Megatron asks once per optimizer
+    step whether anything was counted, the loss path never asks."""
+    counts, num_micro_batches = {}, {}
+    for cut in (ONE_MICRO_BATCH, MANY_MICRO_BATCHES):
+        policy, mini_batches = policy_and_mini_batches(layout, model_path, [cut])
+        policy.accumulate_gradients(mini_batches[0])  # once before, to compile and to allocate
+        with counted_host_reads(layout_device(policy)) as reads:
+            policy.accumulate_gradients(mini_batches[0])
+        counts[cut], num_micro_batches[cut] = reads.number, len(mini_batches[0])
+    assert num_micro_batches[MANY_MICRO_BATCHES] > num_micro_batches[ONE_MICRO_BATCH] == 1
+    assert counts[MANY_MICRO_BATCHES] == counts[ONE_MICRO_BATCH] <= 1, counts
+
+
+def layout_device(policy: Policy) -> torch.device:
+    return next(policy.model.chunks[0].parameters()).device
+
+
+@contextlib.contextmanager
+def counted_host_reads(device: torch.device) -> Iterator[CountedReads]:
+    """How often the host waits for the device inside; on the CPU, how often operations read values on the host."""
+    reads = CountedReads()
+    if device.type == "cpu":
+        with reads:
+            yield reads
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield reads
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    reads.number = sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+# ---------------------------------------------------------------------------------------------------- whole models
+
+
+def scored(layout: ParallelLayout, model_path: str | Path, overrides: list[str]) -> Tensor:
+    """Old log-probs of all counted tokens, in the order of samples: however they were packed."""
+    _, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
+    found = {
+        index: values[batch.by_sample(batch.loss_mask)[index] != 0]
+        for mini_batch in mini_batches
+        for batch in mini_batch
+        for index, values in batch.by_sample(batch.old_log_probs).items()
+    }
+    return torch.cat([found[index] for index in sorted(found)])
+
+
+def check_packed_is_padded(layout: ParallelLayout, model_path: str | Path, overrides: list[str], bound: float) -> None:
+    """Log-probs do not depend on how samples share micro-batches, up to `bound` in the mean."""
+    padded = scored(layout, model_path, [*overrides, "actor_rollout_ref.model.use_remove_padding=false"])
+    for cut in (ONE_MICRO_BATCH, MANY_MICRO_BATCHES):
+        difference = (scored(layout, model_path, [*overrides, cut]) - padded).abs().mean()
+        assert difference <= bound, f"log-probs differ by {difference:.1e} in the mean"
+
+
+def check_agreement(layout: ParallelLayout, model_path: str | Path, a: list[str], b: list[str], bound: float) -> None:
+    """Log-probs of the same weights under two settings, up to `bound` in the mean."""
+    difference = (scored(layout, model_path, a) - scored(layout, model_path, b)).abs().mean()
+    assert difference <= bound, f"log-probs differ by {difference:.1e} in the mean"
+
+
+def check_export(layout: ParallelLayout, model_path: str | Path, overrides: list[str], folder: Path) -> None:
+    """What is loaded comes out again, under the same names."""
+    from safetensors.torch import load_file
+
+    config = load_config(None, overrides)
+    model = build_model(read_model_spec(model_path), layout, config.actor_rollout_ref.actor.megatron)
+    load_hf_weights(model, model_path, layout)
+    export_hf(model, layout, model_path, folder)
+    original = load_file(Path(model_path) / "model.safetensors")
+    exported = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(exported[name], tensor.to(exported[name].dtype)), name
