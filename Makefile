@@ -56,10 +56,9 @@ lint: setup ## Ruff: rules and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 
-bench: setup ## Run every file of benchmarks/
-	@set -e; ran=no; for file in benchmarks/*.py; do if [ -f "$$file" ]; then \
-	    echo "== $$file"; $(BIN)/python "$$file"; ran=yes; fi; done; \
-	    [ $$ran = yes ] || echo "bench: no benchmark yet"
+bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--quick: seconds)
+	@set -e; for file in benchmarks/bench_*.py; do \
+	    echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
 
 clean: ## Remove caches and build leftovers; .venv, .cache and runs/ stay
 	@rm -rf .pytest_cache .ruff_cache .hypothesis build *.egg-info

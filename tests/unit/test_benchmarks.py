@@ -1,0 +1,168 @@
+"""The benchmarks run and tell the truth: the counter of memory on cases counted by hand, the report's form, and what
+they are for: the training head needs a sixth of the memory of a plain one."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import bench_from_logits, bench_head, bench_loss
+from benchmarks.head_case import errors, exact, make_case
+from benchmarks.head_providers import PROVIDERS, fused
+from benchmarks.measure import in_turns, ratio_of
+from benchmarks.memory import peak_bytes
+from benchmarks.provider import Provider, UnavailableError, need, select
+from benchmarks.shapes import SHAPES, Shape
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def test_peak_is_the_most_that_is_held_at_once():
+    def work():
+        a = torch.zeros(KIB)  # 4 KiB held
+        b = a + 1  # 8
+        del a  # 4
+        c = torch.cat([b, b])  # 4 + 8
+        del b, c  # 0
+        return torch.zeros(2 * KIB)  # 8
+
+    assert peak_bytes(work) == 12 * KIB
+
+
+def test_what_was_there_before_is_not_counted_and_freeing_it_gives_nothing():
+    before = [torch.zeros(KIB)]
+
+    def work():
+        before.clear()
+        return torch.zeros(KIB)
+
+    assert peak_bytes(work) == 4 * KIB
+
+
+def test_peak_sees_what_autograd_keeps_and_temporaries_inside_operators():
+    x = torch.ones(KIB, requires_grad=True)
+
+    def keeps():  # exp saves its result: y, its square and the sum's 4 bytes are held together
+        y = x.exp()
+        return (y * y).sum()
+
+    assert peak_bytes(keeps) == 2 * 4 * KIB + 4
+    # sort's own scratch is invisible from Python: more is held than its two results
+    values = torch.rand(KIB)
+    assert peak_bytes(lambda: torch.sort(values, stable=True)) >= (4 + 8) * KIB
+
+
+def test_peak_is_the_same_number_each_time():
+    case = make_case(SHAPES["quick"], CPU, torch.float32, with_entropy=True)
+    head = fused()
+
+    def work():
+        case.clear_gradients()
+        head(case).loss.backward()
+
+    assert len({peak_bytes(work) for _ in range(3)}) == 1
+
+
+def peak_of_training(name: str, num_tokens: int) -> int:
+    """At V = 32768. A small hidden size: the products, which are quick then, hold nothing of the size [T, V]."""
+    shape = Shape("", num_tokens, hidden_size=8, vocab_size=32768, about="")
+    case = make_case(shape, CPU, torch.float32, with_entropy=True)
+    provider = next(p for p in PROVIDERS if p.name == name)
+    head = provider.make()
+    return peak_bytes(lambda: bench_head.one_pass(provider, head, case))
+
+
+def test_training_head_needs_at_most_a_sixth_of_the_memory_of_log_softmax_and_entropy():
+    """At 8192 tokens. The plain head holds whole [T, V] tensors: 5 GiB, measured for fewer tokens and drawn out."""
+    few, more, between = (peak_of_training("naive", num_tokens) for num_tokens in (64, 320, 192))
+    assert between == (few + more) / 2, "its memory is a line over the number of tokens"
+    plain = few + (more - few) * (8192 - 64) // (320 - 64)
+    assert plain >= 3 * 8192 * 32768 * 4  # log-softmax, its exponential, a gradient: no straw man, no miscount
+    assert peak_of_training("ours A", 8192) <= plain / 6
+
+
+@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p.name in ("ours A", "ours B", "ours C", "naive")])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_heads_that_are_compared_compute_the_same(provider, with_entropy):
+    """So that a ratio of times compares equal work: float32 against float64, over sums of H and V terms."""
+    case = make_case(replace(SHAPES["quick"], vocab_size=1003), CPU, torch.float32, with_entropy=with_entropy)
+    answer = bench_head.one_pass(provider, provider.make(), case)
+    found = errors(case, answer, exact(case))
+    assert found["log_prob_max"] < 1e-5
+    assert ("entropy_max" in found) == with_entropy
+    assert all(value < 1e-5 for value in found.values()), found
+
+
+BENCHMARKS = {"head": bench_head, "loss": bench_loss, "from logits": bench_from_logits}
+
+
+def check_report(report: dict, name: str) -> None:
+    assert report["schema"] == 1 and report["benchmark"] == name
+    assert report["date"].startswith("20") and report["date"].endswith("+00:00")
+    assert report["hardware"].keys() >= {"device", "cpu", "threads"} and report["versions"].keys() >= {
+        "torch",
+        "python",
+    }
+    for result in report["results"]:
+        assert result["shape"].keys() >= {"name", "num_tokens", "hidden_size", "vocab_size"}
+        assert result["yardsticks"].keys() >= {"G1", "G3", "G4"}
+        assert all(seconds > 0 for seconds in result["yardsticks"].values())
+        for row in result["rows"]:
+            assert row["failure"] is None, row
+            assert row["ratios"].keys() >= {"G1", "G3", "G4"}
+            numbers = [row["forward_s"], row["total_s"], row["peak_bytes"], *row["ratios"].values()]
+            assert all(number > 0 and math.isfinite(number) for number in numbers), row
+            assert row["errors"] and all(value < 1e-4 for value in row["errors"].values()), row
+    assert all(left_out.keys() == {"provider", "reason"} for left_out in report["skipped"])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_quick_benchmark_reports_finite_ratios(name, tmp_path, capsys):
+    bench, path = BENCHMARKS[name], tmp_path / "results" / "quick.json"
+    ours = [p.name for p in bench.PROVIDERS if p.ours]
+    bench.main(["--quick", "--device", "cpu", "--providers", ",".join(ours), "--json", str(path)])
+    report = json.loads(path.read_text())
+    check_report(report, name)
+    assert [row["provider"] for row in report["results"][0]["rows"]] == ours
+    table = capsys.readouterr().out
+    assert all(word in table for word in (*ours, "/ G3", "peak MiB"))
+
+
+def test_the_command_runs_with_every_package_that_is_here(tmp_path):
+    command = [sys.executable, "benchmarks/bench_head.py", "--quick", "--device", "cpu", "--json", tmp_path / "r.json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    check_report(report, "head")
+    measured = {row["provider"] for row in report["results"][0]["rows"]}
+    left_out = {skipped["provider"] for skipped in report["skipped"]}
+    assert measured >= {"ours A", "ours B", "ours C", "naive"}
+    assert measured | left_out == {p.name for p in PROVIDERS if not p.slow_start}
+
+
+def test_a_package_that_is_missing_is_left_out_with_the_reason():
+    def make():
+        need("no_such_package")
+
+    chosen, skipped = select([Provider("theirs", make)], None, CPU, quick=False)
+    assert not chosen and skipped == [
+        {"provider": "theirs", "reason": "cannot import no_such_package: No module named 'no_such_package'"}
+    ]
+    with pytest.raises(UnavailableError):
+        need("no_such_package")
+
+
+def test_ratios_are_taken_within_a_round():
+    """A machine that is three times slower in one round changes no ratio."""
+    speeds = iter([1.0, 1.0, 3.0, 3.0, 1.0, 1.0])
+    samplers = {"yard": lambda: {"G1": next(speeds)}, "ours": lambda: {"total": 2 * next(speeds)}}
+    samples = in_turns(samplers, rounds=3, warm_up=0)
+    assert ratio_of(samples["ours"], "total", samples["yard"], "G1") == 2.0
