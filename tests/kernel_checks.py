@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dapo.algorithms import Clip, LossConfig, OffPolicy, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms import (
+    Clip,
+    LossConfig,
+    OffPolicy,
+    TokenBatch,
+    TokenOutputs,
+    dapo_loss,
+    metric_names,
+    stack_sums,
+)
 from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy, token_loss
 from megatron_dapo.kernels.from_logits import logprob_entropy_from_logits
 
@@ -198,6 +207,33 @@ def check_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossC
     assert not case.hidden_LH.grad[skipped].any() and not case.weight_VH.main_grad[case.num_valid :].any()
     scored, _ = head_log_probs(case.hidden_LH, case.targets, case.plan(), case.head(use_triton=use_triton))
     assert torch.equal(answer.log_probs, scored), "training and old log-probs differ: the first ratio would not be 1"
+
+
+def check_fused_is_composed(case: HeadCase, use_triton: bool | None = None, loss: LossConfig = LOSS) -> None:
+    """Against `linear_logprob_entropy` and `dapo_loss`, which compute each logit twice: the same log-probs and entropies
+    to the bit, the same loss and metrics but for the order of sums, and gradients as near as rounding is."""
+    hidden, weight = case.counted_hidden.detach().requires_grad_(), case.weight_VH.detach().requires_grad_()
+    log_prob, entropy = linear_logprob_entropy(
+        hidden,
+        weight,
+        case.targets,
+        temperature=case.temperature,
+        num_valid_columns=case.num_valid,
+        chunk_size=case.chunk_size,
+        use_triton=use_triton,
+    )
+    composed = dapo_loss(TokenOutputs(log_prob, entropy), case.tokens, loss)
+    composed.loss_sum.backward()
+    answer, bounds = run_fused_head(case, use_triton, loss), BOUNDS[case.hidden_LH.dtype]
+    assert torch.equal(answer.log_probs, log_prob) and torch.equal(answer.entropy, entropy), "not the same bits"
+    torch.testing.assert_close(answer.loss_sum, composed.loss_sum, rtol=1e-5, atol=1e-6 * len(case.targets))
+    names, _ = metric_names(loss)
+    sums = stack_sums(composed.sums, names, case.device)
+    torch.testing.assert_close(answer.sums, sums, rtol=1e-5, atol=1e-6 * len(case.targets))
+    rows = torch.from_numpy(case.counted_rows).to(case.device)
+    rounding = torch.finfo(weight.dtype).eps / 2  # of the gradient that is handed out in the weight's own type
+    _close_in_norm(case.hidden_LH.grad[rows], hidden.grad.double(), bounds.grad_hidden, "hidden")
+    _close_in_norm(case.weight_VH.main_grad, weight.grad.double(), bounds.grad_weight + rounding, "weight")
 
 
 def run_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossConfig = LOSS):

@@ -39,6 +39,10 @@ def test_the_fused_head_is_dapo_loss_on_float64_log_probs(case):
     checks.check_fused_head(case)
 
 
+def test_the_fused_head_is_the_composed_one(case):
+    checks.check_fused_is_composed(case)
+
+
 def test_two_runs_give_equal_bits(case):
     checks.check_run_to_run(case)
 

@@ -15,6 +15,7 @@ CHECKS = (
     checks.check_values,
     checks.check_composed_gradients,
     checks.check_fused_head,
+    checks.check_fused_is_composed,
     checks.check_run_to_run,
     checks.check_batch_invariance,
     checks.check_no_host_sync,

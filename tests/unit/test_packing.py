@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config import UserError
-from megatron_dapo.data.batching import CostModel, TrainSample
+from megatron_dapo.data.batching import CostModel, TrainSample, assemble
 from megatron_dapo.data.packing import MicroBatch, collate, first_fit_decreasing, schedule
+from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
 
@@ -195,6 +196,21 @@ def test_targets_are_the_next_tokens_of_the_same_sample(shapes, pad_multiple, pa
             assert batch.position_ids[row, t] == token % 1000
             assert batch.advantages[row, t] == token // 1000 == -batch.rollout_log_probs[row, t]
     assert seen == batch.num_counted == sum(r for _, r in shapes)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_last_token_of_a_segment_predicts_nothing_and_the_first_is_no_target(packed):
+    """From groups, as the trainer makes them: labels are shifted inside each segment."""
+    samples = assemble(synthetic_groups(60, num_groups=3), normalize_by_std=True, filter_truncated=False)
+    batch = collate(samples, pad_multiple=8, packed=packed)
+    starts = range(batch.num_segments)
+    first = [(batch.segment_ids == i).flatten().nonzero()[0].item() for i in starts]
+    last = [(batch.segment_ids == i).flatten().nonzero()[-1].item() for i in starts]
+    tokens, targets, counts = batch.tokens.flatten(), batch.targets.flatten(), batch.loss_mask.flatten()
+    assert not counts[last].any() and not targets[last].any()
+    inside = [t for t in range(tokens.numel()) if t not in last]
+    assert torch.equal(targets[inside], tokens[[t + 1 for t in inside]])
+    assert not set(first) & {t + 1 for t in inside} and counts.sum() == sum(s.loss_mask.sum() for s in samples) > 0
 
 
 @QUICK
