@@ -47,7 +47,14 @@ LAYOUTS = {
 }
 # 1, 2 or 4 processes: what is not named is data parallelism
 WORLD_SIZES = {name: 1 if name == "tp1" else 2 if name in list(LAYOUTS)[1:6] else 4 for name in LAYOUTS}
+# the head's gradient is in its buffer before backward begins; the reduction must wait for the hook all the same
+OVERLAP = {"overlap": ["actor_rollout_ref.actor.megatron.overlap_grad_reduce=true"]}
 DISTRIBUTED_OPTIMIZER = ["actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]
+# every micro-batch in several chunks of the head; the head composed from torch operations
+HEADS = {
+    "chunks": ["actor_rollout_ref.actor.log_prob_chunk_size=7"],
+    "composed": ["actor_rollout_ref.actor.fused_kernels=off"],
+}
 KL = [
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_coef=0.1",
@@ -72,17 +79,19 @@ def variants(layout: str) -> dict[str, list[str]]:
     micro-batches and every cut with the first mode."""
     product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
     if layout == "tp1":
-        return {**product, "kl/whole": KL, **{f"{name}/whole": extra for name, extra in RECOMPUTE.items()}}
+        extras = {**RECOMPUTE, **HEADS}
+        return {**product, "kl/whole": KL, **{f"{name}/whole": extra for name, extra in extras.items()}}
     modes = {f"{m}/small": [*mode(m), *CUTS["small"]] for m in MODES}
     cuts = {f"token-mean/{cut}": [*mode("token-mean"), *CUTS[cut]] for cut in CUTS}
     cuts = product if layout in ("tp2_sp", "pp2", "dp2", "tp2_sp_pp2") else cuts
     sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
-    return {**modes, **cuts, **sharded, "kl/small": [*KL, *CUTS["small"]], **_recompute(layout)}
+    return {**modes, **cuts, **sharded, "kl/small": [*KL, *CUTS["small"]], **_extras(layout)}
 
 
-def _recompute(layout: str) -> dict[str, list[str]]:
-    chosen = layout in ("tp2_sp", "pp2")
-    return {f"{name}/small": [*extra, *CUTS["small"]] for name, extra in RECOMPUTE.items()} if chosen else {}
+def _extras(layout: str) -> dict[str, list[str]]:
+    chosen = {"tp2_sp": {**RECOMPUTE, **HEADS}, "pp2": {**RECOMPUTE, **HEADS}, "tp4_sp": HEADS, "tp2_sp_dp2": OVERLAP}
+    extras = {**chosen.get(layout, {}), **(OVERLAP if layout in ("dp2", "pp2_dp2") else {})}
+    return {f"{name}/small": [*extra, *CUTS["small"]] for name, extra in extras.items()}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +110,25 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return found
 
 
+TIED_LAYOUTS = ("tp1", "tp2_sp", "pp2")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> dict[str, dict]:
+    """As `results`, of a model whose embedding is its head: on two stages they are two copies of one weight."""
+    folder = tmp_path_factory.mktemp("tied")
+    model = make_tiny(folder / "model", "qwen2", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, tied=True)
+    found: dict[str, dict] = {}
+    for world in (1, 2):
+        chosen = {"whole": [], **HEADS} if world == 1 else {"small": CUTS["small"], **HEADS}
+        layouts = [(name, LAYOUTS[name], chosen) for name in TIED_LAYOUTS if WORLD_SIZES[name] == world]
+        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
+        task.write_text(json.dumps({"model": str(model), "out": str(out), "layouts": layouts}))
+        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
+        found.update(torch.load(out))
+    return found
+
+
 ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants(layout)]
 
 
@@ -109,7 +137,20 @@ ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants
 def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, case):
     got = results[case]
     kind = case.split("/")[1]
-    expected = results[f"tp1/{'token-mean' if kind.startswith('recompute') else kind}/whole"]
+    expected = results[f"tp1/{'token-mean' if kind in (*RECOMPUTE, *HEADS, *OVERLAP) else kind}/whole"]
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["tp1/composed", "tp1/chunks"]
+    + [f"{layout}/{variant}" for layout in ("tp2_sp", "pp2") for variant in ("small", "chunks", "composed")],
+)
+def test_a_tied_model_gets_the_gradients_of_both_uses_of_its_weight(tied, case):
+    assert_same(tied[case], tied["tp1/whole"])
+
+
+def assert_same(got: dict, expected: dict) -> None:
     assert got["metrics"].keys() == expected["metrics"].keys()
     for name, value in expected["metrics"].items():
         # means of terms of order 1 (sums of up to 24 of them) that cancel: a few float32 roundings remain, 6e-8 each
