@@ -64,7 +64,7 @@ def _end(agent: subprocess.Popen) -> None:
     """torchrun's workers have sessions of their own: ending its process group would leave them running."""
     if agent.poll() is not None:
         return
-    import psutil  # here, because the GPU tests run without it where nothing fails
+    import psutil  # here, because the GPU tests run without it where nothing hangs
 
     processes = [*psutil.Process(agent.pid).children(recursive=True), agent]
     for process in processes:

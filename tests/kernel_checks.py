@@ -210,8 +210,8 @@ def check_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossC
 
 
 def check_fused_is_composed(case: HeadCase, use_triton: bool | None = None, loss: LossConfig = LOSS) -> None:
-    """Against `linear_logprob_entropy` and `dapo_loss`, which compute each logit twice: the same log-probs and entropies
-    to the bit, the same loss and metrics but for the order of sums, and gradients as near as rounding is."""
+    """Against `linear_logprob_entropy` and `dapo_loss`, which compute each logit twice: the same bits of log-probs and
+    entropies, the same loss and metrics but for the order of sums, and gradients as near as rounding is."""
     hidden, weight = case.counted_hidden.detach().requires_grad_(), case.weight_VH.detach().requires_grad_()
     log_prob, entropy = linear_logprob_entropy(
         hidden,
