@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dapo.config import MegatronConfig, UserError, load_config, read_model_spec, tokens_multiple
-from megatron_dapo.models import build_model
+from megatron_dapo.models import build, build_model
 from megatron_dapo.models.weight_map import weight_entries
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training import StepDistributor
@@ -107,3 +107,23 @@ def test_megatron_knows_every_recipe(recipe):
 
     config = load_config(None, [f"{MEGATRON}.fp8=hybrid", f"{MEGATRON}.fp8_recipe={recipe}"])
     assert tokens_multiple(config) % get_fp8_align_size(Fp8Recipe(recipe)) == 0
+
+
+@pytest.mark.parametrize("kind", ["none", "e4m3", "hybrid"])
+def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout, model_path, monkeypatch, kind):
+    """On a machine that says it has both; building the layers needs the package itself."""
+    asked = []
+    monkeypatch.setattr(build, "is_gpu", lambda: True)
+    monkeypatch.setattr(build, "HAVE_TE", True)
+    monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
+    monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb_thd", print)
+    monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **options: ("its layer", options))
+    monkeypatch.setattr(build, "GPTModel", lambda *arguments, **options: asked.append((arguments, options)))
+    megatron = MegatronConfig(fp8=kind, fp8_recipe="blockwise" if kind == "e4m3" else "tensorwise", dtype="bfloat16")
+    with pytest.raises(AttributeError, match="post_process"):  # of None, the model that is not built here
+        build_model(read_model_spec(model_path), layout, megatron)
+    (((config, layer), options),) = asked
+    assert layer == ("its layer", {"qk_layernorm": True}) and options["position_embedding_type"] == "rope"
+    assert config.apply_rope_fusion and config.normalization == "RMSNorm" and not config.fp8_param
+    assert config.fp8 == (None if kind == "none" else kind)
+    assert kind == "none" or config.fp8_recipe == megatron.fp8_recipe
