@@ -34,8 +34,8 @@ from megatron_dapo.kernels.triton_ops.token_loss import token_loss
 
 TABLE = Path(__file__).with_name("unit") / "ahead_of_time.json"
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that one program can have
-# model: hidden size, one rank's share of the vocabulary
-SHAPES = {"0.5B": (896, 151936), "7B": (3584, 152064), "32B, TP 8": (5120, 19008)}
+# model: hidden size, one rank's share of the vocabulary; GPT-2's stands for vocabularies of an odd number
+SHAPES = {"0.5B": (896, 151936), "7B": (3584, 152064), "32B, TP 8": (5120, 19008), "GPT-2": (768, 50257)}
 NUM_TOKENS = 32768
 CHUNK = 4096
 # instructions that tell what became of a kernel, as machine code spells them
@@ -74,7 +74,9 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _row_arguments(shape: str, dtype: torch.dtype, n: int = CHUNK) -> tuple[Tensor, Tensor, Tensor]:
-    return _meta(n, SHAPES[shape][1], dtype=dtype), _meta(n), _meta(n, dtype=torch.int64)
+    columns = SHAPES[shape][1]  # rows lie as far apart as in the heads' buffers
+    logits = _meta(n, -(-columns // 16) * 16, dtype=dtype)[:, :columns]
+    return logits, _meta(n), _meta(n, dtype=torch.int64)
 
 
 def _statistics(shape: str, dtype: torch.dtype, want_entropy: bool) -> Callable[[], object]:
@@ -84,7 +86,7 @@ def _statistics(shape: str, dtype: torch.dtype, want_entropy: bool) -> Callable[
 def _gradient(shape: str, dtype: torch.dtype, out_dtype: torch.dtype, with_entropy: bool) -> Callable[[], object]:
     def launch():
         logits, row, targets = _row_arguments(shape, dtype)
-        out = logits.to(out_dtype)
+        out = _row_arguments(shape, out_dtype)[0]
         row_gradient(logits, row, targets, Merged(row, row, row, row), row, row if with_entropy else None, out)
 
     return launch
@@ -125,6 +127,8 @@ CASES: dict[str, Callable[[], object]] = {
     "row statistics, 32B TP 8, fp32, no entropy": _statistics("32B, TP 8", _FP32, False),
     "row statistics, 7B, fp32": _statistics("7B", _FP32, True),
     "row statistics, 7B, bf16": _statistics("7B", _BF16, True),
+    "row statistics, GPT-2, fp32": _statistics("GPT-2", _FP32, True),
+    "row gradient, GPT-2, fp32 to bf16": _gradient("GPT-2", _FP32, _BF16, True),
     "row gradient, 32B TP 8, fp32 to bf16": _gradient("32B, TP 8", _FP32, _BF16, True),
     "row gradient, 32B TP 8, fp32 to bf16, no entropy": _gradient("32B, TP 8", _FP32, _BF16, False),
     "row gradient, 7B, fp32 to bf16": _gradient("7B", _FP32, _BF16, True),

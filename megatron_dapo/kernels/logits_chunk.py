@@ -143,7 +143,7 @@ class _TritonChunk:
         self._weight = weight_VH
         self._hidden_padded = weight_VH.new_zeros(num_rows, weight_VH.size(1))
         columns = weight_VH.size(0)
-        stride = _round_up(max(columns, 1), 8)  # keeps every row on a 16-byte boundary
+        stride = _round_up(max(columns, 1), 16)  # what Triton needs to know to read 16 bytes at once
         self._x = weight_VH.new_empty(num_rows, stride, dtype=torch.float32)[:, :columns]
         self._d_buffer = weight_VH.new_empty(num_rows, stride)[:, :columns]
 

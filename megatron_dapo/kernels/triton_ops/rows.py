@@ -120,18 +120,15 @@ def row_statistics_kernel(
     m = float("-inf")
     s = 0.0
     u = 0.0
-    for start in range(0, num_columns, BLOCK_V):
-        columns = start + tl.arange(0, BLOCK_V)
+    block = tl.arange(0, BLOCK_V)
+    num_whole = num_columns // BLOCK_V * BLOCK_V  # a mask at an odd column would make every load narrow
+    for start in range(0, num_whole, BLOCK_V):
+        x = tl.load(logits + start + block).to(tl.float32) * scale
+        m, s, u = _joined(m, s, u, x, WANT_ENTROPY)
+    if num_whole < num_columns:
+        columns = num_whole + block
         x = tl.load(logits + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32) * scale
-        m_new = tl.maximum(m, tl.max(x, 0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: every e below is 0
-        d = x - shift
-        e = tl.exp2(d * LOG2E)
-        fade = tl.exp2((m - shift) * LOG2E)
-        if WANT_ENTROPY:
-            u = fade * (u + tl.where(s > 0, (m - shift) * s, 0.0)) + tl.sum(tl.where(e > 0, d * e, 0.0), 0)
-        s = fade * s + tl.sum(e, 0)
-        m = m_new
+        m, s, u = _joined(m, s, u, x, WANT_ENTROPY)
     is_mine = (target >= 0) & (target < num_columns)
     own = tl.load(logits + target, mask=is_mine, other=float("-inf")).to(tl.float32) * scale
     stats += row * 4
@@ -139,6 +136,19 @@ def row_statistics_kernel(
     tl.store(stats + 1, s)
     tl.store(stats + 2, u)
     tl.store(stats + 3, own)
+
+
+@triton.jit
+def _joined(m, s, u, x, WANT_ENTROPY: tl.constexpr):
+    """The statistics of what they were of and of the block x."""
+    m_new = tl.maximum(m, tl.max(x, 0))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: every e below is 0
+    d = x - shift
+    e = tl.exp2(d * LOG2E)
+    fade = tl.exp2((m - shift) * LOG2E)
+    if WANT_ENTROPY:
+        u = fade * (u + tl.where(s > 0, (m - shift) * s, 0.0)) + tl.sum(tl.where(e > 0, d * e, 0.0), 0)
+    return m_new, fade * s + tl.sum(e, 0), u
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
@@ -171,14 +181,33 @@ def row_gradient_kernel(
         row_entropy = tl.load(entropy + row)
         g_h = tl.load(grad_entropy + row).to(tl.float32)
         counts = counts | (g_h != 0)
-    num_read = tl.where(counts, num_columns, 0)
-    for start in range(0, num_columns, BLOCK_V):
-        columns = start + tl.arange(0, BLOCK_V)
-        x = tl.load(logits + columns, mask=columns < num_read, other=0.0).to(tl.float32) * scale
-        log_p = (x - row_top) - row_log_s
-        p = tl.exp2(log_p * LOG2E)
-        d = g_lp * (tl.where(columns == target, 1.0, 0.0) - p)
-        if WITH_ENTROPY:
-            d -= g_h * p * (tl.where(p > 0, log_p, 0.0) + row_entropy)  # p log p -> 0 where p underflows
-        d = tl.where(columns < num_read, d * scale, 0.0)
-        tl.store(out + columns, d.to(out.dtype.element_ty), mask=columns < num_columns)
+    else:
+        g_h = 0.0
+        row_entropy = 0.0
+    block = tl.arange(0, BLOCK_V)
+    num_whole = num_columns // BLOCK_V * BLOCK_V  # as above
+    if counts:
+        for start in range(0, num_whole, BLOCK_V):
+            x = tl.load(logits + start + block).to(tl.float32) * scale
+            d = _slope(x, start + block == target, row_top, row_log_s, row_entropy, g_lp, g_h, WITH_ENTROPY) * scale
+            tl.store(out + start + block, d.to(out.dtype.element_ty))
+        if num_whole < num_columns:
+            columns = num_whole + block
+            x = tl.load(logits + columns, mask=columns < num_columns, other=0.0).to(tl.float32) * scale
+            d = _slope(x, columns == target, row_top, row_log_s, row_entropy, g_lp, g_h, WITH_ENTROPY) * scale
+            tl.store(out + columns, d.to(out.dtype.element_ty), mask=columns < num_columns)
+    else:
+        zero = tl.zeros((BLOCK_V,), out.dtype.element_ty)
+        for start in range(0, num_columns, BLOCK_V):
+            tl.store(out + start + block, zero, mask=start + block < num_columns)
+
+
+@triton.jit
+def _slope(x, is_target, top, log_s, entropy, g_lp, g_h, WITH_ENTROPY: tl.constexpr):
+    """dL/dx of a block."""
+    log_p = (x - top) - log_s
+    p = tl.exp2(log_p * LOG2E)
+    d = g_lp * (tl.where(is_target, 1.0, 0.0) - p)
+    if WITH_ENTROPY:
+        d -= g_h * p * (tl.where(p > 0, log_p, 0.0) + entropy)  # p log p -> 0 where p underflows
+    return d

@@ -113,6 +113,19 @@ def test_shares_of_a_vocabulary_merge_to_the_whole_and_targets_of_other_ranks_ar
     assert torch.equal(halves[0][0, :, 3].isfinite(), targets < 256)
 
 
+def test_targets_far_outside_are_nobodys():
+    hidden, weight, inv_temperature, _ = case(n=4, v=300)
+    targets = torch.tensor([-1, 300, 2**32 + 5, -(2**32) + 5])  # the last two are 5 in 32 bits
+    stats = linear_statistics(hidden, weight, inv_temperature, targets, num_valid=300, want_entropy=False, tiles=TILES)
+    assert (stats[..., 3] == float("-inf")).all()
+
+
+def test_no_more_columns_are_valid_than_there_are():
+    arguments = case(n=4, v=300)
+    all_of_them = linear_statistics(*arguments, num_valid=300, want_entropy=True, tiles=TILES)
+    assert torch.equal(linear_statistics(*arguments, num_valid=10**6, want_entropy=True, tiles=TILES), all_of_them)
+
+
 def test_no_rows_or_no_columns_launch_nothing():
     hidden, weight, inv_temperature, targets = case(n=3)
     none = linear_statistics(hidden, weight, inv_temperature, targets, num_valid=-7, want_entropy=True)

@@ -116,6 +116,30 @@ def test_gradient_is_that_of_float64(with_entropy, dtype, out_dtype):
     torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=64 * EPS)
 
 
+@pytest.mark.parametrize("v", [5, 600, 1024])
+def test_logits_of_minus_infinity_have_no_gradient(v):
+    logits, inv_temperature, targets = case(n=4, v=v)
+    logits[:, : v // 2] = float("-inf")
+    targets = targets.clamp(v // 2)
+    merged = merge(row_statistics(logits, inv_temperature, targets, want_entropy=True, tiles=TILES)[None])
+    out = torch.empty_like(logits)
+    row_gradient(logits, inv_temperature, targets, merged, torch.ones(4), torch.ones(4), out, tiles=TILES)
+    assert (out[:, : v // 2] == 0).all()
+    rest = oracle_gradient(logits[:, v // 2 :], inv_temperature, targets - v // 2, torch.ones(4), torch.ones(4))
+    torch.testing.assert_close(out[:, v // 2 :].double(), rest, rtol=EPS, atol=64 * EPS)
+
+
+def test_a_row_with_one_of_the_two_gradients_counts():
+    logits, inv_temperature, targets = case(n=4)
+    g_lp, g_h = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+    merged = merge(row_statistics(logits, inv_temperature, targets, want_entropy=True, tiles=TILES)[None])
+    out = torch.empty_like(logits)
+    row_gradient(logits, inv_temperature, targets, merged, g_lp, g_h, out, tiles=TILES)
+    expected = oracle_gradient(logits, inv_temperature, targets, g_lp, g_h)
+    torch.testing.assert_close(out.double(), expected, rtol=EPS, atol=64 * EPS)
+    assert (out[2] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_in_place_is_the_gradient(dtype):
     logits, inv_temperature, targets = case(dtype=dtype)
