@@ -15,6 +15,7 @@ from megatron_dapo.kernels.statistics import Merged, combine
 # Rows of a product are padded to a multiple of this: below four rows a CPU's matrix library takes another path, and a
 # row's log-prob would depend, in its last bits, on how many others it is computed with.
 _CPU_ROW_MULTIPLE = 8
+_CPU_ROW_BLOCK = 32  # rows that stay in a core's cache from one operation to the next
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,10 +92,9 @@ class _TorchChunk:
         x, e = self._x[:n], self._e[:n]
         is_mine, index = self._own_targets(columns)
         x_t = torch.where(is_mine, x.gather(1, index)[:, 0], float("-inf"))
-        self._m = x.amax(1)
-        torch.exp(x.sub_(self._m[:, None]), out=e)
-        u = torch.linalg.vecdot(x, e) if want_entropy else torch.zeros_like(self._m)
-        return torch.stack([self._m, e.sum(1), u, x_t], dim=1)
+        blocks = zip(x.split(_CPU_ROW_BLOCK), e.split(_CPU_ROW_BLOCK), strict=True)
+        self._m, s, u = map(torch.cat, zip(*(_shift(a, b, want_entropy) for a, b in blocks), strict=True))
+        return torch.stack([self._m, s, u, x_t], dim=1)
 
     statistics_alone = statistics
 
@@ -188,6 +188,13 @@ class _TritonChunk:
             grad_VH.addmm_(self._d.t(), self._hidden)
         else:
             torch.addmm(grad_VH, self._d.t(), self._hidden, out_dtype=torch.float32, out=grad_VH)
+
+
+def _shift(x: Tensor, e: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """m, s, u of each row; x becomes x - m, and e its exponential."""
+    m = x.amax(1)
+    torch.exp(x.sub_(m[:, None]), out=e)
+    return m, e.sum(1), torch.linalg.vecdot(x, e) if want_entropy else torch.zeros_like(m)
 
 
 def _mm_float32(a: Tensor, b: Tensor, out: Tensor) -> None:
