@@ -55,6 +55,11 @@ def test_the_loss_path_never_waits_for_the_device(case):
     checks.check_no_host_sync(case)
 
 
+@pytest.mark.parametrize("rows", [8192, 32768])
+def test_memory_is_one_chunk_however_many_rows(device, rows):
+    checks.check_memory(checks.HeadCase.make(device, **SHAPES["32b_tp8"] | dict(rows=rows)))
+
+
 def test_the_torch_backend_agrees_on_a_gpu(device):
     case = checks.HeadCase.make(device, rows=700, hidden=512, vocab=8003, padding=5, chunk_size=256)
     checks.check_values(case, use_triton=False)

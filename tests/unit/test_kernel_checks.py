@@ -1,5 +1,7 @@
 """What the GPU tests ask of the kernels, asked of the CPU at small sizes: the checks themselves are known to run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,17 @@ def case_of(shape: str, dtype=torch.float32) -> checks.HeadCase:
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_cpu_holds_what_is_asked_of_a_gpu(check, shape, dtype):
     check(case_of(shape, dtype))
+
+
+@pytest.mark.parametrize("rows", [1000, 2000])
+def test_memory_is_one_chunk_however_many_rows(rows, monkeypatch):
+    shape = dict(rows=rows, hidden=16, vocab=1000, chunk_size=256, dtype=torch.float32)
+    case = checks.HeadCase.make(torch.device("cpu"), **shape)
+    checks.check_memory(case)
+    in_one = replace(case, chunk_size=rows).plan()
+    monkeypatch.setattr(checks.HeadCase, "plan", lambda self: in_one)
+    with pytest.raises(AssertionError, match="at the peak"):
+        checks.check_memory(case)
 
 
 @pytest.mark.parametrize(
