@@ -16,11 +16,19 @@ from benchmarks.memory import peak_bytes
 from benchmarks.provider import Provider, need
 from benchmarks.report import Row, ShapeResult
 from benchmarks.shapes import Shape
-from megatron_dapo.algorithms import Clip, LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms import Clip, LossConfig, OffPolicy, TokenBatch, TokenOutputs, dapo_loss
 from megatron_dapo.kernels import token_loss
 
 # every term of the loss and every metric
-CONFIG = LossConfig(Clip(0.2, 0.28, 10.0), True, 0.001, "low_var_kl", 0.01, report_entropy=True, report_mismatch=True)
+CONFIG = LossConfig(
+    Clip(0.2, 0.28, 10.0),
+    use_kl_loss=True,
+    kl_loss_coef=0.001,
+    entropy_coef=0.01,
+    report_entropy=True,
+    off_policy=OffPolicy(),
+    tis_cap=2.0,
+)
 REPEATS = {"cpu": 20, "cuda": 50}  # calls that one sample of time is the mean of
 
 
@@ -54,6 +62,7 @@ def make_case(num_tokens: int, device: torch.device, seed: int = 0) -> LossCase:
         old_log_probs=log_probs + normal(0.2),
         ref_log_probs=log_probs + normal(0.5),
         rollout_log_probs=log_probs + normal(0.2),
+        exp_mask=normal(1.0) > 1.0,
     )
     return LossCase(log_probs, normal(1.0).abs(), tokens)
 
@@ -120,7 +129,8 @@ class Count(TorchDispatchMode):
 
 def errors(case: LossCase, answer: LossAnswer) -> dict[str, float]:
     """Against the eager loss in float64: loss relative, gradients as the norm of the difference over the norm."""
-    fields = {name: value.double() for name, value in vars(case.tokens).items() if value is not None}
+    given = {name: value for name, value in vars(case.tokens).items() if value is not None}
+    fields = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
     right = eager()(LossCase(case.log_probs.double(), case.entropy.double(), TokenBatch(**fields)))
     pairs = zip(LossAnswer._fields, answer, right, strict=True)
     return {f"{name}_rel": ((a.double() - b).norm() / b.norm()).item() for name, a, b in pairs}

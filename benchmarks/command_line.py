@@ -13,13 +13,14 @@ from benchmarks.provider import Provider, select
 from benchmarks.report import Row, ShapeResult, as_json, show, write
 from benchmarks.shapes import GPU_SHAPES, QUICK, SHAPES, Shape
 
+LONG_ON_CPU = 1e11  # operations of one product
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse(
     description: str, providers: Sequence[Provider], arguments: Sequence[str] | None, cpu_shapes: Sequence[str]
 ) -> argparse.Namespace:
-    """The options, with `device`, `dtype`, `shapes` and `rounds` resolved. cpu_shapes: a CPU's default."""
+    """The options, with `device`, `dtype` and `shapes` resolved. cpu_shapes: a CPU's default."""
     parser = argparse.ArgumentParser(
         description=description,
         epilog="providers: " + ", ".join(p.name for p in providers) + "  |  shapes: " + ", ".join(SHAPES),
@@ -30,7 +31,7 @@ def parse(
     parser.add_argument("--providers", help="comma-separated (default: all that can be imported)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--rounds", type=int, help="times each is measured, in turns (default: CPU 3, GPU 10, quick 2)")
+    parser.add_argument("--rounds", type=int, help="times each is measured, in turns (default: GPU 10, CPU 3 or 1)")
     parser.add_argument("--no-entropy", action="store_true", help="log-probs alone")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     options = parser.parse_args(arguments)
@@ -43,8 +44,19 @@ def parse(
     if unknown := set(names) - SHAPES.keys():
         parser.error(f"no shape {sorted(unknown)}; there are: {', '.join(SHAPES)}")
     options.shapes = [SHAPES[name].with_tokens(options.tokens) for name in names]
-    options.rounds = options.rounds or (2 if options.quick else 10 if options.device.type == "cuda" else 3)
     return options
+
+
+def _of_shape(options: argparse.Namespace, shape: Shape, chosen: dict, skipped: list[dict]) -> tuple:
+    """(options, providers) for one shape, with `rounds` set. On a CPU a large one is measured once unless --rounds says
+    otherwise, and without those that cannot give the entropy unless --providers names them."""
+    long = options.device.type == "cpu" and shape.product_flops > LONG_ON_CPU
+    default = 10 if options.device.type == "cuda" else 1 if long else 3
+    if long and not options.providers and not options.no_entropy:
+        without = [name for name, (provider, _) in chosen.items() if not provider.entropy]
+        skipped += [{"provider": name, "reason": f"long at {shape.name}: name it in --providers"} for name in without]
+        chosen = {name: value for name, value in chosen.items() if name not in without}
+    return argparse.Namespace(**vars(options) | {"rounds": options.rounds or default}), chosen
 
 
 def run(
@@ -58,7 +70,9 @@ def run(
     chosen, skipped = select(providers, options.providers, options.device, options.quick)
     results = []
     for shape in options.shapes:
-        results.append(measure(options, shape, chosen))
+        of_shape, providers_here = _of_shape(options, shape, chosen, skipped)
+        print(f"{benchmark}, {shape.name}: measuring {', '.join(providers_here)}", file=sys.stderr)
+        results.append(measure(of_shape, shape, providers_here))
         show(benchmark, results[-1], unit)
     for left_out in skipped:
         print(f"not measured: {left_out['provider']} ({left_out['reason']})")

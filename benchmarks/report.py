@@ -13,6 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import clock
+
 SCHEMA = 1
 PACKAGES = (
     "torch triton megatron-core liger-kernel cut-cross-entropy verl transformer-engine flash-attn megatron_dapo"
@@ -53,6 +55,7 @@ def hardware(device: torch.device) -> dict[str, object]:
         "cpu": _cpu_model(),
         "cpu_features": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "clock": clock(device),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -129,20 +132,22 @@ def show(benchmark: str, result: ShapeResult, unit: str = "ms") -> None:
     error_names = [name for name in _keys(result.rows, "errors") if not name.endswith("_mean")]
     count_names = _keys(result.rows, "counts")
     table.add_column("")
-    for title in (f"forward {unit}", f"backward {unit}", *(f"/ {name}" for name in ratio_names), "peak MiB"):
+    phases = [name for name in ("forward_s", "backward_s") if any(getattr(row, name) for row in result.rows)]
+    times = [f"{name.removesuffix('_s')} {unit}" for name in phases]
+    for title in (*times, *(f"/ {name}" for name in ratio_names), "peak MiB"):
         table.add_column(title, justify="right")
     for name in (*count_names, *(name.replace("_", " ") for name in error_names)):
         table.add_column(name, justify="right")
     for row in result.rows:
-        cells = [_number(seconds and seconds * scale, ".4g") for seconds in (row.forward_s, row.backward_s)]
-        cells += [_number(row.ratios.get(name), ".2f") for name in ratio_names]
+        cells = [_number(seconds and seconds * scale, ".4g") for seconds in (getattr(row, name) for name in phases)]
+        cells += [_number(row.ratios.get(name), ".3g") for name in ratio_names]
         cells += [_number(row.peak_bytes if row.peak_bytes is None else row.peak_bytes / 2**20, ".1f")]
         cells += [_number(row.counts.get(name), "d") for name in count_names]
         cells += [_number(row.errors.get(name), ".1e") for name in error_names]
         label = row.provider + ("" if row.entropy else " (no entropy)") + (f": {row.failure}" if row.failure else "")
         table.add_row(label, *cells)
     console = Console()
-    console = Console(width=max(console.width, 160)) if not console.is_terminal else console
+    console = Console(width=max(console.width, 200)) if not console.is_terminal else console
     console.print(table)
 
 
