@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-llm train test test-unit test-gpu lint bench clean need-config
+.PHONY: help setup demo demo-llm train test test-unit test-gpu mutation lint bench clean need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,9 @@ test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (with
 lint: setup ## Ruff: rules and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+
+mutation: setup ## Change the loss in every place in turn; a test must fail each time (minutes)
+	@$(BIN)/python -m tests.mutation.mutate_loss $(ARGS)
 
 bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--quick: seconds)
 	@set -e; for file in benchmarks/bench_*.py; do \

@@ -231,6 +231,7 @@ HIGHER = replace(EVERYTHING, off_policy=OffPolicy("dapo_clip_higher", clip_high=
 EDGES = replace(EVERYTHING, clip=Clip(0.0, 0.0, 1.0), tis_cap=1.0)
 
 CASES: dict[str, Callable[[], Case]] = {
+    "a few tokens": lambda: random_case(EVERYTHING, n=60, seed=15),
     "everything": lambda: random_case(EVERYTHING),
     "replayed tokens with a bound of their own": lambda: random_case(HIGHER, seed=1),
     "what a default run has": lambda: random_case(LossConfig(clip=Clip(0.2, 0.28, 3.0), report_entropy=True), seed=2),

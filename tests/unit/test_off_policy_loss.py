@@ -18,8 +18,6 @@ from megatron_dapo.algorithms import (
     policy_loss,
     truncated_importance,
 )
-from megatron_dapo.config import load_config
-from megatron_dapo.training import policy as policy_module
 
 pytestmark = pytest.mark.unit
 
@@ -210,22 +208,25 @@ def test_a_weight_of_exactly_the_cap_is_not_truncated():
     assert weights.tolist() == [1.0] and finalize(sums)["actor/rollout_is_truncated"] == 0.0
 
 
+def test_what_a_loss_is_made_of_unless_told():
+    assert Clip() == Clip(low=0.2, high=0.28, dual=None)
+    assert OffPolicy() == OffPolicy(mode="exgrpo_policy_shaping", beta=0.1, clip_high=None)
+    assert LossConfig() == LossConfig(
+        clip=Clip(0.2, 0.28, None),
+        use_kl_loss=False,
+        kl_loss_coef=0.0,
+        kl_loss_type="low_var_kl",
+        entropy_coef=0.0,
+        report_entropy=False,
+        report_mismatch=True,
+        off_policy=None,
+        tis_cap=None,
+    )
+
+
 def test_the_names_of_the_metrics_follow_the_config():
     plain = metric_names(LossConfig())[0]
     names = metric_names(LossConfig(off_policy=OffPolicy(), tis_cap=2.0))[0]
     new = ("actor/off_pg_loss", "exp_mask_ratio", "actor/rollout_is_mean", "actor/rollout_is_truncated")
     assert tuple(name for name in names if name not in plain) == new
     assert tuple(name for name in names if name in plain) == plain
-
-
-@pytest.mark.parametrize(
-    "overrides, cap",
-    [
-        ([], None),
-        (["algorithm.rollout_correction.rollout_is=token"], 2.0),
-        (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=5"], 5.0),
-    ],
-)
-def test_the_config_says_whether_tokens_are_weighed(overrides, cap):
-    loss_config = policy_module._loss_config(load_config(None, overrides))
-    assert (loss_config.tis_cap, loss_config.off_policy) == (cap, None)

@@ -40,3 +40,13 @@ def test_it_is_the_loss_with_its_gradient_and_needs_no_autograd_around_it():
         stack_maxima(result.maxima, max_names, "cpu"),
     )
     assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["everything", "the old policy is the current one"])
+def test_metrics_hold_no_graph(name):
+    case, _ = case_and_expected(name)
+    outputs = TokenOutputs(case.log_probs.clone().requires_grad_(), case.entropy.clone().requires_grad_())
+    result = dapo_loss(outputs, case.tokens, case.config)
+    assert result.loss_sum.requires_grad
+    shown = [*(x for pair in result.sums.values() for x in pair), *result.maxima.values()]
+    assert not any(x.requires_grad for x in shown)

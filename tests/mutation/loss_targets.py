@@ -1,0 +1,223 @@
+"""The files of the loss that are mutated, how a mutant is tried quickly, and which mutants no test can tell apart."""
+
+import contextlib
+import faulthandler
+import gc
+import importlib.util
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import megatron_dapo.algorithms.dapo_loss
+import megatron_dapo.kernels.token_loss  # noqa: F401
+from tests.mutation.mutants import Mutant, mutants
+from tests.token_loss_oracle import CASES, FLOAT32, FLOAT64, case_and_expected, check
+
+ROOT = Path(__file__).resolve().parents[2]
+# the packages export functions of the same names
+dapo_loss_module = sys.modules["megatron_dapo.algorithms.dapo_loss"]
+token_loss_module = sys.modules["megatron_dapo.kernels.token_loss"]
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Stands where a mutant stands."""
+
+    source: str
+    name: str = "unchanged"
+
+
+@dataclass(frozen=True)
+class Target:
+    """survives_quick(mutant, folder for files): whether plain arithmetic, token by token, sees no difference.
+
+    tests: files of which one must fail for every mutant but the equivalent ones (name -> why nothing can differ).
+    beyond: how names begin of mutants that plain arithmetic cannot see, and that other tests must.
+    """
+
+    module: str
+    survives_quick: Callable[[Mutant | Unchanged, Path], bool]
+    tests: tuple[str, ...]
+    equivalent: dict[str, str] = field(default_factory=dict)
+    beyond: tuple[str, ...] = ()
+
+    @property
+    def original(self) -> str:
+        return (ROOT / (self.module.replace(".", "/") + ".py")).read_text()
+
+    def mutants(self, folder: Path) -> list[Mutant]:
+        """All of them. Raises if the unchanged source does not survive: then death would mean nothing."""
+        if not self.survives_quick(Unchanged(self.original), folder):
+            raise RuntimeError(f"{self.module} differs from plain arithmetic as it is")
+        return mutants(self.original)
+
+
+def _equals_plain_arithmetic(token_loss: Callable, dtype: torch.dtype, precision: float) -> bool:
+    for name in CASES:
+        case, want = case_and_expected(name)
+        case = case.to(dtype)
+        try:
+            check(token_loss(case.log_probs, case.entropy, case.tokens, case.config), case, want, precision)
+        except Exception:  # noqa: BLE001  a mutant may fail in any way
+            return False
+    return True
+
+
+def torch_survives(module: str) -> Callable[[Mutant | Unchanged, Path], bool]:
+    """Puts the mutant's functions where the torch backend finds them, and compares in float64."""
+
+    def survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
+        mutated = types.ModuleType(module)
+        try:
+            exec(compile(mutant.source, module, "exec"), mutated.__dict__)
+            with _in_place_of_the_original(mutated):
+                return _equals_plain_arithmetic(token_loss_module.token_loss_torch, torch.float64, FLOAT64)
+        except Exception:  # noqa: BLE001
+            return False
+
+    return survives
+
+
+@contextlib.contextmanager
+def _in_place_of_the_original(mutated: types.ModuleType) -> Iterator[None]:
+    original = sys.modules[mutated.__name__]
+    users = [(dapo_loss_module, token_loss_module)[mutated.__name__ == dapo_loss_module.__name__]]
+    saved = []
+    for user in users:
+        for name, value in list(vars(user).items()):
+            if callable(value) and getattr(original, name, None) is value and not isinstance(value, type):
+                saved.append((user, name, value))
+                setattr(user, name, getattr(mutated, name))
+    try:
+        yield
+    finally:
+        for user, name, value in saved:
+            setattr(user, name, value)
+
+
+def triton_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
+    """Launches the mutant in the interpreter, which must be on, in a process of its own: it may write anywhere."""
+    if isinstance(mutant, Unchanged):  # here, so that every fork has what this imports and caches
+        return _triton_survives(mutant, folder)
+    return in_a_fork(lambda: _triton_survives(mutant, folder))
+
+
+def in_a_fork(function: Callable[[], bool]) -> bool:
+    """What `function` returns in a silent copy of this process; False if it ends in another way, or not in a minute."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            gc.disable()  # a collection would copy the pages of the parent
+            signal.alarm(60)
+            faulthandler.disable()
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, 1), os.dup2(silence, 2)
+            os._exit(0 if function() else 1)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _triton_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
+    path = folder / "mutant.py"  # Triton reads the source of a kernel from its file
+    path.write_text(mutant.source)
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    mutated = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutated)
+    return _equals_plain_arithmetic(mutated.token_loss, torch.float32, FLOAT32)
+
+
+def _names(names: str, reason: str) -> dict[str, str]:
+    """One name per line."""
+    return {name.strip(): reason for name in names.strip().splitlines()}
+
+
+FILL = "any finite number may stand where a token does not count"
+ZIP = "both lists have the same length; strict= only says so"
+AT_THE_BOUND = "both branches give the same number at the bound"
+K3_BOUND = "k3 is 10 or more, its own bound, long before the log-ratio's"
+ROUNDING = "below the rounding of float32"
+NOT_RUN = "an argument that changes speed, not numbers, and that the interpreter ignores"
+
+EQUIVALENT = {
+    "policy_loss": {
+        **_names("policy_loss: 0 -> 1 #2 \n policy_loss: 0 -> 1 #3 \n policy_loss: 0 -> 1 #4", FILL),
+        **_names("policy_loss: True -> False \n policy_loss: True -> False #2", ZIP),
+    },
+    "kl": {
+        **_names("_k3: 20.0 -> 21.0 \n _k3: 20.0 -> 21.0 #2", K3_BOUND),
+        **_names("_k3: 10.0 -> 11.0", "k3 is never negative: its lower bound does nothing"),
+    },
+    "mismatch": {
+        **_names("mismatch_sums: True -> False \n truncated_importance: True -> False", ZIP),
+        **_names(
+            "mismatch_sums: (trainer_log_probs - rollout_log_probs).detach() -> trainer_log_probs - rollout_log_probs",
+            "masked_sum and masked_max detach as well",
+        ),
+    },
+    "dapo_loss": _names("dapo_loss: 0 -> 1 #2 \n dapo_loss: 0 -> 1 #4 \n dapo_loss: 0 -> 1 #5", FILL),
+    "token_loss": {
+        **_names("NUM_WARPS: 4 -> 5 \n token_loss: False -> True", NOT_RUN),
+        **_names("token_loss: 0.0 -> 1.0 #2", "beta is not read where no token is replayed"),
+        **_names(
+            """token_loss_kernel: 0.0 -> 1.0 #4
+            token_loss_kernel: 0.0 -> 1.0 #6
+            token_loss_kernel: 0 -> 1 #3
+            token_loss_kernel: 0.0 -> 1.0 #9""",
+            FILL,
+        ),
+        **_names(
+            """token_loss_kernel: server_ratio > tis_cap -> server_ratio >= tis_cap
+            _clamped: x > LARGEST_LOG_RATIO -> x >= LARGEST_LOG_RATIO
+            _clamped: x < -LARGEST_LOG_RATIO -> x <= -LARGEST_LOG_RATIO
+            _clipped: ratio > high -> ratio >= high
+            _clipped: ratio < low -> ratio <= low
+            _kl: k3 > LARGEST_KL -> k3 >= LARGEST_KL""",
+            AT_THE_BOUND,
+        ),
+        **_names("_kl: k3 <= LARGEST_KL -> k3 < LARGEST_KL", "no float32 log-ratio is known whose k3 is 10 exactly"),
+        **_names(
+            """_exp_minus_1_minus: 0.5 -> 0.75
+            _exp_minus_1_minus: tl.abs(x) < 0.5 -> tl.abs(x) <= 0.5
+            _exp_minus_1_minus: 8.0 -> 9.0""",
+            ROUNDING,
+        ),
+        **_names("reduce_kernel: loss + column -> loss - column", "only column 0 is stored"),
+    },
+}
+
+
+def _algorithm(name: str, tests: str, beyond: tuple[str, ...]) -> Target:
+    module = f"megatron_dapo.algorithms.{name}"
+    files = tuple(f"tests/unit/test_{test}.py" for test in tests.split())
+    return Target(module, torch_survives(module), files, EQUIVALENT[name], beyond)
+
+
+TARGETS = (
+    _algorithm(
+        "policy_loss",
+        "token_loss off_policy_loss algorithms_loss",
+        ("Clip:", "OffPolicy:", "policy_loss: weighted.detach()"),
+    ),
+    _algorithm(
+        "kl", "algorithms_rewards token_loss", ("AdaptiveKLController:", "_k3: (ref_log_probs - log_probs).clamp")
+    ),
+    _algorithm("mismatch", "token_loss off_policy_loss algorithms_metrics", ("truncated_importance:",)),
+    _algorithm(
+        "dapo_loss",
+        "token_loss off_policy_loss algorithms_loss",
+        ("LossConfig:", "TokenBatch:", "dapo_loss: loss_sum.detach()", "dapo_loss: (batch.weights * kl).detach()"),
+    ),
+    Target(
+        "megatron_dapo.kernels.triton_ops.token_loss",
+        triton_survives,
+        ("tests/unit/interpreter/test_token_loss_kernel.py",),
+        EQUIVALENT["token_loss"],
+        ("_exp_minus_1_minus:",),
+    ),
+)

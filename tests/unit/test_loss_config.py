@@ -1,0 +1,21 @@
+"""Promises of what the config makes of the loss."""
+
+import pytest
+
+from megatron_dapo.config import load_config
+from megatron_dapo.training import policy as policy_module
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    "overrides, cap",
+    [
+        ([], None),
+        (["algorithm.rollout_correction.rollout_is=token"], 2.0),
+        (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=5"], 5.0),
+    ],
+)
+def test_the_config_says_whether_tokens_are_weighed(overrides, cap):
+    loss_config = policy_module._loss_config(load_config(None, overrides))
+    assert (loss_config.tis_cap, loss_config.off_policy) == (cap, None)
