@@ -148,8 +148,6 @@ class _FromLogits(torch.autograd.Function):
         ctx.settings = (inplace, num_valid, use_triton)
         ctx.is_overwritten = False
         ctx.set_materialize_grads(False)
-        if not want_entropy:
-            ctx.mark_non_differentiable(merged.entropy)
         return merged.log_prob, merged.entropy
 
     @staticmethod
@@ -173,7 +171,8 @@ class _FromLogits(torch.autograd.Function):
             grad_entropy,
             out[:, :num_valid],
         )
-        out[:, num_valid:] = 0.0
+        if num_valid < out.size(1):
+            out[:, num_valid:] = 0.0
         if inplace:
             ctx.is_overwritten = True
             torch.autograd.graph.increment_version(logits)  # a kernel's writes are not counted by themselves

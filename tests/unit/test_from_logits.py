@@ -116,6 +116,13 @@ def test_logits_of_minus_infinity_have_no_share():
     assert (x.grad[:, 20:] == 0).all() and x.grad.isfinite().all()
 
 
+def test_a_share_of_nothing_but_minus_infinity_has_the_statistics_of_an_empty_one():
+    logits, inf = torch.full((2, 5), float("-inf")), float("inf")
+    for share in (logits, logits[:, :0]):
+        stats = row_statistics(share, torch.ones(2), torch.tensor([0, 9]), want_entropy=True)
+        assert stats.tolist() == [[-inf, 0.0, 0.0, -inf]] * 2
+
+
 def test_a_certain_token_has_a_log_prob_of_zero_and_no_gradient():
     logits = torch.full((3, 700), -300.0)
     logits[[0, 1, 2], [0, 600, 699]] = 300.0

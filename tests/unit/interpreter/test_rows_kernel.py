@@ -169,10 +169,12 @@ def test_a_row_that_does_not_count_is_zero_even_if_it_is_not_a_number():
     logits, inv_temperature, targets = case(n=3)
     logits[1] = float("nan")
     merged = merge(row_statistics(logits, inv_temperature, targets, want_entropy=True, tiles=TILES)[None])
-    out = torch.empty_like(logits)
+    wide = torch.full((3, 1100), 7.0)
+    out = wide[:, :1000]
     g = torch.tensor([1.0, 0.0, 1.0])
     row_gradient(logits, inv_temperature, targets, merged, g, g, out, tiles=TILES)
     assert (out[1] == 0).all() and out.isfinite().all() and (out[[0, 2]] != 0).any(1).all()
+    assert (wide[:, 1000:] == 7).all()
     assert merged.log_prob[1].isnan(), "a row that is not a number must not look like one"
 
 
@@ -214,3 +216,13 @@ def test_from_logits_with_the_kernels_gives_what_it_gives_with_torch(inplace):
         results.append((*(t.detach() for t in outputs), x.grad))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=64 * EPS)
     assert (results[1][2][:, 991:] == 0).all()
+
+
+def test_who_else_saved_the_logits_is_told_that_a_kernel_overwrote_them():
+    logits, _, targets = case(n=2)
+    scaled = logits.requires_grad_() * 1.0
+    squares = scaled.square().sum()
+    log_prob, _ = logprob_entropy_from_logits(scaled, targets, inplace_backward=True, use_triton=True)
+    log_prob.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
