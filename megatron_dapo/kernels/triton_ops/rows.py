@@ -193,7 +193,7 @@ def row_gradient_kernel(
             tl.store(out + start + block, d.to(out.dtype.element_ty))
         if num_whole < num_columns:
             columns = num_whole + block
-            x = tl.load(logits + columns, mask=columns < num_columns, other=0.0).to(tl.float32) * scale
+            x = tl.load(logits + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32) * scale
             d = _slope(x, columns == target, row_top, row_log_s, row_entropy, g_lp, g_h, WITH_ENTROPY) * scale
             tl.store(out + columns, d.to(out.dtype.element_ty), mask=columns < num_columns)
     else:
