@@ -39,8 +39,8 @@ class TokenLoss(NamedTuple):
 def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch, config: LossConfig) -> TokenLoss:
     """The loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
 
-    The device of log_probs_N decides who computes it. Nothing waits for the device. entropy_N: with report_entropy.
-    Of several pieces of one batch whose sums are added, one alone may bring the batch's count.
+    The device of log_probs_N decides who computes it; float64 is torch's everywhere. Nothing waits for the device.
+    entropy_N: with report_entropy. Of several pieces of one batch whose sums are added, one alone may bring the count.
     """
     if runs_on_triton(log_probs_N):
         from megatron_dapo.kernels.triton_ops import token_loss as triton_ops

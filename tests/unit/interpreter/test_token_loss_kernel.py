@@ -1,6 +1,7 @@
 """Promises of the loss kernel, in Triton's interpreter: it computes what the torch backend computes."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,17 @@ import torch
 from megatron_dapo.algorithms import LossConfig, metric_names
 from megatron_dapo.kernels.token_loss import token_loss_torch
 from megatron_dapo.kernels.triton_ops.token_loss import BLOCK, REDUCE_ROWS, token_loss
-from tests.token_loss_oracle import CASES, EVERYTHING, FLOAT32, by_hand, case_and_expected, check, expected, random_case
+from tests.token_loss_oracle import (
+    CASES,
+    EVERYTHING,
+    FLOAT32,
+    FLOAT64,
+    by_hand,
+    case_and_expected,
+    check,
+    expected,
+    random_case,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -93,6 +104,17 @@ def test_tensors_may_be_strided_and_masks_of_any_type():
         count=case.tokens.count.int(),
     )
     check(token_loss(pairs[:, 0], pairs[:, 1], tokens, case.config), case, want, FLOAT32)
+
+
+def test_a_gpu_computes_in_float32_and_leaves_float64_to_torch(monkeypatch):
+    module = sys.modules["megatron_dapo.kernels.token_loss"]  # the package exports the function of that name
+    monkeypatch.setattr(module, "runs_on_triton", lambda tensor: tensor.dtype != torch.float64)
+    case, want = case_and_expected("everything")
+    single, exact = (
+        module.token_loss(c.log_probs, c.entropy, c.tokens, c.config) for c in (case, case.to(torch.float64))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(single, in_triton(case), strict=True))
+    check(exact, case, want, FLOAT64)
 
 
 def test_what_the_loss_does_not_read_is_not_asked_for():
