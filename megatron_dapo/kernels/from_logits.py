@@ -16,7 +16,7 @@ from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
 from megatron_dapo.kernels.logits_chunk import accumulation_dtype, runs_on_triton
 from megatron_dapo.kernels.statistics import Merged, merge_over
 
-_ELEMENTS_AT_ONCE = 2**22  # of the torch backend: 16 MiB of float32, twice
+_ELEMENTS_AT_ONCE = 2**20  # of the torch backend: 4 MiB of float32, twice, which stay in the cache
 
 
 def logprob_entropy_from_logits(
