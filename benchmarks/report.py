@@ -136,7 +136,7 @@ def show(benchmark: str, result: ShapeResult, unit: str = "ms") -> None:
     times = [f"{name.removesuffix('_s')} {unit}" for name in phases]
     for title in (*times, *(f"/ {name}" for name in ratio_names), "peak MiB"):
         table.add_column(title, justify="right")
-    for name in (*count_names, *(name.replace("_", " ") for name in error_names)):
+    for name in (*count_names, *(name.rpartition("_")[0].replace("_", " ") + " error" for name in error_names)):
         table.add_column(name, justify="right")
     for row in result.rows:
         cells = [_number(seconds and seconds * scale, ".4g") for seconds in (getattr(row, name) for name in phases)]

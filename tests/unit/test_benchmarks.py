@@ -104,6 +104,23 @@ def test_memory_table_of_the_docs_is_that_of_the_shapes():
             assert float(cell.removesuffix(" GiB")) == pytest.approx(size, abs=0.05 if size > 10 else 0.005)
 
 
+def test_committed_results_keep_the_promise_and_are_those_of_the_docs():
+    """At 8192 tokens and 32768 columns, in one run on a CPU: memory, and time over plain products and plain head."""
+    report = json.loads((REPOSITORY / "benchmarks/results/head_cpu.json").read_text())
+    check_report(report, "head")
+    (result,) = [r for r in report["results"] if r["shape"]["num_tokens"] == 8192 and r["shape"]["vocab_size"] == 32768]
+    rows = {row["provider"]: row for row in result["rows"]}
+    ours, plain = rows["ours A"], rows["naive"]
+    assert ours["peak_bytes"] <= plain["peak_bytes"] / 6
+    assert ours["ratios"]["naive"] <= 0.7 and ours["ratios"]["G3"] <= 1.25
+    shown = [
+        f"| {name} | {row['ratios']['G3']:.2f} | {row['ratios']['naive']:.2f} | {row['peak_bytes'] / 2**20:.0f} MiB |"
+        for name, row in rows.items()
+    ]
+    lines = (REPOSITORY / "docs/kernels.md").read_text().splitlines()
+    assert all(line in lines for line in shown), "\n".join(shown)
+
+
 @pytest.mark.parametrize("provider", [p for p in PROVIDERS if p.name in ("ours A", "ours B", "ours C", "naive")])
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_heads_that_are_compared_compute_the_same(provider, with_entropy):
