@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -127,16 +128,18 @@ def show(benchmark: str, result: ShapeResult, unit: str = "ms") -> None:
         title=f"{benchmark}, {shape['name']}: {sizes}, {result.dtype}\n{yardsticks}   (median of {result.rounds})",
         title_justify="left",
         title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     ratio_names = _keys(result.rows, "ratios")
     error_names = [name for name in _keys(result.rows, "errors") if not name.endswith("_mean")]
     count_names = _keys(result.rows, "counts")
     table.add_column("")
     phases = [name for name in ("forward_s", "backward_s") if any(getattr(row, name) for row in result.rows)]
-    times = [f"{name.removesuffix('_s')} {unit}" for name in phases]
-    for title in (*times, *(f"/ {name}" for name in ratio_names), "peak MiB"):
+    times = [f"{name.removesuffix('_s')}\n{unit}" for name in phases]
+    for title in (*times, *(f"/ {name}" for name in ratio_names), "peak\nMiB"):
         table.add_column(title, justify="right")
-    for name in (*count_names, *(name.rpartition("_")[0].replace("_", " ") + " error" for name in error_names)):
+    for name in (*count_names, *(name.rpartition("_")[0].replace("_", " ") + "\nerror" for name in error_names)):
         table.add_column(name, justify="right")
     for row in result.rows:
         cells = [_number(seconds and seconds * scale, ".4g") for seconds in (getattr(row, name) for name in phases)]
@@ -147,10 +150,12 @@ def show(benchmark: str, result: ShapeResult, unit: str = "ms") -> None:
         label = row.provider + ("" if row.entropy else " (no entropy)") + (f": {row.failure}" if row.failure else "")
         table.add_row(label, *cells)
     console = Console()
-    console = Console(width=max(console.width, 200)) if not console.is_terminal else console
+    if console.width < MIN_WIDTH or not console.is_terminal:  # rather broken lines than cut numbers
+        console = Console(width=MIN_WIDTH)
     console.print(table)
 
 
+MIN_WIDTH = 150
 SIZES = (("T", "num_tokens"), ("H", "hidden_size"), ("V", "vocab_size"))
 
 
