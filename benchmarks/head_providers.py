@@ -46,7 +46,7 @@ def composable():
 
 
 def forward_only():
-    """C: what old and reference log-probs cost, as the tuning table has them computed."""
+    """C: what old and reference log-probs cost, chunk by chunk."""
 
     def head(case: HeadCase) -> HeadAnswer:
         hidden, plan = case.hidden_TH.detach(), plan_of(case)
@@ -57,7 +57,7 @@ def forward_only():
 
 
 def one_kernel():
-    """C2: the same from one kernel that never writes logits, whatever the tuning table says."""
+    """C2: the same from one kernel that never writes logits."""
     module = need("megatron_dapo.kernels.triton_ops.linear_stats")
 
     @torch.no_grad()
