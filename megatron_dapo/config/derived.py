@@ -93,6 +93,11 @@ def uses_kl_in_reward(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef != 0.0
 
 
+def needs_old_log_probs(config: Config) -> bool:
+    """Whether the log-probs before the update are computed; with one optimizer step they are the current ones."""
+    return num_optimizer_steps_per_rollout_step(config) > 1 or uses_kl_in_reward(config)
+
+
 def needs_reference(config: Config) -> bool:
     """True where some KL coefficient is non-zero: only then a reference model is built."""
     return uses_kl_loss(config) or uses_kl_in_reward(config)

@@ -3,19 +3,22 @@
 from megatron_dapo.kernels.from_logits import logprob_entropy_from_logits
 from megatron_dapo.kernels.fused_head import Head, HeadLoss, fused_dapo_head, head_log_probs
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
-from megatron_dapo.kernels.row_plan import RowPlan
-from megatron_dapo.kernels.self_check import largest_error
+from megatron_dapo.kernels.row_plan import RowPlan, to_device
+from megatron_dapo.kernels.self_check import Check, Error, largest_errors
 from megatron_dapo.kernels.token_loss import TokenLoss, token_loss
 
 __all__ = [
+    "Check",
+    "Error",
     "Head",
     "HeadLoss",
     "RowPlan",
     "TokenLoss",
     "fused_dapo_head",
     "head_log_probs",
-    "largest_error",
+    "largest_errors",
     "linear_logprob_entropy",
     "logprob_entropy_from_logits",
+    "to_device",
     "token_loss",
 ]

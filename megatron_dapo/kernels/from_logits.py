@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
-from megatron_dapo.kernels.logits_chunk import accumulation_dtype, runs_on_triton
+from megatron_dapo.kernels.logits_chunk import accumulation_dtype, own_targets, runs_on_triton
 from megatron_dapo.kernels.statistics import Merged, merge_over
 
 _ELEMENTS_AT_ONCE = 2**20  # of the torch backend: 4 MiB of float32, twice, which stay in the cache
@@ -68,7 +68,7 @@ def row_statistics(
     stats_N4[:, 0] = stats_N4[:, 3] = float("-inf")
     for rows in _row_chunks(logits_NV):
         x = logits_NV[rows].to(stats_N4.dtype) * inv_temperature_N[rows, None]
-        is_mine, index = _own_targets(local_targets_N[rows], x.size(1))
+        is_mine, index = own_targets(local_targets_N[rows], x.size(1))
         stats_N4[rows, 3] = torch.where(is_mine, x.gather(1, index)[:, 0], float("-inf"))
         m = x.amax(1)
         e = x.sub_(torch.where(m == float("-inf"), 0.0, m)[:, None]).exp()
@@ -106,7 +106,7 @@ def row_gradient(
             counts = counts | (g_h != 0)
             log_p.masked_fill_(d == 0, 0.0)  # p log p -> 0 where p underflows
             d.mul_(log_p.add_(merged.entropy[rows, None]).mul_(-g_h).sub_(g_lp))
-        is_mine, index = _own_targets(local_targets_N[rows], d.size(1))
+        is_mine, index = own_targets(local_targets_N[rows], d.size(1))
         d.scatter_add_(1, index, torch.where(is_mine[:, None], g_lp, 0.0).to(d.dtype))
         out_NV[rows] = d.mul_(scale).masked_fill_(~counts, 0.0)
 
@@ -116,11 +116,6 @@ def _row_chunks(logits_NV: Tensor) -> Iterator[slice]:
     num_rows, num_columns = logits_NV.shape
     size = max(1, _ELEMENTS_AT_ONCE // max(num_columns, 1))
     return (slice(start, start + size) for start in range(0, num_rows if num_columns else 0, size))
-
-
-def _own_targets(local_targets_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    is_mine = (local_targets_N >= 0) & (local_targets_N < num_columns)
-    return is_mine, local_targets_N.clamp(0, num_columns - 1)[:, None]
 
 
 def _check_overwritable(logits_NV: Tensor) -> None:

@@ -3,7 +3,8 @@
 `fused_dapo_head` computes every chunk of logits once: statistics, loss, gradient of the logits, and from it the
 gradient of the hidden states and of the weight, before the next chunk overwrites the buffer (6 N H V operations, no
 recompute). It can, because a loss that sums over tokens needs nothing of a token but its own log-prob and entropy: the
-division by the global count comes later and is linear. Both heads cut rows alike and so compute equal bits.
+division by the global count comes later and is linear. Both heads cut rows alike and compute equal bits, but where
+`Head.may_differ`.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_dapo.algorithms import LossConfig, TokenBatch, metric_names
 from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
@@ -27,13 +29,15 @@ class Head:
 
     weight_VH: this rank's rows of the vocabulary. group: the tensor-parallel ranks that share it, or None.
     num_valid_columns: columns of the whole vocabulary that exist. temperature: one number, or one per counted row [N].
-    use_triton None: by device.
+    may_differ: whether a pass without gradient may take the kernel that keeps no logits where the tuning table says so;
+    its log-probs differ from the training pass's in their last bits. use_triton None: by device.
     """
 
     weight_VH: Tensor
     group: dist.ProcessGroup | None = None
     num_valid_columns: int | None = None
     temperature: float | Tensor = 1.0
+    may_differ: bool = False
     use_triton: bool | None = None
 
 
@@ -141,6 +145,7 @@ class _FusedHead(torch.autograd.Function):
         return loss_sum, *outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss, *unused):
         if ctx.grad_hidden is None:
             raise RuntimeError("the gradients of fused_dapo_head can be taken once.")
@@ -149,9 +154,9 @@ class _FusedHead(torch.autograd.Function):
             f"fused_dapo_head was given loss_scale={ctx.loss_scale}, but its loss was scaled differently afterwards",
         )
         grad_hidden, ctx.grad_hidden = ctx.grad_hidden, None
-        grad_weight = None
+        grad_weight, ctx.grad_weight = ctx.grad_weight, None
         if ctx.needs_input_grad[1]:
-            grad_weight = _answer_for_weight(ctx.weight, ctx.grad_weight)
+            grad_weight = _answer_for_weight(ctx.weight, grad_weight)
         return grad_hidden, grad_weight, *(None,) * 6
 
 
@@ -165,7 +170,7 @@ def _chunks(
     backend = chunk_backend(weight, max(plan.chunk_size, largest), largest, head.use_triton)
     local_targets = targets - share.first
     inv_temperature = inverse_temperature(head.temperature, targets, accumulation_dtype(hidden.dtype))
-    statistics = backend.statistics if for_gradient else backend.statistics_alone
+    statistics = backend.statistics_alone if head.may_differ and not for_gradient else backend.statistics
     for chunk, part in _gathered(hidden.detach(), plan):
         inv, own = inv_temperature[chunk.places], local_targets[chunk.places]
         stats = statistics(part, inv.contiguous(), own.contiguous(), want_entropy)

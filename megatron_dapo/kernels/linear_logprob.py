@@ -7,6 +7,7 @@ way for a loss that the fused head cannot take, and the oracle that it must equa
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_dapo.kernels.logits_chunk import accumulation_dtype, chunk_backend
 from megatron_dapo.kernels.statistics import Merged, merge_over
@@ -81,7 +82,7 @@ class _LinearLogProb(torch.autograd.Function):
         for start in range(0, hidden.size(0), chunk_size):
             rows = slice(start, start + chunk_size)
             given = hidden[rows], inv_temperature[rows], local_targets[rows]
-            stats[rows] = backend.statistics_alone(*given, want_entropy)
+            stats[rows] = backend.statistics(*given, want_entropy)
         merged = merge_over(stats, group)
         ctx.save_for_backward(hidden, weight, local_targets, inv_temperature, *merged)
         ctx.settings = (num_valid, chunk_size, triton)
@@ -89,6 +90,7 @@ class _LinearLogProb(torch.autograd.Function):
         return merged.log_prob, merged.entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_log_prob, grad_entropy):
         hidden, weight, local_targets, inv_temperature, *merged = ctx.saved_tensors
         num_valid, chunk_size, triton = ctx.settings

@@ -4,6 +4,7 @@ Only the valid rows of the vocabulary enter a product, so padding columns never 
 device.
 """
 
+import functools
 from typing import Protocol
 
 import torch
@@ -89,11 +90,14 @@ class _TorchChunk:
         padding = _round_up(n, _CPU_ROW_MULTIPLE) - n
         rows = torch.nn.functional.pad(self._hidden, (0, 0, 0, padding)) if padding else self._hidden
         torch.mm(rows, self._weight.t(), out=self._x[: n + padding])
-        x, e = self._x[:n], self._e[:n]
-        is_mine, index = self._own_targets(columns)
+        x = self._x[:n]
+        is_mine, index = own_targets(self._targets, columns)
         x_t = torch.where(is_mine, x.gather(1, index)[:, 0], float("-inf"))
-        blocks = zip(x.split(_CPU_ROW_BLOCK), e.split(_CPU_ROW_BLOCK), strict=True)
-        self._m, s, u = map(torch.cat, zip(*(_shift(a, b, want_entropy) for a, b in blocks), strict=True))
+        # with the rows of the padding: a lone row would be added up in another order than one of several
+        blocks = zip(*(t[: n + padding].split(_CPU_ROW_BLOCK) for t in (self._x, self._e)), strict=True)
+        self._m, s, u = (
+            torch.cat(parts)[:n] for parts in zip(*(_shift(a, b, want_entropy) for a, b in blocks), strict=True)
+        )
         return torch.stack([self._m, s, u, x_t], dim=1)
 
     statistics_alone = statistics
@@ -115,7 +119,7 @@ class _TorchChunk:
             torch.addcmul(c1[:, None], x, (-share * grad_entropy)[:, None], out=x)
             self._d.mul_(x)
         if grad_log_prob is not None:
-            is_mine, index = self._own_targets(columns)
+            is_mine, index = own_targets(self._targets, columns)
             self._d.scatter_add_(1, index, torch.where(is_mine, grad_log_prob, 0.0).to(self._dtype)[:, None])
 
     def grad_hidden(self):
@@ -124,9 +128,6 @@ class _TorchChunk:
 
     def add_grad_weight(self, grad_VH):
         grad_VH.addmm_(self._d.t(), self._hidden)
-
-    def _own_targets(self, columns: int) -> tuple[Tensor, Tensor]:
-        return (self._targets >= 0) & (self._targets < columns), self._targets.clamp(0, columns - 1)[:, None]
 
 
 class _TritonChunk:
@@ -139,13 +140,25 @@ class _TritonChunk:
     def __init__(self, weight_VH: Tensor, num_rows: int) -> None:
         from megatron_dapo.kernels.triton_ops import rows
 
-        self._rows = rows
-        self._weight = weight_VH
-        self._hidden_padded = weight_VH.new_zeros(num_rows, weight_VH.size(1))
-        columns = weight_VH.size(0)
-        stride = _round_up(max(columns, 1), 16)  # what Triton needs to know to read 16 bytes at once
-        self._x = weight_VH.new_empty(num_rows, stride, dtype=torch.float32)[:, :columns]
-        self._d_buffer = weight_VH.new_empty(num_rows, stride)[:, :columns]
+        self._rows, self._weight, self._num_rows = rows, weight_VH, num_rows
+
+    @functools.cached_property
+    def _hidden_padded(self) -> Tensor:
+        return self._weight.new_zeros(self._num_rows, self._weight.size(1))
+
+    @functools.cached_property
+    def _x(self) -> Tensor:
+        return self._buffer(torch.float32)
+
+    @functools.cached_property
+    def _d_buffer(self) -> Tensor:
+        return self._buffer(self._weight.dtype)
+
+    def _buffer(self, dtype: torch.dtype) -> Tensor:
+        """[num_rows, V], allocated when it is first used: not every pass needs every one."""
+        columns = self._weight.size(0)
+        # so many numbers that Triton sees every row begin on a 16-byte boundary, and reads as many bytes at a time
+        return self._weight.new_empty(self._num_rows, _round_up(columns, 16), dtype=dtype)[:, :columns]
 
     def statistics(self, hidden, inv_temperature, local_targets, want_entropy):
         n = hidden.size(0)
@@ -161,7 +174,8 @@ class _TritonChunk:
     def statistics_alone(self, hidden, inv_temperature, local_targets, want_entropy):
         columns, hidden_size = self._weight.shape
         tuned = tuning.lookup(tuning.architecture(self._weight.device), hidden_size, columns)
-        if tuned.forward != "fused" or not columns or self._weight.dtype == torch.float32:
+        takes = columns and hidden_size % 8 == 0 and self._weight.dtype != torch.float32
+        if tuned.forward != "fused" or not takes:
             return self.statistics(hidden, inv_temperature, local_targets, want_entropy)
         from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
 
@@ -171,9 +185,10 @@ class _TritonChunk:
         return combine(shares)
 
     def gradient(self, merged, grad_log_prob, grad_entropy):
-        self._d = self._d_buffer[: self._n]
         if not self._weight.size(0):
+            self._d = self._weight.new_empty(self._n, 0)
             return
+        self._d = self._d_buffer[: self._n]
         if grad_log_prob is None:
             grad_log_prob = torch.zeros_like(merged.top)
         self._rows.row_gradient(
@@ -181,13 +196,22 @@ class _TritonChunk:
         )
 
     def grad_hidden(self):
-        return torch.mm(self._d, self._weight)
+        # in float32 first: cuBLAS may add up parts of a product of halves in half precision
+        product = torch.empty(self._d.size(0), self._weight.size(1), dtype=torch.float32, device=self._d.device)
+        _mm_float32(self._d, self._weight, out=product)
+        return product.to(self._weight.dtype)
 
     def add_grad_weight(self, grad_VH):
         if self._d.dtype == torch.float32:
             grad_VH.addmm_(self._d.t(), self._hidden)
         else:
             torch.addmm(grad_VH, self._d.t(), self._hidden, out_dtype=torch.float32, out=grad_VH)
+
+
+def own_targets(local_targets_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """(whether this rank has the target's column [N], its index or another valid one [N, 1])."""
+    is_mine = (local_targets_N >= 0) & (local_targets_N < num_columns)
+    return is_mine, local_targets_N.clamp(0, num_columns - 1)[:, None]
 
 
 def _shift(x: Tensor, e: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,12 +51,13 @@ class RowPlan:
         """counted_rows: [N] int64, ascending, out of num_rows in all. group: where row r lies with rank r // (num_rows
         / size) of it (sequence parallelism); None where every rank holds all rows. Equal on all ranks of the group."""
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        assert num_rows % size == 0, f"{num_rows} rows cannot be cut into {size} equal slices"
         chunks = [
             RowChunk(
-                _to(pieces[rank] - rank * (num_rows // size), device),
+                to_device(pieces[rank] - rank * (num_rows // size), device),
                 width,
-                None if all(len(piece) == width for piece in pieces) else _to(kept, device),
-                slice(int(places[0]), int(places[-1]) + 1) if size == 1 else _to(places, device),
+                None if all(len(piece) == width for piece in pieces) else to_device(kept, device),
+                slice(int(places[0]), int(places[-1]) + 1) if size == 1 else to_device(places, device),
                 len(places),
             )
             for pieces, width, kept, places in _cut(counted_rows, num_rows // size, size, chunk_size)
@@ -83,5 +84,7 @@ def _pairs(bounds: Sequence[int]) -> list[tuple[int, int]]:
     return [(int(a), int(b - a)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
-def _to(index: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64)).to(device, non_blocking=True)
+def to_device(index: np.ndarray, device: torch.device) -> Tensor:
+    """int64 on the device, without waiting for it: from pinned memory, which torch keeps until the copy is done."""
+    tensor = torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -31,14 +31,20 @@ class Merged(NamedTuple):
 
 
 def combine(stats_RN4: Tensor) -> Tensor:
-    """[N, 4]: the statistics of all shares together, in their order."""
+    """[N, 4]: the statistics of all shares together, added one after the other.
+
+    Not by `sum(0)`, whose order of additions depends on N: a row's bits would depend on how many others it comes with.
+    """
     m, s, u, x_t = stats_RN4.unbind(-1)
     top = m.amax(0)
     shift = torch.where(m == float("-inf"), float("-inf"), m - top)
     scale = shift.exp()
-    total = (scale * s).sum(0)
-    weighted = (scale * (u + torch.where(scale > 0, shift, 0.0) * s)).sum(0)
-    return torch.stack([top, total, weighted, x_t.amax(0)], dim=-1)
+    sums = scale * s
+    weighted = scale * (u + torch.where(scale > 0, shift, 0.0) * s)
+    total, total_weighted = sums[0], weighted[0]
+    for share in range(1, len(m)):
+        total, total_weighted = total + sums[share], total_weighted + weighted[share]
+    return torch.stack([top, total, total_weighted, x_t.amax(0)], dim=-1)
 
 
 def merge(stats_RN4: Tensor) -> Merged:

@@ -25,7 +25,15 @@ from megatron_dapo.algorithms import (
     stack_maxima,
     stack_sums,
 )
-from megatron_dapo.kernels import Head, HeadLoss, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy
+from megatron_dapo.kernels import (
+    Head,
+    HeadLoss,
+    RowPlan,
+    fused_dapo_head,
+    head_log_probs,
+    linear_logprob_entropy,
+    to_device,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +72,7 @@ class LogProbHead(torch.nn.Module):
         task, self.task = self.task, None
         assert task is not None, "the log-prob head was run without a task"
         weight = self.weight if weight is None else weight
-        rows = torch.from_numpy(task.counted_rows).to(hidden.device, non_blocking=True)
+        rows = to_device(task.counted_rows, hidden.device)
         if task.loss is not None:
             self.result = self._loss(hidden, weight, task, rows)
             return self.result.loss_sum.view(1, 1, 1), None
@@ -86,7 +94,7 @@ class LogProbHead(torch.nn.Module):
         sum_names, max_names = metric_names(task.loss)
         device = log_prob.device
         stacked = stack_sums(sums, sum_names, device), stack_maxima(maxima, max_names, device)
-        return HeadLoss(loss_sum, log_prob.detach(), entropy, *stacked)
+        return HeadLoss(loss_sum, log_prob.detach(), None if entropy is None else entropy.detach(), *stacked)
 
     def _log_probs(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor, want_entropy: bool):
         """(log-prob [N], entropy [N] or None) of the counted rows; with gradient only where nothing is fused."""
@@ -119,7 +127,9 @@ class LogProbHead(torch.nn.Module):
         )
 
     def _head(self, weight: Tensor, task: HeadTask) -> Head:
-        return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature)
+        # a frozen model's log-probs are compared with nobody's to the bit
+        frozen = not weight.requires_grad
+        return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature, may_differ=frozen)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None):
         return self._linear[0].sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -2,31 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron_dapo.algorithms import (
-    Clip,
-    LossConfig,
-    TokenBatch,
-    finalize,
-    metric_names,
-    token_weights,
-    unstack_maxima,
-    unstack_sums,
-)
-from megatron_dapo.config import (
-    Config,
-    effective_clip,
-    num_optimizer_steps_per_rollout_step,
-    uses_kl_in_reward,
-    uses_kl_loss,
-)
+from megatron_dapo.algorithms import TokenBatch, finalize, metric_names, token_weights, unstack_maxima, unstack_sums
+from megatron_dapo.config import Config, needs_old_log_probs
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import WeightSource, build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training.head_options import head_options
+from megatron_dapo.training.loss_config import loss_config
 from megatron_dapo.training.optimizer import make_training_state
 from megatron_dapo.training.schedule import MetricSums, Schedule
 
@@ -43,14 +28,15 @@ class Policy:
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.model.path
         self.layout = layout
-        self.model = build_model(read_model_spec(path), layout, actor.megatron, **head_options(actor, layout))
+        spec = read_model_spec(path)
+        self.model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
         load_hf_weights(self.model, path, layout)
         self.state = make_training_state(self.model, actor, config.trainer.total_training_steps)
-        self.loss_config = _loss_config(config)
+        self.loss_config = loss_config(config)
         self._agg_mode = actor.loss_agg_mode
         self._max_response_length = config.data.max_response_length
         self._schedule = Schedule(self.model, self.state.stages, rollout.temperature)
-        self._needs_old = num_optimizer_steps_per_rollout_step(config) > 1 or uses_kl_in_reward(config)
+        self._needs_old = needs_old_log_probs(config)
         self._num_epochs = actor.ppo_epochs
         self._weight_version = 0
 
@@ -139,18 +125,3 @@ def with_log_probs(schedule: Schedule, mini_batches: Sequence[MiniBatch], which:
         return list(mini_batches)
     filled = iter([batch.with_log_probs(**{which: value}) for batch, value in zip(flat, values, strict=True)])
     return [[next(filled) for _ in mini_batch] for mini_batch in mini_batches]
-
-
-def _loss_config(config: Config) -> LossConfig:
-    actor = config.actor_rollout_ref.actor
-    low, high = effective_clip(config)
-    correction = config.algorithm.rollout_correction
-    base = LossConfig(
-        clip=Clip(low, high, actor.clip_ratio_c),
-        entropy_coef=actor.entropy_coef,
-        report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
-        tis_cap=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
-    )
-    if not uses_kl_loss(config):
-        return base
-    return replace(base, use_kl_loss=True, kl_loss_coef=actor.kl_loss_coef, kl_loss_type=actor.kl_loss_type)

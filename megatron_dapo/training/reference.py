@@ -17,7 +17,8 @@ class Reference:
     def __init__(self, config: Config, layout: ParallelLayout) -> None:
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.ref.path or config.actor_rollout_ref.model.path
-        model = build_model(read_model_spec(path), layout, actor.megatron, **head_options(actor, layout))
+        spec = read_model_spec(path)
+        model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
         load_hf_weights(model, path, layout)
         for chunk in model.chunks:
             chunk.requires_grad_(False)

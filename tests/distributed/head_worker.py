@@ -39,6 +39,7 @@ def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: boo
         "entropy": answer.entropy,
         "plain": plain,
         "sums": answer.sums,
+        "maxima": answer.maxima,
         "grad_hidden": grad_hidden,
         "grad_weight": torch.cat(gathered(weight.main_grad, group)),
     }
@@ -90,8 +91,9 @@ def main() -> None:
         for sequence_parallel in (False, True):
             key = f"{name}/{'sp' if sequence_parallel else 'tp'}"
             found[key] = gathered(run(case, group, sequence_parallel, tied=False), group)
+            tied_key = f"{name}/tied_{'sp' if sequence_parallel else 'tp'}"
+            found[tied_key] = gathered(run(case, group, sequence_parallel, tied=True), group)
             found[f"{key}/again"] = gathered(run(case, group, sequence_parallel, tied=False), group)
-        found[f"{name}/tied"] = gathered(run(case, group, True, tied=True), group)
         if case.rows:
             found[f"{name}/composed"] = gathered(composed(case, group), group)
     if group.rank() == 0:

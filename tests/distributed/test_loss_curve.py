@@ -33,5 +33,5 @@ def test_the_two_ways_are_really_two_and_the_policy_moves(curves, layout):
     (fused, composed), (not_fused, all_composed) = (curves[f"{layout}/{way}"]["calls"] for way in ("auto", "off"))
     assert fused >= 40 and composed == 0 and not_fused == 0 and all_composed >= 80  # two optimizer steps in each of 20
     on = curves[f"{layout}/auto"]["curve"]
-    assert max(abs(metrics["actor/loss"] - on[0]["actor/loss"]) for metrics in on) > 1e-2
-    assert any(metrics["actor/on_pg_clipfrac"] > 0 for metrics in on)
+    assert any(metrics["actor/on_pg_clipfrac"] > 0 for metrics in on)  # so the second step's policy is not the first's
+    assert any(metrics["actor/ppo_kl"] > 1e-4 for metrics in on)

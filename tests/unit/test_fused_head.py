@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, largest_error
+from megatron_dapo.algorithms import LossConfig, OffPolicy
+from megatron_dapo.kernels import Check, Head, RowPlan, fused_dapo_head, largest_errors
 from megatron_dapo.kernels import fused_head as module
 from tests.head_cases import Case, inputs_of, loss_of
 
@@ -102,9 +103,19 @@ def test_rows_of_padding_in_the_vocabulary_get_no_gradient():
     assert weight.grad[CASE.num_valid :].abs().sum() == 0 < weight.grad[: CASE.num_valid].abs().sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_before_a_run_passes_here(dtype):
-    errors = largest_error(torch.device("cpu"), dtype)
+CHECKS = {
+    "float32": Check(torch.float32, 1000, loss_of(CASE), has_old_log_probs=True),
+    "bfloat16": Check(torch.bfloat16, 1000, loss_of(CASE), has_old_log_probs=True),
+    "one_step": Check(torch.float32, 1000, LossConfig(), has_old_log_probs=False),
+    "replay": Check(torch.float32, 1000, LossConfig(off_policy=OffPolicy(), tis_cap=2.0), has_old_log_probs=True),
+    "vocabulary": Check(torch.float32, 20_000, loss_of(CASE), has_old_log_probs=True),
+    "characters": Check(torch.float32, 64, loss_of(CASE), has_old_log_probs=True),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_check_before_a_run_passes_here(name):
+    errors = largest_errors(CHECKS[name], torch.device("cpu"))
     assert len(errors) == 7 and all(e.error <= e.bound for e in errors), errors
 
 
@@ -123,4 +134,4 @@ def test_the_check_before_a_run_sees_a_kernel_that_is_wrong(monkeypatch, broken)
         return backend
 
     monkeypatch.setattr(module, "chunk_backend", wrong)
-    assert not all(e.error <= e.bound for e in largest_error(torch.device("cpu"), torch.float32))
+    assert not all(e.error <= e.bound for e in largest_errors(CHECKS["float32"], torch.device("cpu")))

@@ -6,9 +6,12 @@ import math
 import pytest
 import torch.distributed as dist
 
-from megatron_dapo.config import ActorConfig
+from megatron_dapo.config import load_config
+from megatron_dapo.kernels import Error
+from megatron_dapo.models import read_model_spec
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training import head_options as module
+from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
 
@@ -19,44 +22,58 @@ def layout():
     ParallelLayout.shutdown()
 
 
-def fused(actor: ActorConfig, layout) -> bool:
-    return module.head_options(actor, layout)["fused_head"]
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    return read_model_spec(make_tiny(tmp_path_factory.mktemp("tiny") / "model", "qwen2"))
 
 
-def test_the_check_passes_on_this_machine_without_a_word(layout, caplog):
-    assert fused(ActorConfig(), layout) and not caplog.records
+@pytest.fixture
+def options(layout, spec):
+    """actor.key=value ... -> what the head is built with; nothing is remembered from another test."""
+    module._all_ranks_pass.cache_clear()
+    return lambda *pairs: module.head_options(
+        load_config(None, [f"actor_rollout_ref.actor.{pair}" for pair in pairs]), layout, spec
+    )
 
 
-def test_off_means_off_without_a_check(layout, monkeypatch):
-    monkeypatch.setattr(module, "largest_error", None)
-    assert not fused(ActorConfig(fused_kernels="off"), layout)
+def test_the_check_passes_on_this_machine_without_a_word(options, caplog):
+    assert options()["fused_head"] and not caplog.records
+
+
+def test_off_means_off_without_a_check(options, monkeypatch):
+    monkeypatch.setattr(module, "largest_errors", None)
+    assert not options("fused_kernels=off")["fused_head"]
 
 
 @pytest.mark.parametrize("error", [1.0, math.nan])
-def test_a_kernel_that_differs_is_turned_off_with_a_loud_warning(layout, monkeypatch, caplog, error):
-    from megatron_dapo.kernels.self_check import Error
-
-    monkeypatch.setattr(module, "largest_error", lambda *_: [Error("entropy", error, 1e-5), Error("loss", 0.0, 1e-5)])
-    assert not fused(ActorConfig(), layout)
+def test_a_kernel_that_differs_is_turned_off_with_a_loud_warning(options, monkeypatch, caplog, error):
+    monkeypatch.setattr(module, "largest_errors", lambda *_: [Error("entropy", error, 1e-5), Error("loss", 0.0, 1e-5)])
+    assert not options()["fused_head"]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "THE FUSED KERNELS ARE OFF" in record.getMessage()
     assert "entropy off by" in record.getMessage() and "loss off" not in record.getMessage()
 
 
-def test_a_kernel_that_does_not_even_run_is_turned_off_too(layout, monkeypatch, caplog):
+def test_a_kernel_that_does_not_even_run_is_turned_off_too(options, monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(module, "largest_error", broken)
-    assert not fused(ActorConfig(), layout)
+    monkeypatch.setattr(module, "largest_errors", broken)
+    assert not options()["fused_head"]
     assert "RuntimeError: no compiler here" in caplog.text
 
 
-def test_one_ranks_doubt_is_every_ranks(layout, monkeypatch, caplog):
+def test_one_ranks_doubt_is_every_ranks(options, monkeypatch, caplog):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: tensor.zero_())  # another rank's verdict
-    assert not fused(ActorConfig(), layout) and not caplog.records
+    assert not options()["fused_head"] and not caplog.records
 
 
-def test_the_chunk_is_1024_rows_on_a_cpu_unless_said_otherwise(layout):
-    assert module.head_options(ActorConfig(), layout)["head_chunk_size"] == 1024
-    assert module.head_options(ActorConfig(log_prob_chunk_size=7), layout)["head_chunk_size"] == 7
+def test_actor_and_reference_share_one_check(options, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "largest_errors", lambda *given: asked.append(given) or [])
+    assert options()["fused_head"] and options()["fused_head"] and len(asked) == 1
+
+
+def test_the_chunk_is_1024_rows_on_a_cpu_unless_said_otherwise(options):
+    assert options()["head_chunk_size"] == 1024
+    assert options("log_prob_chunk_size=7")["head_chunk_size"] == 7

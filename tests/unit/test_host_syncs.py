@@ -1,70 +1,69 @@
-"""The host waits for the device at most once per optimizer step, from the first micro-batch to the reduced gradient."""
+"""Nothing in the loss path needs a value on the host: it runs on tensors that have none.
+
+On the `meta` device a tensor has a shape and no contents, so `.item()`, `.tolist()`, `.cpu()`, `nonzero` and every
+shape that depends on values raise. What whole optimizer steps wait for: tests/unit/test_training_checks.py.
+"""
+
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dapo.config import load_config
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Policy, StepDistributor
-from tests.synthetic import synthetic_groups
-from tests.tiny_models import make_tiny
+from megatron_dapo.algorithms import token_weights
+from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy
+from tests.head_cases import Case, inputs_of, loss_of
 
 pytestmark = pytest.mark.unit
 
-# operations that, on a GPU, hand a value or a shape that depends on values to the host
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique", "repeat_interleave")
+META = torch.device("meta")
+CASES = {
+    "plain": Case(dtype=torch.float32),
+    "no_entropy": Case(dtype=torch.float32, entropy=False),
+    "temperatures": Case(dtype=torch.float32, temperature="per_token"),
+    "none_counted": Case(dtype=torch.float32, mask="none"),
+}
 
 
-class CountWaits(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        index = args[1] if name in ("index", "index_put", "index_put_") else ()
-        if name.rstrip("_2") in WAITING or any(t is not None and t.dtype == torch.bool for t in index):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
+def on_meta(case: Case):
+    given = inputs_of(case)
+    hidden, weight = (t.to(META).requires_grad_() for t in (given.hidden_LH, given.weight_VH))
+    values = {field.name: getattr(given.tokens, field.name) for field in fields(given.tokens)}
+    tokens = replace(given.tokens, **{k: v.to(META) for k, v in values.items() if isinstance(v, torch.Tensor)})
+    temperature = given.temperature
+    temperature = temperature.to(META) if isinstance(temperature, torch.Tensor) else temperature
+    return given, hidden, weight, tokens, temperature
 
 
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
+@pytest.mark.parametrize("name", CASES)
+def test_the_heads_need_no_value_on_the_host(name):
+    case = CASES[name]
+    given, hidden, weight, tokens, temperature = on_meta(case)
+    targets = given.targets.to(META)
+    plan = RowPlan.make(given.counted, case.rows, case.chunk_size, META)
+    head = Head(weight, None, case.num_valid, temperature)
+    log_probs, _ = head_log_probs(hidden, targets, plan, head, want_entropy=case.entropy)
+    answer = fused_dapo_head(hidden, targets, plan, tokens, loss_of(case), head)
+    answer.loss_sum.backward()
+    assert log_probs.shape == answer.log_probs.shape == (len(given.counted),)
+    assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
 
 
-@pytest.mark.parametrize("fused", ["auto", "off"])
-def test_an_optimizer_step_reads_one_number_back(layout, tmp_path, fused):
-    """Megatron asks once whether the global token count is above 0, however many micro-batches there are."""
-    path = make_tiny(tmp_path / "tiny", "qwen2", layers=1, hidden=16, heads=2)
-    config = load_config(
-        None,
-        [
-            f"actor_rollout_ref.model.path={path}",
-            f"actor_rollout_ref.actor.fused_kernels={fused}",
-            "actor_rollout_ref.actor.max_tokens_per_microbatch=64",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "data.train_batch_size=4",
-            "actor_rollout_ref.rollout.n=4",
-        ],
+def test_the_composed_head_needs_none_either():
+    given, hidden, weight, _, _ = on_meta(CASES["plain"])
+    log_probs, entropy = linear_logprob_entropy(
+        hidden, weight, torch.zeros(len(hidden), dtype=torch.int64, device=META)
     )
-    policy = Policy(config, layout)
-    groups = synthetic_groups(policy.model.spec.vocab_size, num_groups=4)
-    mini_batch = StepDistributor(config, layout, policy.model.spec)(0, groups).mini_batches[0]
-    assert len(mini_batch) > 3
-    with CountWaits() as waits:
-        part = policy.accumulate_gradients(mini_batch)
-    assert len(waits.seen) <= 1, waits.seen
-    assert part is not None
+    (log_probs.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == hidden.shape
 
 
-def test_the_count_sees_what_it_should():
-    x = torch.arange(4.0)
-    with CountWaits() as waits:
-        x.sum().item()
-        x[x > 1]
-        x.nonzero()
-        bool(x.max() > 0)
-    assert len(waits.seen) == 4
+def test_the_weights_of_tokens_need_none():
+    mask, segments = torch.ones(1, 12, device=META), torch.zeros(1, 12, dtype=torch.int64, device=META)
+    weights, count = token_weights("seq-mean-token-mean", mask, segments, 3, 8)
+    assert weights.shape == (1, 12) and count.shape == ()
+
+
+@pytest.mark.parametrize("reading", [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero])
+def test_a_reading_would_be_noticed(reading):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        reading(torch.zeros((), device=META))

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.training import policy as policy_module
+from megatron_dapo.training.loss_config import loss_config
 
 pytestmark = pytest.mark.unit
 
@@ -17,5 +17,5 @@ pytestmark = pytest.mark.unit
     ],
 )
 def test_the_config_says_whether_tokens_are_weighed(overrides, cap):
-    loss_config = policy_module._loss_config(load_config(None, overrides))
-    assert (loss_config.tis_cap, loss_config.off_policy) == (cap, None)
+    loss = loss_config(load_config(None, overrides))
+    assert (loss.tis_cap, loss.off_policy) == (cap, None)

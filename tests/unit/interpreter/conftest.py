@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import triton.compiler.code_generator  # noqa: F401  it notes what tl.minimum is when imported: before it is patched
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
@@ -42,6 +43,20 @@ def _widened(handle):
     if handle.dtype.scalar == tl.bfloat16:
         return triton_interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
     return handle
+
+
+def _mm_wide(a, b, out_dtype, *, out):
+    return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
+
+
+def _addmm_wide(c, a, b, out_dtype, *, beta=1, alpha=1, out):
+    return out.copy_(beta * c + alpha * (a.to(out_dtype) @ b.to(out_dtype)))
+
+
+# products of halves with float32 results, which torch has for CUDA alone
+_PRODUCTS = torch.library.Library("aten", "IMPL")
+_PRODUCTS.impl("mm.dtype_out", _mm_wide, "CPU")
+_PRODUCTS.impl("addmm.dtype_out", _addmm_wide, "CPU")
 
 
 @pytest.fixture(autouse=True)

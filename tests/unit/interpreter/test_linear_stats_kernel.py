@@ -52,7 +52,8 @@ def test_a_common_offset_costs_no_more_than_its_own_rounding(offset):
     log_prob, entropy = oracle(hidden, weight, inv_temperature, targets)
     bound = 72 * EPS * abs(offset)  # each of 72 additions may round at the offset's size
     torch.testing.assert_close(merged.log_prob.double(), log_prob, rtol=0, atol=bound)
-    torch.testing.assert_close(merged.entropy.double(), entropy, rtol=0, atol=4 * bound)
+    # a product's 72 additions round each logit on its own: some roundings of the offset's size remain in a mean of them
+    torch.testing.assert_close(merged.entropy.double(), entropy, rtol=0, atol=4 * EPS * abs(offset) + 64 * EPS)
 
 
 @pytest.mark.parametrize("num_valid", [1, 255, 256, 257, 499])

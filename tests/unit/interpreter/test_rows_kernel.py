@@ -59,7 +59,8 @@ def test_a_common_offset_costs_no_more_than_its_own_rounding(offset):
     log_prob, entropy = oracle(logits, inv_temperature, targets)
     bound = 4 * EPS * (abs(offset) * 1.5 + 64)  # a logit times a temperature below 1.5, rounded once, in x_t and in M
     torch.testing.assert_close(merged.log_prob.double(), log_prob, rtol=0, atol=bound)
-    torch.testing.assert_close(merged.entropy.double(), entropy, rtol=0, atol=4 * bound)
+    # an entropy taken as lse - u / s, without differences to the maximum, would be off by 2e-4 and more
+    torch.testing.assert_close(merged.entropy.double(), entropy, rtol=0, atol=1e-4)
 
 
 def test_without_entropy_the_other_statistics_are_the_same_bits():

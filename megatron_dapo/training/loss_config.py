@@ -1,0 +1,22 @@
+"""What the config makes of the loss."""
+
+from dataclasses import replace
+
+from megatron_dapo.algorithms import Clip, LossConfig
+from megatron_dapo.config import Config, effective_clip, uses_kl_loss
+
+
+def loss_config(config: Config) -> LossConfig:
+    """The actor's loss, as `algorithms.dapo_loss` takes it."""
+    actor = config.actor_rollout_ref.actor
+    low, high = effective_clip(config)
+    correction = config.algorithm.rollout_correction
+    base = LossConfig(
+        clip=Clip(low, high, actor.clip_ratio_c),
+        entropy_coef=actor.entropy_coef,
+        report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
+        tis_cap=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
+    )
+    if not uses_kl_loss(config):
+        return base
+    return replace(base, use_kl_loss=True, kl_loss_coef=actor.kl_loss_coef, kl_loss_type=actor.kl_loss_type)
