@@ -1,6 +1,6 @@
 """Runs a config on this machine: starts its SGLang servers and, meanwhile, the trainer; ends both, whatever happens.
 
-python -m launch.local --config configs/demo.yaml [--dry-run] [key=value ...]
+python -m launch.local --config configs/demo.yaml [--replay DIR] [--dry-run] [key=value ...]
 """
 
 import json
@@ -22,8 +22,11 @@ SERVERS_FAILED_EXIT_CODE = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: the trainer's; 2 for mistakes of the user; 1 where the servers failed; 128 + signal where stopped."""
     made = parser("launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together.")
+    made.add_argument("--replay", metavar="DIR", help="train on batches that trainer.dump_batches=true wrote")
     made.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
     arguments, overrides = parse(made, argv)
+    if arguments.replay:
+        overrides = [*overrides, f"trainer.replay={arguments.replay}"]
     try:
         config = checked_config(arguments.config, overrides, check_files=not arguments.dry_run)
         require_one_node(config)
@@ -41,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     """Run a checked config and return the exit code, as `main` does. command: what each rank runs; none = the trainer.
 
-    Servers are started unless `rollout.server_urls` names some, and the trainer at the same time: its controller waits
-    for them. When this returns, nothing that it started is left.
+    Servers are started unless `rollout.server_urls` names some or batches are replayed, and the trainer at the same
+    time: its controller waits for them. When this returns, nothing that it started is left.
     """
     from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
     from megatron_dapo.rollout import ServerFailure, ServerSupervisor
@@ -53,7 +56,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     rollout = config.actor_rollout_ref.rollout
     with show_log(run.log("launch")), StopSignals() as stop:
         servers = None
-        if not rollout.server_urls:
+        if not rollout.server_urls and not config.trainer.replay:
             servers = ServerSupervisor(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
         urls = servers.urls if servers else rollout.server_urls
         override = f"actor_rollout_ref.rollout.server_urls={json.dumps(urls)}"

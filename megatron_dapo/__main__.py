@@ -34,11 +34,12 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train, or show what would be started",
-        usage="python -m megatron_dapo train [--config FILE] [--dry-run] [key=value ...]",
+        usage="python -m megatron_dapo train [--config FILE] [--replay DIR] [--dry-run] [key=value ...]",
         description="Train. One process per rank: start it under torchrun, or use `python -m launch.local`.",
         epilog="key=value sets any key of the config, e.g. trainer.seed=2; docs/config.md lists them all.",
     )
     train.add_argument("--config", metavar="FILE", help="YAML file; without it every key has its default")
+    train.add_argument("--replay", metavar="DIR", help="train on batches that trainer.dump_batches=true wrote")
     train.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
     train.set_defaults(run=_train, takes_overrides=True)
 
@@ -73,11 +74,13 @@ def _checked_config(arguments: argparse.Namespace, quiet: bool) -> Config:
     be read on a laptop; what is missing here is a mistake all the same.
     """
     file, overrides = arguments.config, arguments.overrides
+    if arguments.replay:
+        overrides = [*overrides, f"trainer.replay={arguments.replay}"]
     started = os.environ.get("WORLD_SIZE")
     num_processes = int(started) if started else None if arguments.dry_run else 1
     if not arguments.dry_run:
         config = load_and_validate(file, overrides, num_processes=num_processes)
-        if not config.actor_rollout_ref.rollout.server_urls:
+        if not config.actor_rollout_ref.rollout.server_urls and not config.trainer.replay:
             raise UserError(
                 "actor_rollout_ref.rollout.server_urls is empty; give the URLs of running servers, or use "
                 "`python -m launch.local`, which starts them."

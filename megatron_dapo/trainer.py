@@ -11,7 +11,7 @@ from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, us
 from megatron_dapo.data import Group
 from megatron_dapo.models import export_hf
 from megatron_dapo.platform import ParallelLayout, device
-from megatron_dapo.rollout import NeedsSync, RolloutError, RolloutHandle, SGLangClient
+from megatron_dapo.rollout import NeedsSync, Replay, RolloutError, RolloutHandle, SGLangClient, start_rollout
 from megatron_dapo.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training import Policy, Reference, StepDistributor, StepShard, apply_kl_in_reward
 from megatron_dapo.weight_sync import WeightSync
@@ -60,24 +60,26 @@ class _Job:
         config: Config,
         layout: ParallelLayout,
         telemetry: Telemetry | NullTelemetry,
-        rollout: RolloutHandle | None,
+        rollout: RolloutHandle | Replay | None,
     ) -> None:
         self.config, self.layout, self.telemetry, self.rollout = config, layout, telemetry, rollout
         self.run = _run_folder(config)
         self.policy = Policy(config, layout)
         self.reference = Reference(config, layout) if needs_reference(config) else None
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
-        servers = [SGLangClient(url) for url in config.actor_rollout_ref.rollout.server_urls]
-        self.weights = WeightSync(
+        self.weights = None if config.trainer.replay else self._weight_sync()
+        kl_ctrl = config.algorithm.kl_ctrl
+        self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+
+    def _weight_sync(self) -> WeightSync:
+        return WeightSync(
             self.policy.weight_source(),
-            servers,
-            layout,
-            config.weight_sync,
+            [SGLangClient(url) for url in self.config.actor_rollout_ref.rollout.server_urls],
+            self.layout,
+            self.config.weight_sync,
             device(),
             num_kv_heads=self.policy.model.spec.num_kv_heads,
         )
-        kl_ctrl = config.algorithm.kl_ctrl
-        self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
 
     def wait_for_rollout(self) -> None:
         """Until prompts are read and every server is healthy. Servers start while the models are built."""
@@ -107,14 +109,16 @@ class _Job:
             return apply_kl_in_reward(shard, self.kl_controller, self.config.algorithm, self.layout)
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Sends the current weights to every server; seconds per phase of it."""
+        """Sends the current weights to every server; seconds per phase of it. A replay has no servers."""
+        if self.weights is None:
+            return {}
         with self.telemetry.phase("weight_sync"):
             report = self.weights.push(version)
         return {f"weight_sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
 
     def validate(self, step: int) -> None:
-        """Answers the held-out prompts with the current weights, where there are any."""
-        if not self.config.data.val_files:
+        """Answers the held-out prompts with the current weights, where there are any and servers to ask."""
+        if self.config.trainer.replay or not self.config.data.val_files:
             return
         with self.telemetry.phase("validation"):
             metrics = self._ask_rollout(step, lambda rollout: rollout.evaluate(step, weight_version=step))
@@ -126,7 +130,7 @@ class _Job:
             model = self.policy.model
             export_hf(model, self.layout, self.config.actor_rollout_ref.model.path, self.run.model)
 
-    def _ask_rollout(self, version: int, question: Callable[[RolloutHandle], Answer]) -> Answer | None:
+    def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | Replay], Answer]) -> Answer | None:
         """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
         same question again, which loses nothing."""
         for _ in range(_MAX_SYNCS):
@@ -160,7 +164,7 @@ def _job(config: Config) -> Iterator[_Job]:
     )
     is_main = layout.rank == 0
     # the controller first: it reads the prompts and waits for the servers while the models are built here
-    rollout = RolloutHandle.start(config) if is_main else None
+    rollout = start_rollout(config) if is_main else None
     if is_main:
         write_whole(_run_folder(config).create().config, to_yaml(config))
     telemetry = Telemetry(config, _run_folder(config)) if is_main else NullTelemetry()
@@ -172,6 +176,6 @@ def _job(config: Config) -> Iterator[_Job]:
         telemetry.close()
         if rollout is not None:
             rollout.close()
-        if job is not None:
+        if job is not None and job.weights is not None:
             job.weights.close()
     layout.shutdown()

@@ -25,7 +25,7 @@ from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.model_checks import read_model_json
 from megatron_dapo.config.plan import process_plan
 from megatron_dapo.config.reference import config_reference
-from megatron_dapo.config.run_folder import RunFolder, write_whole
+from megatron_dapo.config.run_folder import RunFolder, batch_file, batch_steps, whole_file, write_whole
 from megatron_dapo.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -71,6 +71,8 @@ __all__ = [
     "TrainerConfig",
     "UserError",
     "WeightSyncConfig",
+    "batch_file",
+    "batch_steps",
     "config_reference",
     "dapo_techniques",
     "data_parallel_size",
@@ -94,6 +96,7 @@ __all__ = [
     "uses_kl_loss",
     "uses_overlong_shaping",
     "validate",
+    "whole_file",
     "world_size",
     "write_whole",
 ]

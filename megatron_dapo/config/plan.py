@@ -26,14 +26,8 @@ def process_plan(config: Config) -> str:
         ("trainer", list(_trainer(config))),
         ("rollout step", list(_rollout_step(config))),
         ("techniques", list(_techniques(config))),
-        ("servers", list(_servers(config))),
-        ("controller", ["1 process beside rank 0"]),
-        (
-            "rewards",
-            [f"{_count(config.reward.num_workers, 'process', 'processes')}, {config.reward.timeout_s:g} s per answer"],
-        ),
+        *_rollout(config),
         ("reference", [_reference(config)]),
-        ("weight sync", [_weight_sync(config)]),
     ]
     lines = ["Process plan"]
     for label, texts in rows:
@@ -84,6 +78,19 @@ def _techniques(config: Config) -> Iterator[str]:
     for name, on in dapo_techniques(config).items():
         detail = f"  ({details[name]})" if on or name in shown_when_off else ""
         yield f"{name.replace('_', ' '):<17}{'on ' if on else 'off'}{detail}".rstrip()
+
+
+def _rollout(config: Config) -> list[tuple[str, list[str]]]:
+    """Where batches come from, and where weights go."""
+    if config.trainer.replay:
+        return [("batches", [f"replay of {config.trainer.replay}: no servers, no rewards, no weight sync"])]
+    reward = config.reward
+    return [
+        ("servers", list(_servers(config))),
+        ("controller", ["1 process beside rank 0"]),
+        ("rewards", [f"{_count(reward.num_workers, 'process', 'processes')}, {reward.timeout_s:g} s per answer"]),
+        ("weight sync", [_weight_sync(config)]),
+    ]
 
 
 def _servers(config: Config) -> Iterator[str]:

@@ -1,13 +1,17 @@
 """The one place that knows the file names of a run folder, and how a file is written whole."""
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, model/, logs/}."""
+    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, batches/, checkpoints/, model/, logs/}."""
 
     path: Path
 
@@ -34,6 +38,11 @@ class RunFolder:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def batches(self) -> Path:
+        """Finished batches, with `trainer.dump_batches`; see `batch_file`."""
+        return self.path / "batches"
 
     @property
     def checkpoints(self) -> Path:
@@ -66,14 +75,32 @@ class RunFolder:
         return self
 
 
+def batch_file(batches: str | Path, step: int) -> Path:
+    """Where a folder of finished batches keeps that of one rollout step."""
+    return Path(batches) / f"step_{step:06d}.json.gz"
+
+
+def batch_steps(batches: str | Path) -> list[int]:
+    """The rollout steps of which a folder holds a batch, ascending; [] where there is no such folder."""
+    names = (re.fullmatch(r"step_(\d{6,})\.json\.gz", path.name) for path in Path(batches).glob("step_*.json.gz"))
+    return sorted(int(name[1]) for name in names if name)
+
+
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old content or the new, never a part: temp file, fsync, rename."""
+    with whole_file(path) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+    """As `write_whole`, for what is written piece by piece; where the block raises, `path` stays as it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -337,6 +337,10 @@ class TrainerConfig(Section):
     """Where metrics go."""
     seed: int = 1
     """Seed of mini-batches and samplers."""
+    dump_batches: bool = False
+    """Write every finished batch to batches/step_NNNNNN.json.gz of the run folder, for `replay`; off in a replay."""
+    replay: str | None = None
+    """Folder of dumped batches to train on, without servers, rewards or weight sync (`train --replay DIR`)."""
 
 
 class Config(Section):

@@ -11,6 +11,7 @@ from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.hf_config import model_spec
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.model_checks import MODEL_CHECKS, model_json_path, read_model_json
+from megatron_dapo.config.run_folder import RunFolder, batch_steps
 from megatron_dapo.config.schema import Config
 
 
@@ -59,6 +60,8 @@ def _mistakes(
 
 
 def _prompt_files(config: Config) -> Iterator[str]:
+    if config.trainer.replay:
+        return
     if not config.data.train_files:
         yield "data.train_files is empty; give one or more .jsonl or .parquet files with prompts."
     for key in ("train_files", "val_files"):
@@ -67,6 +70,29 @@ def _prompt_files(config: Config) -> Iterator[str]:
                 yield f"data.{key} holds {name}, which is not a file here; correct the path."
             elif Path(name).suffix not in (".jsonl", ".parquet"):
                 yield f"data.{key} holds {name}; only .jsonl and .parquet files are read: convert it."
+
+
+def _replay(config: Config) -> Iterator[str]:
+    folder, steps = config.trainer.replay, config.trainer.total_training_steps
+    if not folder:
+        return
+    dumped = batch_steps(folder)
+    if not dumped:
+        yield (
+            f"trainer.replay is {folder}, which holds no step_NNNNNN.json.gz; give the folder batches/ of a run with "
+            f"trainer.dump_batches=true."
+        )
+    elif dumped[-1] < steps:
+        yield (
+            f"trainer.replay is {folder}, whose last batch is that of step {dumped[-1]}, but "
+            f"trainer.total_training_steps is {steps}; set it to {dumped[-1]} or less."
+        )
+    run = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
+    if Path(folder).resolve() == run.batches.resolve():
+        yield (
+            f"trainer.replay is {folder}, which is of the run folder {run.path} itself; give the replay a run folder "
+            f"of its own with trainer.run_dir, or it would mix its metrics and model with that run's."
+        )
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
@@ -107,4 +133,4 @@ def _transformer_engine(config: Config) -> Iterator[str]:
         yield f"{MEGATRON}.fp8 is {megatron.fp8}, {absent}, or set fp8 to none."
 
 
-MACHINE_CHECKS = (_prompt_files, _checkpoints, _transformer_engine)
+MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine)

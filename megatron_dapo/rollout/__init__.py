@@ -3,6 +3,7 @@
 Import from here.
 """
 
+from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.child_process import ChildProcess
 from megatron_dapo.rollout.client import (
     FOREIGN_VERSION,
@@ -13,6 +14,7 @@ from megatron_dapo.rollout.client import (
 )
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.handle import RolloutHandle
+from megatron_dapo.rollout.replay import Replay, start_rollout
 from megatron_dapo.rollout.supervisor import (
     ReservedPort,
     ServerCommand,
@@ -27,6 +29,7 @@ __all__ = [
     "ChildProcess",
     "Generation",
     "NeedsSync",
+    "Replay",
     "ReservedPort",
     "RolloutError",
     "RolloutHandle",
@@ -36,6 +39,9 @@ __all__ = [
     "ServerError",
     "ServerFailure",
     "ServerSupervisor",
+    "read_batch",
     "sglang_command",
+    "start_rollout",
     "visible_gpus",
+    "write_batch",
 ]

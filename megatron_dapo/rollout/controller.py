@@ -25,6 +25,7 @@ from megatron_dapo.data.prompts import PromptCursor, PromptDataset
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.rewards import RewardPool, check_reward
+from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import evaluate
@@ -111,7 +112,10 @@ class Controller:
         self._seconds, self._num_syncs = 0.0, 0
         self._dump(step, result.groups)
         metrics = step_metrics(result, weight_version, num_retries, seconds)
-        return RolloutBatch(groups=result.groups, metrics={name: float(value) for name, value in metrics.items()})
+        batch = RolloutBatch(groups=result.groups, metrics={name: float(value) for name, value in metrics.items()})
+        if self._config.trainer.dump_batches:
+            write_batch(self._folder.batches, step, batch)
+        return batch
 
     async def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Metrics of the held-out prompts; {} where there are none. Raises NeedsSync, RolloutError."""
@@ -133,6 +137,12 @@ class Controller:
         return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on where a saved controller stood. Raises UserError for the state of a replay, which has no prompts."""
+        if "replay" in state:
+            raise UserError(
+                f"the checkpoint is of a replay of {state['replay']}, which drew no prompts to go on from; resume it "
+                f"with trainer.replay, or from a checkpoint of a run with servers."
+            )
         self._cursor.load_state_dict(state["cursor"])
         self._queue.load_state_dict(state["queue"])
 

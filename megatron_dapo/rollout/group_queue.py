@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dapo.config import UserError
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.types import Group, Prompt
+from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain, prompt_from_plain, prompt_to_plain
 
 FilterReason = Callable[[Sequence[bool]], str | None]  # raw correctness of a group -> why it is dropped, None = keep
 
@@ -157,16 +158,16 @@ class GroupQueue:
         """Plain data (dicts, lists, tuples, numbers, strings). An open step is kept too, but for its metrics."""
         return {
             "num_drawn": self._num_drawn,
-            "kept": [_group_to_plain(group) for group in self._kept],
-            "open": [{"uid": uid, "prompt": _prompt_to_plain(prompt)} for uid, prompt in self._open.items()],
-            "finished": [_group_to_plain(group) for group in self._finished.values()],
+            "kept": [group_to_plain(group) for group in self._kept],
+            "open": [{"uid": uid, "prompt": prompt_to_plain(prompt)} for uid, prompt in self._open.items()],
+            "finished": [group_to_plain(group) for group in self._finished.values()],
         }
 
     def load_state_dict(self, state: dict) -> None:
         self._num_drawn = state["num_drawn"]
-        self._kept = [_group_from_plain(plain) for plain in state["kept"]]
-        self._open = {plain["uid"]: _prompt_from_plain(plain["prompt"]) for plain in state["open"]}
-        self._finished = {plain["uid"]: _group_from_plain(plain) for plain in state["finished"]}
+        self._kept = [group_from_plain(plain) for plain in state["kept"]]
+        self._open = {plain["uid"]: prompt_from_plain(plain["prompt"]) for plain in state["open"]}
+        self._finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
         self._step = None
 
     def _exhausted(self) -> str:
@@ -179,32 +180,3 @@ class GroupQueue:
             "neither all right nor all wrong, raise max_num_gen_batches or data.gen_batch_size, or set "
             "on_exhausted=train_partial (which needs at least one group)."
         )
-
-
-# vars(), not dataclasses.asdict: asdict copies every token of every tuple.
-
-
-def _prompt_to_plain(prompt: Prompt) -> dict:
-    return dict(vars(prompt))
-
-
-def _prompt_from_plain(plain: dict) -> Prompt:
-    return Prompt(**{**plain, "tokens": tuple(plain["tokens"])})
-
-
-_PER_TOKEN = ("prompt_tokens", "response_tokens", "rollout_log_probs", "loss_mask", "weight_versions")
-
-
-def _group_to_plain(group: Group) -> dict:
-    return {
-        "uid": group.uid,
-        "prompt": _prompt_to_plain(group.prompt),
-        "samples": [dict(vars(sample)) for sample in group.samples],
-    }
-
-
-def _group_from_plain(plain: dict) -> Group:
-    samples = (
-        Sample(**{**sample, **{name: tuple(sample[name]) for name in _PER_TOKEN}}) for sample in plain["samples"]
-    )
-    return Group(uid=plain["uid"], prompt=_prompt_from_plain(plain["prompt"]), samples=tuple(samples))

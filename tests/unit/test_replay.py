@@ -1,0 +1,162 @@
+"""Dumped batches: what the controller writes is what a replay trains on, and a damaged file is named."""
+
+import asyncio
+import gzip
+import inspect
+import json
+import sys
+
+import pytest
+
+from megatron_dapo.config import UserError, batch_file, load_config, process_plan, validate
+from megatron_dapo.data import RolloutBatch
+from megatron_dapo.rollout import Replay, RolloutHandle, read_batch, start_rollout, write_batch
+from megatron_dapo.rollout.controller import Controller
+from tests.fake_rollout import FakeServer, Script, make_config, write_files
+from tests.synthetic import synthetic_groups
+
+pytestmark = pytest.mark.unit
+
+
+def batch(seed: int = 0) -> RolloutBatch:
+    metrics = {"reward/mean": 0.1 + 0.2, "tiny": 5e-324, "gone": float("inf")}
+    return RolloutBatch(tuple(synthetic_groups(64, seed=seed)), metrics)
+
+
+def test_a_batch_is_read_back_number_for_number(tmp_path):
+    for step in (1, 1_000_000):
+        write_batch(tmp_path, step, batch(step))
+        assert read_batch(tmp_path, step) == batch(step)
+
+
+def test_equal_batches_make_equal_files_and_nothing_else_is_left(tmp_path):
+    for folder in ("a", "b"):
+        write_batch(tmp_path / folder, 1, batch(1))
+        write_batch(tmp_path / folder, 1, batch())  # the step again, after a resume
+    assert batch_file(tmp_path / "a", 1).read_bytes() == batch_file(tmp_path / "b", 1).read_bytes()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["step_000001.json.gz"]
+
+
+def test_a_write_that_fails_leaves_the_batch_that_was_there(tmp_path):
+    write_batch(tmp_path, 1, batch())
+    groups = synthetic_groups(64)
+    with pytest.raises(AttributeError):
+        write_batch(tmp_path, 1, RolloutBatch((*groups[:2], None), {}))
+    assert read_batch(tmp_path, 1) == batch() and len(list(tmp_path.iterdir())) == 1
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    middle = len(content) // 2
+    other_format = json.loads(gzip.decompress(content)) | {"format": 99}
+    return {
+        "truncated": content[:-9],
+        "cut in the middle": content[:middle],
+        "a flipped bit": content[:middle] + bytes([content[middle] ^ 8]) + content[middle + 1 :],
+        "no gzip": b"{}",
+        "no batch": gzip.compress(b"{}"),
+        "another format": gzip.compress(json.dumps(other_format).encode()),
+        "empty": b"",
+    }
+
+
+@pytest.mark.parametrize("kind", damaged(gzip.compress(b"{}")))
+def test_a_damaged_batch_is_named(tmp_path, kind):
+    write_batch(tmp_path, 3, batch())
+    path = batch_file(tmp_path, 3)
+    path.write_bytes(damaged(path.read_bytes())[kind])
+    with pytest.raises(UserError, match="step_000003.json.gz cannot be read"):
+        Replay(tmp_path).next_batch(3, 2)
+
+
+def test_a_batch_under_another_steps_name_is_refused(tmp_path):
+    write_batch(tmp_path, 3, batch())
+    batch_file(tmp_path, 3).rename(batch_file(tmp_path, 4))
+    with pytest.raises(UserError, match="it is of step 3"):
+        read_batch(tmp_path, 4)
+
+
+def test_a_missing_batch_is_named_beside_those_that_are_there(tmp_path):
+    for step in (1, 2, 4):
+        write_batch(tmp_path, step, batch())
+    with pytest.raises(UserError, match="step_000003.json.gz to replay; .* has those of steps 1 to 4 but for 1"):
+        Replay(tmp_path).next_batch(3, 2)
+
+
+def test_a_replay_has_every_call_that_the_trainer_makes_of_a_controller():
+    calls = {name for name, _ in inspect.getmembers(RolloutHandle, inspect.isfunction) if not name.startswith("_")}
+    for name in calls:
+        assert inspect.signature(getattr(Replay, name)).parameters.keys() == (
+            inspect.signature(getattr(RolloutHandle, name)).parameters.keys()
+        ), name
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_files(tmp_path, num_val=2)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("fake_rewards", None)
+
+
+def test_the_controller_dumps_what_it_hands_to_the_trainer_and_a_replay_needs_no_server(folder):
+    async def main() -> list[RolloutBatch]:
+        server = await FakeServer(Script()).start()
+        controller = Controller(make_config(folder, [server], "trainer.dump_batches=true"))
+        try:
+            await controller.start()
+            return [await controller.next_batch(step, 1) for step in (1, 2)]
+        finally:
+            await controller.close()
+            await server.stop()
+
+    given = asyncio.run(main())
+    assert all(len(batch.groups) == 4 for batch in given) and given[0] != given[1]
+    replay = start_rollout(load_config(None, [f"trainer.replay={folder}/run/batches"]))
+    replay.wait_ready()
+    assert [replay.next_batch(step, step - 1) for step in (1, 2)] == given
+    assert replay.evaluate(2, 2) == {}
+    replay.load_state_dict(replay.state_dict())
+    replay.close()
+
+
+def test_without_the_key_nothing_is_dumped(folder):
+    async def main() -> None:
+        server = await FakeServer(Script()).start()
+        controller = Controller(make_config(folder, [server]))
+        try:
+            await controller.start()
+            await controller.next_batch(1, 1)
+        finally:
+            await controller.close()
+            await server.stop()
+
+    asyncio.run(main())
+    assert not (folder / "run" / "batches").exists()
+
+
+def test_a_run_with_servers_does_not_go_on_from_a_replays_state(folder):
+    controller = Controller(make_config(folder, ["http://127.0.0.1:9"]))
+    with pytest.raises(UserError, match="replay of here, which drew no prompts"):
+        controller.load_state_dict(Replay("here").state_dict())
+
+
+def mistakes(*overrides: str) -> list[str]:
+    with pytest.raises(UserError) as error:
+        validate(load_config(None, [*overrides, "trainer.total_training_steps=3"]), None)
+    return [sentence for sentence in error.value.sentences if "trainer.replay" in sentence or "train_files" in sentence]
+
+
+def test_mistakes_about_a_replay_are_told_before_anything_starts(tmp_path):
+    replay, other = f"trainer.replay={tmp_path}/batches", f"trainer.run_dir={tmp_path}/other"
+    assert "holds no step_NNNNNN.json.gz" in mistakes(replay, other)[0]
+    for step in (1, 2):
+        write_batch(tmp_path / "batches", step, batch())
+    assert "last batch is that of step 2, but trainer.total_training_steps is 3" in mistakes(replay, other)[0]
+    write_batch(tmp_path / "batches", 3, batch())
+    assert mistakes(replay, other) == []  # no prompt files are asked for
+    assert "a run folder of its own" in mistakes(replay, f"trainer.run_dir={tmp_path}")[0]
+
+
+def test_the_plan_of_a_replay_has_no_servers():
+    plan = process_plan(load_config(None, ["trainer.replay=some/batches"]))
+    assert "replay of some/batches" in plan and "server" not in plan.replace("no servers", "")
