@@ -1,1 +1,40 @@
-"""Distributed checkpoints, their manifest, resume. Nothing is here yet."""
+"""Checkpoints: what a folder holds, its manifest, and resuming a run from it.
+
+May be imported from here: what __all__ lists; none of it needs torch. Writing and reading the tensors is in
+`checkpointing.torch_dist`, which needs Megatron and is imported by its name.
+"""
+
+from megatron_dapo.checkpointing.errors import CheckpointError
+from megatron_dapo.checkpointing.folders import (
+    CONTROLLER_STATE,
+    HF,
+    MEGATRON,
+    TRAINER_STATE,
+    discard,
+    newest_first,
+    publish,
+    read_controller_state,
+    read_trainer_state,
+    staging,
+)
+from megatron_dapo.checkpointing.manifest import MANIFEST, Manifest, Verdict, read_manifest, verify, write_manifest
+
+__all__ = [
+    "CONTROLLER_STATE",
+    "HF",
+    "MANIFEST",
+    "MEGATRON",
+    "TRAINER_STATE",
+    "CheckpointError",
+    "Manifest",
+    "Verdict",
+    "discard",
+    "newest_first",
+    "publish",
+    "read_controller_state",
+    "read_manifest",
+    "read_trainer_state",
+    "staging",
+    "verify",
+    "write_manifest",
+]

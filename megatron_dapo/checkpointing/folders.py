@@ -1,0 +1,120 @@
+"""The folders of checkpoints: what they hold, how one appears (by rename, complete) and how old ones go.
+
+step_000012/            a checkpoint: its manifest was inside before it had this name
+.staging_step_000012/   one being written, or left by a process that was killed
+.retired_step_000012/   one being deleted: a folder that is half gone never carries a checkpoint's name
+"""
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+from megatron_dapo.checkpointing.manifest import MANIFEST, sync_folder
+from megatron_dapo.config import UserError, write_whole
+
+MEGATRON = "megatron"
+HF = "hf"
+TRAINER_STATE = "trainer.json"
+CONTROLLER_STATE = "controller.json.gz"
+
+_STEP = re.compile(r"step_(\d{6,})")
+_STAGING, _RETIRED = ".staging_", ".retired_"
+_GZIP_LEVEL = 1  # tokens and log-probs: higher levels cost seconds and save little
+
+
+def step_of(folder: Path) -> int | None:
+    """The rollout step in a checkpoint's name; none for other names."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def newest_first(root: Path) -> list[Path]:
+    """The checkpoints of a run, by name alone: whether one is whole, its manifest says."""
+    if not root.is_dir():
+        return []
+    steps = {path: step_of(path) for path in root.iterdir() if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step is not None), key=steps.get, reverse=True)
+
+
+def staging(final: Path) -> Path:
+    """An empty hidden folder beside `final`, to write into; what an earlier try left there is removed."""
+    staged = final.with_name(_STAGING + final.name)
+    _remove(staged)
+    staged.mkdir(parents=True)
+    return staged
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a folder that is written and has its manifest its name. One that carries the name already is replaced: it is
+    moved aside first, and deleted when the new one is in its place."""
+    assert (staged / MANIFEST).is_file(), f"{staged} has no manifest"
+    old = final.with_name(_RETIRED + final.name)
+    _remove(old)
+    if final.exists():
+        final.rename(old)
+    staged.rename(final)
+    sync_folder(final.parent)
+    _remove(old)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder so that it is at no time half of a checkpoint; nothing happens where there is none."""
+    if not folder.exists():
+        return
+    if step_of(folder) is not None:
+        retired = folder.with_name(_RETIRED + folder.name)
+        _remove(retired)
+        folder = folder.rename(retired)
+    _remove(folder)
+
+
+def remove_leftovers(root: Path) -> list[str]:
+    """Delete what a killed process left half written or half deleted; the names."""
+    left = [path for path in root.iterdir() if path.name.startswith((_STAGING, _RETIRED))] if root.is_dir() else []
+    for path in left:
+        _remove(path)
+    return sorted(path.name for path in left)
+
+
+def retire(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    """Delete checkpoints that are neither among the newest `keep_last` (none = all) nor of a step that is a multiple of
+    `keep_every`; those deleted. To be called when the newest is known to be whole."""
+    if keep_last is None:
+        return []
+    assert keep_last > 0, keep_last
+    old = [path for path in newest_first(root)[keep_last:] if not (keep_every and step_of(path) % keep_every == 0)]
+    for path in old:
+        discard(path)
+    return old
+
+
+def write_trainer_state(folder: Path, state: dict) -> None:
+    write_whole(folder / TRAINER_STATE, json.dumps(state, indent=1) + "\n")
+
+
+def read_trainer_state(folder: Path) -> dict:
+    """Raises UserError where there is none, as in the output of a converter."""
+    try:
+        return json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no {TRAINER_STATE}: it holds a model, but no state of a run; give a training checkpoint."
+        ) from None
+
+
+def write_controller_state(folder: Path, state: dict) -> None:
+    """state: plain data. What JSON cannot hold, such as bytes in a prompt's extra_info, is an error and not changed."""
+    content = json.dumps(state, separators=(",", ":")).encode()
+    write_whole(folder / CONTROLLER_STATE, gzip.compress(content, _GZIP_LEVEL, mtime=0))
+
+
+def read_controller_state(folder: Path) -> dict:
+    """Tuples come back as lists. Raises FileNotFoundError."""
+    return json.loads(gzip.decompress((folder / CONTROLLER_STATE).read_bytes()))
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,178 @@
+"""manifest.json: each file of a checkpoint folder with size and checksum, written last. No manifest, no checkpoint.
+
+Needs neither torch nor Megatron, so that tools can look at a folder at once.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_dapo.config import UserError, write_whole
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+_PACKAGES = ("megatron_dapo", "megatron-core", "torch")
+_NUM_THREADS = 8  # sha256 lets go of the interpreter; one thread reads some 1 GB/s
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """size: bytes. sha256: of the content, in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """files: by their path inside the folder, without the manifest itself. contents: what the folder holds ("model",
+    "optimizer", "lr_schedule", "rng", "counters", "controller"). versions: of the packages that wrote it."""
+
+    files: dict[str, FileRecord]
+    contents: tuple[str, ...]
+    versions: dict[str, str]
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.size for record in self.files.values())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found. damage: a phrase per fault; none = the checkpoint is whole. extra: files that nobody listed,
+    which does no harm."""
+
+    damage: tuple[str, ...]
+    extra: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.damage
+
+
+def file_names(folder: Path) -> list[str]:
+    """Every file below the folder but the manifest, as paths inside it, sorted."""
+    found = [
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
+    ]
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def seal(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Size and checksum of files that are done, each flushed to the disk first."""
+    return _records(folder, names, flush=True)
+
+
+def write_manifest(
+    folder: Path, contents: Sequence[str], files: dict[str, FileRecord] | None = None, flush: bool = True
+) -> Manifest:
+    """Close a folder: from here on it is a checkpoint. The folders' entries are flushed to the disk before and after.
+
+    files: the records of all files, where they are known (see `seal`); none = they are made here.
+    """
+    records = _records(folder, file_names(folder), flush) if files is None else dict(sorted(files.items()))
+    manifest = Manifest(records, tuple(contents), {name: importlib.metadata.version(name) for name in _PACKAGES})
+    for inner in sorted({(folder / name).parent for name in records}):
+        sync_folder(inner)
+    content = asdict(manifest)
+    write_whole(folder / MANIFEST, json.dumps({**content, "sha256": _self_check(content)}, indent=1) + "\n")
+    sync_folder(folder)
+    return manifest
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Raises UserError, one sentence, where there is none, or it is damaged, or of a format that is not known."""
+    manifest, fault = _read(Path(folder))
+    if manifest is None:
+        raise UserError(f"{folder} is not a complete checkpoint: {fault}; give another folder, or write it again.")
+    return manifest
+
+
+def verify(folder: str | Path, contents: bool = True) -> Verdict:
+    """Compare a folder with its manifest. contents: read every file and compare checksums too, not only sizes."""
+    folder = Path(folder)
+    manifest, fault = _read(folder)
+    if manifest is None:
+        return Verdict((fault,))
+    there = set(file_names(folder))
+    damage = [f"{name} is missing" for name in manifest.files if name not in there]
+    same_size = []
+    for name, record in manifest.files.items():
+        if name not in there:
+            continue
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            damage.append(f"{name} is not a file")
+        elif size != record.size:
+            damage.append(f"{name} has {size} bytes instead of {record.size}")
+        else:
+            same_size.append(name)
+    if contents:
+        try:
+            now = _records(folder, same_size, flush=False)
+        except OSError as error:
+            damage.append(f"{error.filename} cannot be read ({error.strerror})")
+            now = {}
+        damage += [
+            f"{name} has another content than was written (its sha256 differs)"
+            for name, record in now.items()
+            if record != manifest.files[name]
+        ]
+    return Verdict(tuple(damage), tuple(sorted(there - manifest.files.keys())))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's own entries: the names of the files in it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest, or none and what is wrong with it."""
+    if not folder.is_dir():
+        return None, "the folder is missing" if not folder.exists() else "it is not a folder"
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        check = content.pop("sha256")
+    except FileNotFoundError:
+        return None, f"{MANIFEST} is missing"
+    except OSError as error:
+        return None, f"{MANIFEST} cannot be read ({error.strerror})"
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # not JSON, not an object
+        return None, f"{MANIFEST} is damaged"
+    if check != _self_check(content):
+        return None, f"{MANIFEST} has another content than was written (its sha256 differs)"
+    if content["format_version"] != FORMAT_VERSION:
+        return None, f"{MANIFEST} has format version {content['format_version']}, this program reads {FORMAT_VERSION}"
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    return Manifest(files, tuple(content["contents"]), content["versions"], content["format_version"]), ""
+
+
+def _self_check(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _records(folder: Path, names: Iterable[str], flush: bool) -> dict[str, FileRecord]:
+    names = list(names)
+    if not names:
+        return {}
+    with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
+        return dict(zip(names, pool.map(lambda name: _record(folder / name, flush), names), strict=True))
+
+
+def _record(path: Path, flush: bool) -> FileRecord:
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())

@@ -1,0 +1,214 @@
+"""The files of a checkpoint: damage of every kind is found and named, folders appear whole, old ones go."""
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.checkpointing import (
+    MANIFEST,
+    discard,
+    newest_first,
+    publish,
+    read_controller_state,
+    read_manifest,
+    staging,
+    verify,
+    write_manifest,
+)
+from megatron_dapo.checkpointing.folders import remove_leftovers, retire, write_controller_state
+from megatron_dapo.config import UserError
+
+pytestmark = pytest.mark.unit
+
+CONTENT = {
+    "megatron/.metadata": b"index" * 40,
+    "megatron/__0_0.distcp": bytes(range(256)) * 8,
+    "megatron/common.pt": b"c" * 77,
+    "hf/config.json": b"{}",
+    "trainer.json": b'{"step": 3}',
+    "empty": b"",
+}
+
+
+def write_folder(folder):
+    for name, content in CONTENT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return write_manifest(folder, ["model"], flush=False)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pristine") / "step_000003"
+    write_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "step_000003")
+
+
+def test_a_whole_checkpoint_is_found_whole_and_says_what_is_in_it(checkpoint):
+    assert verify(checkpoint).is_whole and not verify(checkpoint).extra
+    manifest = read_manifest(checkpoint)
+    assert {name: record.size for name, record in manifest.files.items()} == {n: len(c) for n, c in CONTENT.items()}
+    assert manifest.contents == ("model",) and set(manifest.versions) == {"torch", "megatron-core", "megatron_dapo"}
+    assert manifest.num_bytes == sum(map(len, CONTENT.values()))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_single_damage_is_named_with_its_file(pristine, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(pristine, folder, dirs_exist_ok=True)
+    kind = data.draw(st.sampled_from(["missing", "truncated", "grown", "flipped"]))
+    names = [*CONTENT, MANIFEST]
+    if kind in ("truncated", "flipped"):
+        names.remove("empty")
+    name = data.draw(st.sampled_from(names))
+    content = (folder / name).read_bytes()
+    if kind == "missing":
+        (folder / name).unlink()
+    elif kind == "truncated":
+        (folder / name).write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    elif kind == "grown":
+        (folder / name).write_bytes(content + data.draw(st.binary(min_size=1, max_size=9)))
+    else:
+        position, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << bit
+        (folder / name).write_bytes(flipped)
+    damage = verify(folder).damage
+    harmless = name == MANIFEST and _same_json(folder / name, content)  # a line end or blank more or less
+    assert harmless or (len(damage) == 1 and damage[0].startswith(name)), (kind, name, damage)
+
+
+def _same_json(path, content):
+    try:
+        return json.loads(path.read_bytes()) == json.loads(content)
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+@given(missing=st.sets(st.sampled_from(sorted(CONTENT)), min_size=1))
+def test_every_missing_file_is_named(pristine, tmp_path_factory, missing):
+    folder = tmp_path_factory.mktemp("missing")
+    shutil.copytree(pristine, folder, dirs_exist_ok=True)
+    for name in missing:
+        (folder / name).unlink()
+    assert set(verify(folder).damage) == {f"{name} is missing" for name in missing}
+
+
+def test_a_file_that_nobody_listed_is_named_and_does_no_harm(checkpoint):
+    (checkpoint / "hf" / "notes.txt").write_text("mine")
+    verdict = verify(checkpoint)
+    assert verdict.is_whole and verdict.extra == ("hf/notes.txt",)
+
+
+def test_without_contents_sizes_alone_are_compared(checkpoint):
+    (checkpoint / "trainer.json").write_bytes(b'{"step": 4}')
+    assert verify(checkpoint, contents=False).is_whole and not verify(checkpoint).is_whole
+
+
+def test_a_folder_of_a_newer_format_is_refused_with_both_versions(checkpoint, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.checkpointing.manifest.FORMAT_VERSION", 0)
+    with pytest.raises(UserError, match="format version 1, this program reads 0"):
+        read_manifest(checkpoint)
+
+
+def test_a_folder_without_manifest_is_refused_by_name(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path} is not a complete checkpoint: manifest.json is missing"):
+        read_manifest(tmp_path)
+    with pytest.raises(UserError, match="the folder is missing"):
+        read_manifest(tmp_path / "nowhere")
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+
+def made(root, *steps):
+    for step in steps:
+        final = root / f"step_{step:06d}"
+        staged = staging(final)
+        (staged / "file").write_text(str(step))
+        write_manifest(staged, [], flush=False)
+        publish(staged, final)
+
+
+def test_a_folder_has_its_name_only_when_it_is_published(tmp_path):
+    final = tmp_path / "step_000004"
+    staged = staging(final)
+    (staged / "file").write_text("new")
+    assert newest_first(tmp_path) == [] and not final.exists()
+    with pytest.raises(AssertionError, match="no manifest"):
+        publish(staged, final)
+    write_manifest(staged, [])
+    publish(staged, final)
+    assert newest_first(tmp_path) == [final] and not staged.exists() and verify(final).is_whole
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path):
+    made(tmp_path, 4)
+    (tmp_path / "step_000004" / "damage").write_text("")
+    made(tmp_path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
+    assert verify(tmp_path / "step_000004").extra == ()
+
+
+def test_checkpoints_are_listed_newest_first_and_nothing_else_is(tmp_path):
+    made(tmp_path, 9, 10, 1_000_000, 2)
+    for name in ("step_12", "step_000012.old", ".staging_step_000099", "latest"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000013").write_text("a file")
+    assert [path.name for path in newest_first(tmp_path)] == [
+        "step_1000000",
+        "step_000010",
+        "step_000009",
+        "step_000002",
+    ]
+    assert newest_first(tmp_path / "nowhere") == []
+
+
+@given(
+    steps=st.sets(st.integers(1, 40), min_size=1, max_size=8),
+    keep_last=st.none() | st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 10),
+)
+@settings(max_examples=25)
+def test_the_newest_and_every_so_many_are_kept(tmp_path_factory, steps, keep_last, keep_every):
+    root = tmp_path_factory.mktemp("root")
+    for step in steps:
+        (root / f"step_{step:06d}").mkdir()
+    retire(root, keep_last, keep_every)
+    newest = sorted(steps)[-keep_last:] if keep_last else sorted(steps)
+    kept = set(newest) | {step for step in steps if keep_every and step % keep_every == 0}
+    assert {int(path.name[5:]) for path in root.iterdir()} == kept
+
+
+def test_what_a_killed_process_left_is_removed_and_checkpoints_stay(tmp_path):
+    made(tmp_path, 3)
+    staging(tmp_path / "step_000004")
+    (tmp_path / ".retired_step_000002" / "megatron").mkdir(parents=True)
+    assert remove_leftovers(tmp_path) == [".retired_step_000002", ".staging_step_000004"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
+    discard(tmp_path / "step_000003")
+    discard(tmp_path / "step_000003")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_controllers_state_comes_back_as_it_was_and_the_same_state_gives_the_same_bytes(tmp_path):
+    state = {
+        "cursor": {"epoch": 2},
+        "queue": {"kept": [{"log_probs": [-0.1, 1e-300, -2.5000000000000004]}], "text": "é\n"},
+    }
+    write_controller_state(tmp_path, state)
+    first = (tmp_path / "controller.json.gz").read_bytes()
+    assert read_controller_state(tmp_path) == state
+    write_controller_state(tmp_path, state)
+    assert (tmp_path / "controller.json.gz").read_bytes() == first
+    with pytest.raises(TypeError):
+        write_controller_state(tmp_path, {"extra_info": b"bytes"})
