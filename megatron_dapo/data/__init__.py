@@ -9,7 +9,7 @@ from megatron_dapo.data.batching import (
     with_group_advantages,
 )
 from megatron_dapo.data.packing import MicroBatch, check_lengths, collate, schedule
-from megatron_dapo.data.prompts import FileReport, PromptCursor, PromptDataset
+from megatron_dapo.data.prompts import FileReport, PromptCursor, PromptDataset, content_key
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
 
@@ -28,6 +28,7 @@ __all__ = [
     "assemble",
     "check_lengths",
     "collate",
+    "content_key",
     "load_tokenizer",
     "mini_batches",
     "schedule",

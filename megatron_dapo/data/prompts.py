@@ -138,6 +138,14 @@ class PromptCursor:
         return order
 
 
+def content_key(row: dict[str, Any], place: str, prompt_key: str) -> str:
+    """What two rows of a prompt file have in common that are the same prompt: a hash of messages and answer.
+
+    place: names file and row for errors. Raises UserError for a row that no data set may hold.
+    """
+    return _checked(row, place, prompt_key).key
+
+
 @dataclass(frozen=True)
 class _Row:
     """One checked row. `place` names file and row for errors."""

@@ -1,0 +1,177 @@
+"""dedup_dataset: the rows that the program would keep, unchanged, in bounded memory; or one sentence and no file."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoints_tools.dedup_dataset import main
+from megatron_dapo.data import PromptDataset
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+
+def row(problem: str, answer: str = "34", index: str = "a") -> dict:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": problem, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"},
+        "extra_info": {"index": index},
+    }
+
+
+def key(row: dict) -> tuple[str, str]:
+    return row["prompt"][0]["content"], row["reward_model"]["ground_truth"]
+
+
+def write(path: Path, rows: list[dict], metadata: dict | None = None, **options) -> Path:
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), path, **options)
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def dedup(output: Path, *inputs: Path, options=()) -> int:
+    return main(["--input", *map(str, inputs), "--output", str(output), *options])
+
+
+class CharTokenizer:
+    def encode_prompt(self, prompt, apply_chat_template):
+        text = "".join(message["content"] for message in prompt)
+        return tuple(map(ord, text)), text
+
+
+few = st.lists(st.builds(row, st.sampled_from("abc"), st.sampled_from("12"), st.text("xyz", max_size=1)), min_size=1)
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(files=st.lists(few, min_size=1, max_size=3))
+def test_it_keeps_the_rows_that_the_program_keeps_with_all_their_columns(tmp_path, monkeypatch, files):
+    monkeypatch.setattr("checkpoints_tools.dedup_dataset.BATCH_ROWS", 3)
+    paths = [write(tmp_path / f"{number}.parquet", rows) for number, rows in enumerate(files)]
+    output = tmp_path / "out.parquet"
+    output.unlink(missing_ok=True)
+    assert dedup(output, *paths) == 0
+    program = PromptDataset.load(list(map(str, paths)), "prompt", CharTokenizer(), 10)
+    kept = read(output)
+    assert [key(row) for row in kept] == [(prompt.text, prompt.ground_truth) for prompt in program.prompts]
+    firsts = {key(row): row for row in reversed(sum(files, []))}  # the first of each kind is what stays
+    assert kept == [firsts[key(row)] for row in kept]
+
+
+@pytest.mark.parametrize("codec", ["snappy", "zstd", "none"])
+def test_schema_metadata_and_codec_stay(tmp_path, codec):
+    path = write(tmp_path / "in.parquet", [row("a"), row("a")], {"huggingface": "features"}, compression=codec)
+    assert dedup(tmp_path / "out.parquet", path) == 0
+    before, after = (pyarrow.parquet.ParquetFile(tmp_path / f"{name}.parquet") for name in ("in", "out"))
+    assert after.schema_arrow.equals(before.schema_arrow, check_metadata=True)
+    codecs = [file.metadata.row_group(0).column(0).compression for file in (before, after)]
+    assert codecs[0] == codecs[1]
+
+
+def test_the_report_counts_rows_duplicates_and_prompts_with_several_answers(tmp_path, capsys):
+    rows = [row("a"), row("b"), row("a", index="z"), row("a"), row("b", answer="35")]
+    assert dedup(tmp_path / "out.parquet", write(tmp_path / "in.parquet", rows), options=["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_rows"], report["num_kept"], report["num_duplicates"]) == (5, 3, 2)
+    assert (report["copies_min"], report["copies_max"], report["num_prompts_with_several_answers"]) == (1, 3, 1)
+    assert report["num_output_bytes"] == (tmp_path / "out.parquet").stat().st_size
+    assert dedup(tmp_path / "again.parquet", tmp_path / "out.parquet") == 0
+    table = capsys.readouterr().out
+    assert "duplicates dropped                      0\n" in table and str(tmp_path / "again.parquet") in table
+
+
+def broken(folder: Path) -> dict[str, tuple[list[str], str, list[str], str]]:
+    """What is wrong -> (inputs, output, options, words of the sentence)."""
+    good = str(write(folder / "good.parquet", [row("a")]))
+    (folder / "text.parquet").write_text("not parquet")
+    content = write(folder / "whole.parquet", [row(f"{i}" * 50) for i in range(5000)], compression="none").read_bytes()
+    middle = len(content) // 2
+    (folder / "cut.parquet").write_bytes(content[:middle] + bytes(2000) + content[middle + 2000 :])
+    write(folder / "other.parquet", [{"prompt": "a", "label": "1"}])
+    write(folder / "no_answer.parquet", [{"prompt": "a"}])
+    empty = pyarrow.parquet.read_table(good).slice(0, 0)
+    pyarrow.parquet.write_table(empty, folder / "no_rows.parquet")
+    (folder / "there.parquet").write_text("")
+    output = str(folder / "out" / "out.parquet")
+    return {
+        "no such file": ([f"{folder}/absent.parquet"], output, [], "absent.parquet is not a file"),
+        "no parquet": ([f"{folder}/text.parquet"], output, [], "text.parquet cannot be read as parquet"),
+        "damaged": ([f"{folder}/cut.parquet"], output, [], "cut.parquet"),
+        "other columns": ([good, f"{folder}/other.parquet"], output, [], "other.parquet has other columns than"),
+        "no prompt column": ([good], output, ["--prompt-key", "question"], "no column 'question'"),
+        "no answer": ([f"{folder}/no_answer.parquet"], output, [], "no_answer.parquet, row 1: the answer is missing"),
+        "no rows": ([f"{folder}/no_rows.parquet"], output, [], "there are no rows"),
+        "output exists": ([good], f"{folder}/there.parquet", [], "there.parquet exists already"),
+        "no folder": ([good], f"{folder}/nowhere/out.parquet", [], "there is no folder"),
+    }
+
+
+KINDS = (
+    "no such file, no parquet, damaged, other columns, no prompt column, no answer, no rows, output exists, no folder"
+).split(", ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(tmp_path, capsys, kind):
+    (tmp_path / "out").mkdir()
+    inputs, output, options, words = broken(tmp_path)[kind]
+    assert dedup(Path(output), *map(Path, inputs), options=options) == 2
+    count, *sentences = capsys.readouterr().err.splitlines()
+    assert count == "1 mistake to correct:" and len(sentences) == 1 and words in sentences[0], sentences
+    assert not list((tmp_path / "out").iterdir()) and not (tmp_path / "nowhere").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, capsys):
+    path = write(tmp_path / "in.parquet", [row(os.urandom(20).hex()) for _ in range(2000)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        code = dedup(tmp_path / "out.parquet", path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and "out.parquet cannot be written (File too large)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_of_many_processes_one_works(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert dedup(tmp_path / "out.parquet", write(tmp_path / "in.parquet", [row("a")])) == 0
+    assert not (tmp_path / "out.parquet").exists()
+
+
+MEASURED = """
+import resource, sys
+from checkpoints_tools.dedup_dataset import main
+for path in sys.argv[1:]:
+    assert main(["--input", path, "--output", path + ".out"]) == 0
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
+    """240 000 rows of 1 kB, which do not compress: 240 MB in one row group, which are not held at once."""
+    table = pyarrow.Table.from_pylist([row(os.urandom(500).hex(), index=str(i)) for i in range(2000)])
+    paths = [tmp_path / "few.parquet", tmp_path / "many.parquet"]
+    for path, copies in zip(paths, (20, 120), strict=True):
+        whole = pyarrow.concat_tables([table] * copies)
+        pyarrow.parquet.write_table(whole, path, compression="none", use_dictionary=False, row_group_size=1 << 20)
+    command = [sys.executable, "-c", MEASURED, *map(str, paths)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    peaks = [int(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("peak")]
+    assert paths[1].stat().st_size > 240e6
+    assert peaks[1] - peaks[0] < 60e6, peaks  # of 200 MB more
