@@ -315,6 +315,30 @@ def evaluation(config: Config) -> Iterator[str]:
         yield f"data.val_files holds {path}, which is also in data.train_files: not held out; remove it from one."
 
 
+def checkpoints(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.save_interval != -1 and trainer.save_interval < 1:
+        yield (
+            f"trainer.save_interval is {trainer.save_interval}, but must be 1 or more, or -1 for only when the run is "
+            f"asked to stop."
+        )
+    if trainer.keep_every is not None and trainer.keep_last is None:
+        yield (
+            f"trainer.keep_every is {trainer.keep_every}, but has no effect while keep_last is null and every "
+            f"checkpoint is kept; set keep_last, or remove keep_every."
+        )
+    for name in trainer.accept_changes:
+        if name not in known_keys():
+            near = nearest(name, known_keys())
+            yield (
+                f"trainer.accept_changes holds {name}, which is not a key of the config"
+                f"{f'; the nearest is {near}' if near else ''}."
+            )
+    if trainer.resume == "never" and (trainer.accept_changes or trainer.accept_missing):
+        given = "accept_changes" if trainer.accept_changes else "accept_missing"
+        yield f"trainer.{given} is given, but nothing is resumed while trainer.resume is never; remove it, or set auto."
+
+
 def reward(config: Config) -> Iterator[str]:
     name = config.reward.function
     if name in BUILT_IN_REWARDS or _IMPORT_PATH.fullmatch(name):
@@ -341,5 +365,6 @@ CHECKS = (
     sampling,
     server_urls,
     evaluation,
+    checkpoints,
     reward,
 )

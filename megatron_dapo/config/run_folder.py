@@ -57,6 +57,11 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def stop(self) -> Path:
+        """A file that a user makes to have the run saved and stopped at the end of its step."""
+        return self.path / "stop"
+
     def rollout(self, step: int) -> Path:
         """Sample responses of one rollout step."""
         return self.rollouts / f"step_{step:06d}.jsonl"

@@ -337,6 +337,22 @@ class TrainerConfig(Section):
     """Where metrics go."""
     seed: int = 1
     """Seed of mini-batches and samplers."""
+    save_interval: int = -1
+    """Rollout steps between checkpoints, with one after the last step; -1 = only when the run is asked to stop."""
+    keep_last: PositiveInt | None = None
+    """Newest checkpoints that are kept, older ones are deleted; none = all."""
+    keep_every: PositiveInt | None = None
+    """With `keep_last`: checkpoints of steps that are a multiple of this are kept as well."""
+    async_save: bool = True
+    """Train on while the files of a checkpoint are written."""
+    save_hf: bool = False
+    """Write the model into each checkpoint's folder hf/ as a Hugging Face checkpoint too."""
+    resume: Literal["auto", "required", "never"] = "auto"
+    """Go on from the newest complete checkpoint of the run folder: where there is one, always, or never."""
+    accept_changes: list[str] = []
+    """Keys that may differ from the run that wrote the checkpoint, although they matter to what is learned."""
+    accept_missing: list[Literal["optimizer", "controller"]] = []
+    """Parts that a checkpoint may lack: the optimizer's state, the prompt cursor with the groups that wait."""
     dump_batches: bool = False
     """Write every finished batch to batches/step_NNNNNN.json.gz of the run folder, for `replay`; off in a replay."""
     replay: str | None = None

@@ -1,0 +1,133 @@
+"""Which keys of the config may differ between the run that wrote a checkpoint and the one that resumes it."""
+
+import hashlib
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_dapo.config import Config, UserError
+
+# Keys, and sections of them, that change where and how fast the run computes, what it writes and when it stops, but not
+# what is learned: layout and memory (results do not depend on how a batch is cut), servers, time-outs, evaluation.
+_FREE = (
+    "data.val_files",
+    "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.actor.max_tokens_per_microbatch",
+    "actor_rollout_ref.actor.calculate_entropy",
+    "actor_rollout_ref.actor.log_prob_chunk_size",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
+    "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
+    "actor_rollout_ref.actor.megatron.sequence_parallel",
+    "actor_rollout_ref.actor.megatron.use_distributed_optimizer",
+    "actor_rollout_ref.actor.megatron.overlap_grad_reduce",
+    "actor_rollout_ref.actor.megatron.recompute_granularity",
+    "actor_rollout_ref.actor.megatron.recompute_method",
+    "actor_rollout_ref.actor.megatron.recompute_num_layers",
+    "actor_rollout_ref.actor.megatron.recompute_modules",
+    "actor_rollout_ref.actor.megatron.timeout_s",
+    "actor_rollout_ref.rollout.server_urls",
+    "actor_rollout_ref.rollout.server",
+    "actor_rollout_ref.rollout.max_concurrency",
+    "actor_rollout_ref.rollout.request_timeout_s",
+    "actor_rollout_ref.rollout.max_retries",
+    "actor_rollout_ref.rollout.step_timeout_s",
+    "actor_rollout_ref.rollout.val_temperature",
+    "actor_rollout_ref.rollout.val_top_p",
+    "actor_rollout_ref.rollout.val_n",
+    "actor_rollout_ref.rollout.dump_samples",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.memory_limit_mb",
+    "weight_sync",
+    "trainer.experiment_name",
+    "trainer.run_dir",
+    "trainer.nnodes",
+    "trainer.n_procs_per_node",
+    "trainer.test_freq",
+    "trainer.logger",
+    "trainer.save_interval",
+    "trainer.keep_last",
+    "trainer.keep_every",
+    "trainer.async_save",
+    "trainer.save_hf",
+    "trainer.resume",
+    "trainer.accept_changes",
+    "trainer.accept_missing",
+    "trainer.dump_batches",
+    "trainer.replay",
+)
+_STEPS = "trainer.total_training_steps"
+_DECAY = "actor_rollout_ref.actor.optim.lr_decay_style"
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """One key whose value differs. before and now: as JSON; None where the key did not exist."""
+
+    key: str
+    before: str | None
+    now: str | None
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before or 'not there'} -> {self.now or 'not there'}"
+
+
+def config_to_plain(config: Config) -> dict:
+    return config.model_dump(mode="json")
+
+
+def config_hash(config: Config) -> str:
+    """The same for equal configs, on any machine."""
+    return hashlib.sha256(json.dumps(config_to_plain(config), sort_keys=True).encode()).hexdigest()
+
+
+def config_changes(before: dict, now: Config) -> list[ConfigChange]:
+    """Every key that differs. before: `config_to_plain` of the run that wrote the checkpoint.
+
+    A key that this version of the program has and the other had not, at its default, is no difference.
+    """
+    old, new, defaults = _leaves(before), _leaves(config_to_plain(now)), _leaves(config_to_plain(Config()))
+    changes = [ConfigChange(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [change for change in changes if change.before is not None or change.now != defaults[change.key]]
+
+
+def check_changes(changes: list[ConfigChange], now: Config, accepted: Collection[str], source: str) -> None:
+    """Raise UserError, a sentence per key, for changes that matter and are not accepted."""
+    refused = [change for change in changes if matters(change, now) and change.key not in accepted]
+    if refused:
+        raise UserError(_refusal(change, accepted, source) for change in refused)
+
+
+def matters(change: ConfigChange, now: Config) -> bool:
+    """Whether what is learned depends on it. The length of the run does where the learning rate decays over it."""
+    if change.key == _STEPS:
+        return now.actor_rollout_ref.actor.optim.lr_decay_style != "constant"
+    return not any(change.key == free or change.key.startswith(f"{free}.") for free in _FREE)
+
+
+def _refusal(change: ConfigChange, accepted: Collection[str], source: str) -> str:
+    why = f", over which the learning rate decays ({_DECAY})" if change.key == _STEPS else ""
+    keys = ", ".join([*accepted, change.key])
+    if change.now is None:
+        return (
+            f"{change.key} was {change.before} in the run that wrote {source}, and this program has no such key; use "
+            f"the program that wrote it, or accept the change with trainer.accept_changes=[{keys}]."
+        )
+    before = change.before or "not there"
+    return (
+        f"{change.key} is {change.now}, but was {before} in the run that wrote {source}{why}: it would be another run; "
+        f"set it back, accept the change with trainer.accept_changes=[{keys}], or choose another trainer.run_dir."
+    )
+
+
+def _leaves(tree: dict, prefix: str = "") -> dict[str, str]:
+    """Dotted key -> value as JSON. What a key holds of free names (reward.kwargs) is one value."""
+    leaves: dict[str, str] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key != "reward.kwargs":
+            leaves |= _leaves(value, f"{key}.")
+        else:
+            leaves[key] = json.dumps(value, sort_keys=True)
+    return leaves

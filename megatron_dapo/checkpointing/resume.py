@@ -1,0 +1,108 @@
+"""Where a run goes on: the newest checkpoint that is whole, and whether this config may go on from it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, matters
+from megatron_dapo.checkpointing.folders import newest_first, read_trainer_state
+from megatron_dapo.checkpointing.manifest import Verdict, read_manifest, verify
+from megatron_dapo.config import Config, UserError
+
+# parts of a training checkpoint, by their names in the manifest
+CONTENTS = ("model", "optimizer", "lr_schedule", "rng", "counters", "controller")
+# what `trainer.accept_missing` allows: without the optimizer's state its schedule and generators mean nothing
+_ALLOWS = {"optimizer": ("optimizer", "lr_schedule", "rng"), "controller": ("controller",)}
+_NAMED_FAULTS = 3
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the run starts. folder: the checkpoint; none = at step 0, from the model's own weights.
+
+    step: rollout steps that are done. state: its trainer.json. missing: parts that it lacks and that were allowed.
+    notes: lines for the report: what was skipped, what differs.
+    """
+
+    folder: Path | None = None
+    step: int = 0
+    state: dict = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def find_start(root: Path, config: Config) -> Start:
+    """Choose by `trainer.resume` among the checkpoints in root. Reads every file of the one it takes.
+
+    auto: the newest whole one; without any checkpoint, the beginning. But where there are some and none is whole, the
+    run does not begin anew: UserError that names each with its fault. required: UserError where there is none. never:
+    the beginning; UserError where there are some, since two runs' checkpoints would mix. UserError too where a key
+    of the config changed that matters, or a part is missing that was not allowed.
+    """
+    trainer = config.trainer
+    folders = newest_first(root)
+    if trainer.resume == "never":
+        if folders:
+            raise UserError(
+                f"trainer.resume is never, but {root} holds checkpoints (the newest is {folders[0].name}), with which "
+                f"those of a new run would mix; choose another trainer.run_dir, move them away, or set resume to auto."
+            )
+        return Start()
+    skipped: list[str] = []
+    for folder in folders:
+        verdict = verify(folder)
+        if verdict.is_whole:
+            return _checked(folder, verdict, skipped, config)
+        skipped.append(f"{folder.name}: {_faults(verdict)}")
+    if skipped:
+        raise UserError(
+            [
+                f"{root} holds no checkpoint that is whole, and the run does not start anew by itself; bring one of "
+                f"these back from a copy, or move them away to start at step 0:",
+                *skipped,
+            ]
+        )
+    if trainer.resume == "required":
+        raise UserError(
+            f"trainer.resume is required, but {root} holds no checkpoint; correct trainer.run_dir, or set it to auto."
+        )
+    return Start()
+
+
+def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config) -> Start:
+    trainer = config.trainer
+    contents = read_manifest(folder).contents
+    missing = tuple(part for part in CONTENTS if part not in contents)
+    allowed = {part for name in trainer.accept_missing for part in _ALLOWS[name]}
+    not_allowed = [part for part in missing if part not in allowed]
+    if not_allowed:
+        raise UserError(
+            f"{folder} has no {', '.join(not_allowed)} (it holds {', '.join(contents)}); resume from a training "
+            f"checkpoint{_cure(not_allowed)}."
+        )
+    state = read_trainer_state(folder)
+    changes = config_changes(state["config"], config)
+    check_changes(changes, config, trainer.accept_changes, folder.name)
+    notes = [f"skipped {text}" for text in skipped]
+    notes += [f"changed {change}{' (accepted)' if matters(change, config) else ''}" for change in changes]
+    notes += [f"not in its manifest: {name}" for name in verdict.extra]
+    return Start(folder, state["step"], state, missing, tuple(notes))
+
+
+def _cure(parts: list[str]) -> str:
+    names = [name for name, allowed in _ALLOWS.items() if set(allowed) & set(parts)]
+    if not set(parts) <= {part for name in names for part in _ALLOWS[name]}:
+        return ""
+    return f", or allow it with trainer.accept_missing=[{', '.join(names)}]"
+
+
+def _faults(verdict: Verdict) -> str:
+    more = len(verdict.damage) - _NAMED_FAULTS
+    return "; ".join(verdict.damage[:_NAMED_FAULTS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def report_lines(start: Start, restored: list[str], not_restored: list[str]) -> list[str]:
+    """What the user is told after a resume: one line each, the folder first."""
+    lines = [f"Resumed after step {start.step} from {start.folder}"]
+    lines += [f"  restored: {', '.join(restored)}"]
+    lines += [f"  not restored: {text}" for text in not_restored] or ["  not restored: nothing is missing"]
+    return lines + [f"  {note}" for note in start.notes]

@@ -1,0 +1,281 @@
+"""Resume: the newest whole checkpoint is found after any kill, changed configs are named, nothing is lost silently."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from megatron_dapo.checkpointing import CheckpointError, newest_first, verify, write_manifest
+from megatron_dapo.checkpointing.config_changes import config_changes, config_hash, config_to_plain, matters
+from megatron_dapo.checkpointing.ranks import SingleRank, together
+from megatron_dapo.checkpointing.resume import CONTENTS, find_start, report_lines
+from megatron_dapo.checkpointing.saver import Retention, Saver
+from megatron_dapo.checkpointing.stop import StopRequest
+from megatron_dapo.config import Config, UserError, load_config
+from megatron_dapo.config.keys import known_keys, known_sections
+from tests.checkpoint_run import SlowWrite, run, trainer_state
+
+pytestmark = pytest.mark.unit
+
+LR = "actor_rollout_ref.actor.optim.lr"
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, list(overrides))
+
+
+def save(root, step: int, **options) -> None:
+    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0, **options), Retention())
+    saver.start(root / f"step_{step:06d}", trainer_state(step), dict)
+    saver.finish()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    root = tmp_path_factory.mktemp("two")
+    save(root, 4)
+    save(root, 6)
+    return root
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Steps 2 to 4, of which 3 and 4 are damaged."""
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    (tmp_path / "step_000004" / "megatron" / "__3_0.distcp").unlink()
+    with (tmp_path / "step_000003" / "megatron" / "__1_0.distcp").open("r+b") as file:
+        file.write(b"y")
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------------------------- kill -9
+
+
+def test_after_a_kill_at_any_moment_the_run_goes_on_from_its_newest_whole_checkpoint(tmp_path):
+    """30 processes killed at random moments, of which each writes checkpoints all the time."""
+    root, log, moments = tmp_path / "checkpoints", tmp_path / "log", random.Random(7)
+    root.mkdir()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint_run"])
+    saved, num_in_a_save, known = 0, 0, 0
+    for _ in range(30):
+        process = context.Process(target=run, args=(root, log))
+        process.start()
+        resumed = wait_for_resume(log, known)
+        time.sleep(moments.uniform(0.0, 0.1))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        lines = log.read_text().splitlines()
+        assert resumed >= saved, f"step {saved} was saved, the next process resumed after {resumed}"
+        known, saved = len(lines), max([int(line.split()[1]) for line in lines if line.startswith("saved")], default=0)
+        assert all(verify(folder).is_whole for folder in newest_first(root))
+        num_in_a_save += any(path.name.startswith(".") for path in root.iterdir())
+    assert find_start(root, config()).step >= saved > 30
+    assert num_in_a_save >= 10, "the kills hardly hit a save: the test shows nothing"
+    assert len([folder for folder in newest_first(root) if int(folder.name[5:]) % 50]) <= 3
+
+
+def wait_for_resume(log, known: int) -> int:
+    """The step that the process told after the first `known` lines."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        lines = log.read_text().splitlines()[known:] if log.exists() else []
+        if lines:
+            return int(lines[0].removeprefix("resumed "))
+        time.sleep(0.002)
+    raise AssertionError("the process did not start")
+
+
+# ---------------------------------------------------------------------------------------------------- the choice
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_skipped_by_name(damaged):
+    start = find_start(damaged, config())
+    assert start.folder == damaged / "step_000002" and start.step == 2
+    assert start.notes == (
+        "skipped step_000004: megatron/__3_0.distcp is missing",
+        "skipped step_000003: megatron/__1_0.distcp has another content than was written (its sha256 differs)",
+    )
+    lines = report_lines(start, ["model"], ["rng: another layout"])
+    assert lines[0] == f"Resumed after step 2 from {damaged / 'step_000002'}"
+    assert "  not restored: rng: another layout" in lines and any("skipped step_000004" in line for line in lines)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(damaged, mode):
+    (damaged / "step_000002" / "manifest.json").unlink()
+    with pytest.raises(UserError) as error:
+        find_start(damaged, config(f"trainer.resume={mode}"))
+    for name, fault in {
+        "step_000002": "manifest.json is missing",
+        "step_000003": "sha256",
+        "step_000004": "__3_0",
+    }.items():
+        assert any(sentence.startswith(name) and fault in sentence for sentence in error.value.sentences)
+
+
+def test_without_any_checkpoint_auto_begins_and_required_refuses(tmp_path):
+    (tmp_path / ".staging_step_000001").mkdir()
+    for root in (tmp_path, tmp_path / "nowhere"):
+        assert find_start(root, config()).step == 0 and find_start(root, config()).folder is None
+        with pytest.raises(UserError, match="trainer.resume is required, but .* holds no checkpoint"):
+            find_start(root, config("trainer.resume=required"))
+
+
+def test_never_refuses_a_folder_with_checkpoints(two, tmp_path):
+    assert find_start(tmp_path, config("trainer.resume=never")).folder is None
+    with pytest.raises(UserError, match="resume is never, but .*step_000006.*another trainer.run_dir"):
+        find_start(two, config("trainer.resume=never"))
+
+
+def test_a_part_that_is_missing_is_named_and_may_be_allowed_by_name(tmp_path):
+    save(tmp_path, 5)
+    folder = tmp_path / "step_000005"
+    write_manifest(folder, [part for part in CONTENTS if part != "controller"])
+    with pytest.raises(UserError, match=r"step_000005 has no controller .*trainer.accept_missing=\[controller\]"):
+        find_start(tmp_path, config())
+    assert find_start(tmp_path, config("trainer.accept_missing=[controller]")).missing == ("controller",)
+    write_manifest(folder, ["model", "counters", "controller"])
+    with pytest.raises(UserError, match=r"no optimizer, lr_schedule, rng .*accept_missing=\[optimizer\]"):
+        find_start(tmp_path, config())
+    assert "optimizer" in find_start(tmp_path, config("trainer.accept_missing=[optimizer]")).missing
+    write_manifest(folder, ["model"])
+    with pytest.raises(UserError, match="resume from a training checkpoint.$"):
+        find_start(tmp_path, config())
+
+
+# ---------------------------------------------------------------------------------------------------- the config
+
+
+def test_a_changed_key_that_matters_is_named_with_the_override_that_accepts_it(two):
+    with pytest.raises(UserError) as error:
+        find_start(two, config(f"{LR}=3e-5", "trainer.seed=2"))
+    first, second = error.value.sentences
+    assert first.startswith(f"{LR} is 3e-05, but was 1e-06 in the run that wrote step_000006")
+    assert f"trainer.accept_changes=[{LR}]" in first and "trainer.accept_changes=[trainer.seed]" in second
+    with pytest.raises(UserError) as error:
+        find_start(two, config(f"{LR}=3e-5", "trainer.seed=2", "trainer.accept_changes=[trainer.seed]"))
+    (only,) = error.value.sentences
+    assert f"trainer.accept_changes=[trainer.seed, {LR}]" in only
+    start = find_start(two, config(f"{LR}=3e-5", f"trainer.accept_changes=[{LR}]"))
+    assert f"changed {LR} 1e-06 -> 3e-05 (accepted)" in start.notes
+
+
+def test_layout_servers_and_the_length_of_the_run_may_change_and_are_reported(two):
+    tp = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+    start = find_start(two, config(f"{tp}=2", "trainer.n_procs_per_node=2", "trainer.total_training_steps=500"))
+    assert f"changed {tp} 1 -> 2" in start.notes and "changed trainer.total_training_steps 100 -> 500" in start.notes
+
+
+def test_the_length_of_the_run_matters_where_the_learning_rate_decays_over_it():
+    decaying = "actor_rollout_ref.actor.optim.lr_decay_style=cosine"
+    (change,) = config_changes(config_to_plain(config(decaying)), config(decaying, "trainer.total_training_steps=7"))
+    assert matters(change, config(decaying)) and not matters(change, config())
+
+
+def test_a_key_that_only_one_of_the_programs_has(two):
+    before = config_to_plain(config())
+    del before["trainer"]["seed"]
+    assert config_changes(before, config()) == []  # new in this program, at its default
+    (change,) = config_changes(before, config("trainer.seed=3"))
+    assert str(change) == "trainer.seed not there -> 3"
+    before = config_to_plain(config()) | {"critic": {"lr": 1e-5}}
+    (change,) = config_changes(before, config())
+    assert str(change) == "critic.lr 1e-05 -> not there" and matters(change, config())
+
+
+def test_every_key_that_may_change_freely_exists():
+    from megatron_dapo.checkpointing import config_changes as module
+
+    assert not [key for key in module._FREE if key not in known_keys() and key not in known_sections()]
+
+
+def test_equal_configs_have_one_hash_and_others_another():
+    assert config_hash(config()) == config_hash(config("trainer.seed=1")) != config_hash(config("trainer.seed=2"))
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
+    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0.002), Retention())
+    saver.start(tmp_path / "step_000001", trainer_state(1), dict)
+    assert newest_first(tmp_path) == []
+    saver.start(tmp_path / "step_000002", trainer_state(2), dict)
+    assert [folder.name for folder in newest_first(tmp_path)] == ["step_000001"]
+    deadline = time.monotonic() + 10
+    while len(newest_first(tmp_path)) < 2 and time.monotonic() < deadline:
+        saver.poll()
+    assert [folder.name for folder in newest_first(tmp_path)] == ["step_000002", "step_000001"]
+
+
+@pytest.mark.parametrize("how", ["poll", "finish", "start"])
+def test_a_write_that_failed_is_an_error_at_the_next_step_and_leaves_nothing(tmp_path, how):
+    save(tmp_path, 1)
+    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0, fails=True), Retention())
+    saver.start(tmp_path / "step_000002", trainer_state(2), dict)
+    time.sleep(0.05)
+    with pytest.raises(OSError, match="no space left"):
+        saver.start(tmp_path / "step_000003", trainer_state(3), dict) if how == "start" else getattr(saver, how)()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    saver.finish()
+
+
+def test_a_state_that_cannot_be_written_is_an_error_that_names_the_checkpoint(tmp_path):
+    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32), Retention())
+    with pytest.raises(CheckpointError, match="step_000002 failed; rank 0: TypeError: .*bytes"):
+        saver.start(tmp_path / "step_000002", trainer_state(2), lambda: {"extra_info": b"bytes"})
+    assert list(tmp_path.iterdir()) == []
+
+
+class ThreeRanks:
+    """The others' answers are given."""
+
+    rank = 1
+
+    def __init__(self, first, last) -> None:
+        self._others = first, last
+
+    def gather(self, mine):
+        return [self._others[0], mine, self._others[1]]
+
+
+def test_an_error_of_any_rank_is_an_error_on_all():
+    fine, broken = (7, None, []), (None, "OSError: full", [])
+    assert together(ThreeRanks(fine, fine), "writing", lambda: 8) == [7, 8, 7]
+    with pytest.raises(CheckpointError, match="writing failed; rank 2: OSError: full"):
+        together(ThreeRanks(fine, broken), "writing", lambda: 8)
+    with pytest.raises(CheckpointError, match="rank 1: ZeroDivisionError.*rank 2: OSError: full"):
+        together(ThreeRanks(fine, broken), "writing", lambda: 1 / 0)
+    with pytest.raises(UserError, match="mistake"):
+        together(ThreeRanks((None, None, ["mistake"]), fine), "choosing", None)
+
+
+# ---------------------------------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_remembered_until_the_step_ends(tmp_path, number):
+    before = signal.getsignal(number)
+    with StopRequest(tmp_path / "stop", SingleRank()) as stop:
+        assert stop.agreed() is None
+        os.kill(os.getpid(), number)
+        assert stop.agreed() == number.name
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_to_any_rank_stops_all(tmp_path):
+    assert StopRequest(tmp_path / "stop", ThreeRanks(None, "SIGUSR1")).agreed() == "SIGUSR1"
+
+
+def test_a_stop_file_is_obeyed_once(tmp_path):
+    stop = StopRequest(tmp_path / "stop", SingleRank())
+    (tmp_path / "stop").touch()
+    assert stop.agreed() == f"the file {tmp_path / 'stop'}"
+    stop.obeyed()
+    assert stop.agreed() is None
+    stop.obeyed()
