@@ -1,1 +1,4 @@
-"""Commands that convert, inspect and verify checkpoints. Nothing is here yet."""
+"""Commands that convert, inspect and verify checkpoints, and one that drops repeated prompts; see docs/checkpoints.md.
+
+Each is `python -m checkpoints_tools.NAME`; nothing is imported from here.
+"""

@@ -1,0 +1,143 @@
+"""A checkpoint folder as data: manifest, state, model and tensors, whatever of them is there."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from checkpoints_tools.stored_tensors import INDEX, StoredTensor, TensorFolder
+from megatron_dapo.checkpointing import HF, MANIFEST, MEGATRON, TRAINER_STATE, read_manifest, verify
+from megatron_dapo.config import UserError
+
+OPTIMIZER_PREFIX = "optimizer."
+_MODEL_KEYS = (
+    "model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size "
+    "tie_word_embeddings"
+).split()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """damage: a phrase per fault of the files; none = the folder is whole. extra: files beside those it lists.
+    state: of trainer.json, without the config. model: the sizes in hf/config.json."""
+
+    path: Path
+    num_files: int
+    num_bytes: int
+    damage: tuple[str, ...]
+    extra: tuple[str, ...]
+    contents: tuple[str, ...]
+    versions: dict[str, str]
+    state: dict[str, Any]
+    model: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    objects: list[str]
+    folder: TensorFolder = field(repr=False)
+
+    @classmethod
+    def of(cls, path: Path, verify: bool = False) -> "Contents":
+        """Of a checkpoint folder, or of a torch_dist folder alone. verify: compare checksums too.
+
+        Raises UserError where there are no tensors to show.
+        """
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder here; give the folder of a checkpoint.")
+        if path.resolve().name == MEGATRON and (path.resolve().parent / MANIFEST).is_file():
+            path = path.resolve().parent
+        megatron = path if (path / INDEX).is_file() else path / MEGATRON
+        if not megatron.is_dir():
+            raise UserError(f"{path} is no checkpoint: it has no folder {MEGATRON}; give one that has (step_000012).")
+        tensors = TensorFolder(megatron)
+        files = [file for file in path.rglob("*") if file.is_file()]
+        damage, extra, contents, versions = _manifest(path, verify)
+        return cls(
+            path=path,
+            num_files=len(files),
+            num_bytes=sum(file.stat().st_size for file in files),
+            damage=damage,
+            extra=extra,
+            contents=contents,
+            versions=versions,
+            state=_state(path),
+            model=_model(path),
+            tensors=tensors.tensors,
+            objects=tensors.objects,
+            folder=tensors,
+        )
+
+    def totals(self, pattern: str = "*") -> dict[str, dict[str, Any]]:
+        """Part (model, optimizer) -> number of tensors, values and bytes, tensors per dtype."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, tensor in self.tensors.items():
+            if not fnmatch(name, pattern):
+                continue
+            empty = {"num_tensors": 0, "num_values": 0, "num_bytes": 0, "dtypes": Counter()}
+            part = found.setdefault(part_of(name), empty)
+            part["num_tensors"] += 1
+            part["num_values"] += tensor.num_values
+            part["num_bytes"] += tensor.num_bytes
+            part["dtypes"][str(tensor.dtype).removeprefix("torch.")] += 1
+        return found
+
+    def as_json(self, pattern: str = "*") -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "num_files": self.num_files,
+            "num_bytes": self.num_bytes,
+            "is_whole": not self.damage,
+            "damage": list(self.damage),
+            "not_in_manifest": list(self.extra),
+            "contents": list(self.contents),
+            "versions": self.versions,
+            "state": self.state,
+            "model": self.model,
+            "totals": self.totals(pattern),
+            "objects": self.objects,
+            "tensors": [_as_json(tensor) for tensor in self.tensors.values() if fnmatch(tensor.name, pattern)],
+        }
+
+
+def _as_json(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "num_bytes": tensor.num_bytes,
+        "pieces": [{"offset": list(p.offset), "shape": list(p.shape), "file": p.file} for p in tensor.pieces],
+    }
+
+
+def part_of(name: str) -> str:
+    return "optimizer" if name.startswith(OPTIMIZER_PREFIX) else "model"
+
+
+def _manifest(path: Path, contents: bool) -> tuple:
+    """(damage, extra, contents, versions)"""
+    verdict = verify(path, contents=contents)
+    try:
+        manifest = read_manifest(path)
+    except UserError:  # the verdict says why
+        return verdict.damage, (), (), {}
+    return verdict.damage, verdict.extra, manifest.contents, manifest.versions
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """The config itself is left out: it is long, and its hash is there."""
+    state = _json(path / TRAINER_STATE)
+    return {name: value for name, value in state.items() if name != "config"}
+
+
+def _model(path: Path) -> dict[str, Any]:
+    config = _json(path / HF / "config.json")
+    return {key: config[key] for key in _MODEL_KEYS if key in config}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """{} where there is no such file, or it is damaged: the manifest's verdict says so."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
