@@ -21,7 +21,9 @@ _MODEL_KEYS = (
 @dataclass(frozen=True)
 class Contents:
     """damage: a phrase per fault of the files; none = the folder is whole. extra: files beside those it lists.
-    state: of trainer.json, without the config. model: the sizes in hf/config.json."""
+    state: of trainer.json, without the config. common: saved beside the tensors, such as layout and optimizer steps.
+    model: the sizes in hf/config.json.
+    """
 
     path: Path
     num_files: int
@@ -31,6 +33,7 @@ class Contents:
     contents: tuple[str, ...]
     versions: dict[str, str]
     state: dict[str, Any]
+    common: dict[str, Any]
     model: dict[str, Any]
     tensors: dict[str, StoredTensor]
     objects: list[str]
@@ -61,6 +64,7 @@ class Contents:
             contents=contents,
             versions=versions,
             state=_state(path),
+            common=tensors.common(),
             model=_model(path),
             tensors=tensors.tensors,
             objects=tensors.objects,
@@ -92,6 +96,7 @@ class Contents:
             "contents": list(self.contents),
             "versions": self.versions,
             "state": self.state,
+            "common": self.common,
             "model": self.model,
             "totals": self.totals(pattern),
             "objects": self.objects,

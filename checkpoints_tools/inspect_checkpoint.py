@@ -75,7 +75,7 @@ def _lines(contents: Contents, options: argparse.Namespace) -> Iterable[str]:
         rows.append(("contents", ", ".join(contents.contents)))
     if contents.versions:
         rows.append(("written by", ", ".join(f"{name} {version}" for name, version in contents.versions.items())))
-    rows += [(name.replace("_", " "), _value(value)) for name, value in contents.state.items()]
+    rows += [(name.replace("_", " "), _value(value)) for name, value in (contents.common | contents.state).items()]
     if contents.model:
         rows.append(("model", _value(contents.model)))
     yield from _aligned(rows)

@@ -5,6 +5,7 @@ at somebody else's checkpoint runs none of its code.
 """
 
 import io
+import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from megatron_dapo.config import UserError
 
 INDEX = ".metadata"
+COMMON = "common.pt"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
@@ -69,6 +71,15 @@ class TensorFolder:
         entries = sorted(index.state_dict_metadata.items())
         self.tensors = {name: _stored(name, entry, where) for name, entry in entries if hasattr(entry, "chunks")}
         self.objects = [name for name, entry in entries if not hasattr(entry, "chunks")]
+
+    def common(self) -> dict[str, Any]:
+        """Numbers and words that were saved beside the tensors: layout, dtype, counts. {} where there are none."""
+        try:
+            content = torch.load(self._folder / COMMON, map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError):  # the manifest's verdict says why
+            return {}
+        plain = content.get("common") if isinstance(content, dict) else None
+        return json.loads(json.dumps(plain, default=str)) if isinstance(plain, dict) else {}
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor. Raises UserError naming it where its file is missing, cut or damaged."""

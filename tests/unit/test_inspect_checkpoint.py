@@ -16,13 +16,8 @@ from megatron_dapo.checkpointing import write_manifest
 
 pytestmark = pytest.mark.unit
 
-STATE = {
-    "step": 3,
-    "weight_version": 3,
-    "written_with": {"tp": 2, "pp": 1},
-    "config_hash": "abc",
-    "config": {"data": 1},
-}
+STATE = {"step": 3, "weight_version": 3, "config_hash": "abc", "config": {"data": 1}}
+COMMON = {"written_with": {"tp": 2, "pp": 1}, "lr_schedule": {"num_steps": 6}}
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -40,6 +35,7 @@ def make(path: Path, state: dict | None = None, contents=("model", "optimizer"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # no process group: that is meant
         dcp.save({**(state or tensors()), "rng": {"states": [1, 2]}}, checkpoint_id=path / "megatron", no_dist=True)
+    torch.save({"common": COMMON}, path / "megatron" / "common.pt")
     write_manifest(path, contents, flush=False)
     return path
 
@@ -66,6 +62,7 @@ def test_json_holds_tensors_state_model_and_manifest(checkpoint, capsys):
     assert found["totals"]["optimizer"]["num_tensors"] == 1
     assert found["objects"] == ["rng.states"]
     assert found["state"] == {name: value for name, value in STATE.items() if name != "config"}
+    assert found["common"] == COMMON
     assert found["model"] == {"model_type": "qwen2", "hidden_size": 4}
     assert found["is_whole"] and found["contents"] == ["model", "optimizer"] and "torch" in found["versions"]
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
@@ -78,6 +75,7 @@ def test_the_table_says_the_same_in_words(checkpoint, capsys):
     for line in (
         "step 3",
         "written with tp 2, pp 1",
+        "lr schedule num_steps 6",
         "model model_type qwen2, hidden_size 4",
         "model 3 29 104 B float32 (2), bfloat16 (1)",
         "embedding.weight 5 x 4 float32 80 B 1",
