@@ -1,0 +1,44 @@
+"""Random number generators of this rank: torch's, Megatron's, Python's and numpy's."""
+
+import random
+import zlib
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+from megatron_dapo.platform import is_gpu
+
+
+def generator_states() -> dict:
+    """The states of all of them, to be pickled."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "megatron": dict(get_cuda_rng_tracker().get_states()),
+    }
+    return {**states, "cuda": torch.cuda.get_rng_state()} if is_gpu() else states
+
+
+def restore_generators(states: dict) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    get_cuda_rng_tracker().set_states(states["megatron"])
+    if is_gpu() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def derived_seed(states: dict) -> int:
+    """A seed that differs from state to state."""
+    return zlib.crc32(states["torch"].numpy().tobytes(), zlib.crc32(repr(states["python"]).encode()))
+
+
+def reseed(seed: int, rank: int) -> None:
+    """Fresh, reproducible generators, where the ranks of a checkpoint and of this run do not correspond. Megatron
+    derives the tensor- and pipeline-parallel ones from the one seed."""
+    random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

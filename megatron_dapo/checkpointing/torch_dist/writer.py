@@ -1,0 +1,151 @@
+"""Planning and writing one rank's file of a checkpoint, in this process or in a forked one.
+
+Megatron's own writer reports through a queue whose server process imports the whole program again (seconds per rank),
+and a rank that fails leaves the others waiting. Here every outcome travels over the job's own process group.
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_dapo.platform import ParallelLayout
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedWrite:
+    """metadata: on rank 0, of the whole checkpoint."""
+
+    writer: FileSystemWriter
+    planner: MCoreSavePlanner
+    plan: SavePlan
+    metadata: Metadata | None
+
+    def write(self) -> list[WriteResult]:
+        """This rank's file, fsynced."""
+        return self.writer.write_data(self.plan, self.planner).wait()
+
+
+class Planning(AsyncSaveShardedStrategy):
+    """Megatron's extension point for how tensors are saved. This one plans, and leaves the writing to others."""
+
+    def __init__(self, layout: ParallelLayout, copy_to_host: bool) -> None:
+        super().__init__("torch_dist", 1)
+        self._layout, self._copy_to_host = layout, copy_to_host
+        self.planned: PlannedWrite | None = None
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def async_save(self, sharded_state_dict: dict, checkpoint_dir: str | Path) -> AsyncRequest:
+        mine: dict[str, list[ShardedBase]] = defaultdict(list)
+        for part in nested_values(sharded_state_dict):
+            if is_main_replica(part.replica_id):
+                if self._copy_to_host and isinstance(part, ShardedTensor):
+                    part.data = part.data.cpu()  # from a GPU a copy; a forked process keeps the host's as they are
+                mine[part.key if isinstance(part, ShardedTensor) else part.unique_key].append(part)
+        # no copying ahead on another stream: a forked process must not touch the GPU
+        writer = FileSystemWriter(checkpoint_dir, per_thread_copy_ahead=0)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        layout = self._layout
+        planner.set_up_planner(mcore_to_pyt_state_dict(mine), is_coordinator=layout.rank == 0)
+        writer.set_up_storage_writer(is_coordinator=layout.rank == 0)
+        plan = planner.create_local_plan()
+        plans = [None] * layout.world_size if layout.rank == 0 else None
+        dist.gather_object(plan, plans, dst=0, group=layout.cpu_group)
+        metadata = planner.create_global_plan(plans)[1] if plans else None
+        numbered = writer.prepare_global_plan([plan] * layout.world_size)[layout.rank]  # the file's name has the rank
+        self.planned = PlannedWrite(writer, planner, planner.finish_plan(numbered), metadata)
+        return AsyncRequest(None, (), [])
+
+
+class ForkedWrite:
+    """Writes in a child process, which has this process's memory as it is now: training may change it at once."""
+
+    def __init__(self, planned: PlannedWrite) -> None:
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_write_and_report, args=(planned, sender, os.getpid()), daemon=True)
+        sys.stdout.flush(), sys.stderr.flush()
+        self._process.start()
+        sender.close()  # then the child's end is the only one, and its death ends the pipe
+
+    def is_done(self) -> bool:
+        return self._receiver.poll()  # also true at the end of the pipe
+
+    def result(self) -> list[WriteResult]:
+        """Waits. Raises OSError with the child's error, or saying how it ended."""
+        try:
+            results, error = self._receiver.recv()
+        except EOFError:
+            self._process.join()
+            raise OSError(f"the writing process ended with exit code {self._process.exitcode}") from None
+        self._process.join()
+        if error:
+            raise OSError(error)
+        return results
+
+
+def _write_and_report(planned: PlannedWrite, sender: Connection, parent: int) -> None:
+    gc.disable()  # collecting the parent's GPU objects here would touch the GPU
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # sent to all processes of a job: the trainer decides
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent(parent)
+    try:
+        answer = planned.write(), ""
+    except Exception as error:  # noqa: BLE001  every failure is the parent's to report
+        answer = [], describe(error)
+    sender.send(answer)
+    sender.close()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A killed trainer must not leave a writer behind, in a folder that its successor uses."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def describe(error: Exception) -> str:
+    """An error on one line; the operating system's own words where there are some."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
+
+
+def agree(error: str | None, layout: ParallelLayout) -> list[str]:
+    """The ranks' errors, each with its rank, on every rank; [] where there are none. Collective over all ranks."""
+    errors: list = [None] * layout.world_size
+    dist.all_gather_object(errors, error, group=layout.cpu_group)
+    return [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+
+
+def all_done(done: bool, layout: ParallelLayout) -> bool:
+    """Whether it is true on every rank. Collective over all ranks."""
+    flag = torch.tensor([int(done)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=layout.cpu_group)
+    return bool(flag)

@@ -1,0 +1,207 @@
+"""A checkpoint continues the run: bit for bit in its own layout, to rounding in every other.
+
+Each torchrun goes through the cases of one number of processes in turn; later ones load what earlier ones saved.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.checkpoint_worker import MOMENTS
+from tests.helpers import run_torchrun
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.distributed
+
+# name: (processes, sizes, sharded optimizer); a vocabulary of 67 is padded where TP is 2
+WRITERS = {"tp2": (2, {"tp": 2}, False), "tp2_dp2": (4, {"tp": 2, "sp": True}, True)}
+READERS = {
+    "pp2": (2, {"pp": 2}, False),
+    "pp2_dp2": (4, {"pp": 2}, True),
+    "tp2_pp2": (4, {"tp": 2, "sp": True, "pp": 2}, False),
+    "dp4": (4, {}, True),
+    "tp1": (1, {}, False),
+}
+# the layouts in which three steps, a checkpoint and three steps must equal six steps
+SAME = {
+    "tp1": (1, {}, False),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, True),
+    "tp2_dp2": (4, {"tp": 2, "sp": True}, True),
+    "dp2_half": (2, {}, True),
+}
+STEPS, END = 3, 6
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    """Name of a case -> what it gave."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
+    models = {
+        "start": make_tiny(folder / "start", "qwen2", **shape),
+        "other": make_tiny(folder / "other", "qwen2", seed=5, **shape),  # what is not loaded keeps its values
+        "tied": make_tiny(folder / "tied", "qwen2", tied=True, **shape),
+        "other_tied": make_tiny(folder / "other_tied", "qwen2", tied=True, seed=5, **shape),
+        "longer": make_tiny(folder / "longer", "qwen2", **{**shape, "layers": 6}),
+        "wider": make_tiny(folder / "wider", "qwen2", **{**shape, "vocab": 70}),
+        "plain": make_tiny(folder / "plain", "llama", **shape),
+    }
+    found: dict[str, dict] = {}
+    for world in (2, 4, 1):
+        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
+        cases = [{**case, "model": str(models[case["model"]])} for case in cases_of(world, folder)]
+        task.write_text(json.dumps({"out": str(out), "cases": cases}))
+        run_torchrun(Path(__file__).with_name("checkpoint_worker.py"), world, str(task), timeout=400)
+        found.update(torch.load(out, weights_only=False))
+    return found
+
+
+def cases_of(world: int, folder: Path) -> list[dict]:
+    """In an order in which whatever is loaded has been saved."""
+    cases = []
+    for name, (processes, sizes, sharded) in WRITERS.items():
+        case = dict(sizes=sizes, sharded=sharded, steps=(0, STEPS), more=STEPS + 1)
+        if processes == world:
+            cases.append(dict(case, name=f"write/{name}", model="start", save=str(folder / f"from_{name}")))
+    if world == 2:
+        tied = dict(sizes={"tp": 2}, steps=(0, STEPS), more=STEPS + 1, save=str(folder / "tied_ckpt"))
+        cases.append(dict(tied, name="write/tied", model="tied"))
+        read = dict(sizes={"pp": 2}, steps=(STEPS, STEPS), more=STEPS + 1, load=str(folder / "tied_ckpt"))
+        cases.append(dict(read, name="read/tied/pp2", model="other_tied"))
+        cases.append(dict(name="failed", model="start", sizes={}, save=str(folder / "failed"), failing_rank=1))
+    for reader, (processes, sizes, sharded) in READERS.items():
+        for writer, (writers_world, _, _) in WRITERS.items():
+            if processes == world and (writers_world, world) != (4, 2):
+                case = dict(sizes=sizes, sharded=sharded, steps=(STEPS, STEPS), more=STEPS + 1)
+                cases.append(
+                    dict(case, name=f"read/{writer}/{reader}", model="other", load=str(folder / f"from_{writer}"))
+                )
+    for name, (processes, sizes, sharded) in SAME.items():
+        if processes == world:
+            cases += continuation(name, sizes, sharded, folder)
+    return cases + (refusals(folder) if world == 1 else [])
+
+
+def continuation(name: str, sizes: dict, sharded: bool, folder: Path) -> list[dict]:
+    """Six steps; as many with a save after three, while training goes on; three from that checkpoint."""
+    case = dict(sizes=sizes, sharded=sharded, dtype="bfloat16" if "half" in name else "float32")
+    through = dict(case, steps=(0, STEPS), more=END, model="start")
+    saved = str(folder / f"same_{name}")
+    resumed = dict(case, name=f"resumed/{name}", model="other", load=saved, steps=(STEPS, STEPS), more=END)
+    return [
+        dict(through, name=f"blocking/{name}", save=f"{saved}_blocking"),
+        dict(through, name=f"background/{name}", save=saved, background=True),
+        resumed,
+        dict(resumed, name=f"resumed_blocking/{name}", load=f"{saved}_blocking"),
+    ]
+
+
+def refusals(folder: Path) -> list[dict]:
+    whole, weights = str(folder / "from_tp2"), str(folder / "weights")
+    return [
+        dict(name="weights/write", model="start", sizes={}, steps=(0, 1), save=weights, weights_only=True),
+        dict(name="weights/read", model="other", sizes={}, load=weights, weights_only=True),
+        dict(name="weights/of_training", model="other", sizes={}, load=whole, weights_only=True),
+        dict(name="refused/no_optimizer", model="other", sizes={}, load=weights),
+        dict(name="refused/longer", model="longer", sizes={}, load=whole),
+        dict(name="refused/wider", model="wider", sizes={}, load=whole),
+        dict(name="refused/no_bias", model="plain", sizes={}, load=whole),
+        dict(name="refused/dtype", model="start", sizes={}, load=whole, dtype="bfloat16"),
+        dict(name="refused/nothing", model="start", sizes={}, load=str(folder / "nowhere")),
+    ]
+
+
+def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys() and len(found) > 5
+    for name, value in expected.items():
+        # of what is a difference of log-probs, only the absolute rounding is small
+        precision = dict(rel=1e-6) if name in ("actor/loss", "actor/pg_loss", "actor/lr") else dict(rel=1e-5, abs=2e-6)
+        assert found[name] == pytest.approx(value, **precision), name
+
+
+READS = [f"{w}/{r}" for r, (n, *_) in READERS.items() for w, (m, *_) in WRITERS.items() if (m, n) != (4, 2)]
+READS.append("tied/pp2")
+
+
+@pytest.mark.parametrize("read", READS)
+def test_weights_and_moments_are_the_same_at_another_layout(results, read):
+    written, loaded = results[f"write/{read.split('/')[0]}"]["tensors"], results[f"read/{read}"]["tensors"]
+    assert written.keys() == loaded.keys()
+    assert sum(name.startswith(MOMENTS) for name in written) * 3 == len(written) * 2
+    for name, tensor in written.items():
+        assert torch.equal(tensor, loaded[name]), name
+
+
+@pytest.mark.parametrize("read", READS)
+def test_next_step_is_the_same_at_another_layout(results, read):
+    assert_close(results[f"read/{read}"]["metrics"][STEPS], results[f"write/{read.split('/')[0]}"]["metrics"][STEPS])
+
+
+def test_report_says_that_generators_cannot_continue_at_another_layout(results):
+    report = results["read/tp2/pp2"]["report"]
+    assert report["restored"] == ("model", "optimizer", "lr_schedule")
+    assert len(report["not_restored"]) == 1 and "tp2" in report["not_restored"][0]
+    assert report["written_with"] == {"tp": 2, "pp": 1, "vpp": 0, "dp": 1, "world_size": 2}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("kind", ["resumed", "resumed_blocking"])
+def test_three_steps_and_three_resumed_equal_six_bit_for_bit(results, name, kind):
+    through, resumed = results[f"blocking/{name}"], results[f"{kind}/{name}"]
+    for step in range(STEPS, END):
+        assert through["metrics"][step] == resumed["metrics"][step]
+    assert len(through["everything"]) == SAME[name][0]
+    for rank, (expected, found) in enumerate(zip(through["everything"], resumed["everything"], strict=True)):
+        assert len(expected) == len(found) > 40
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), rank
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_generators_continue_in_the_same_layout(results, name):
+    assert results[f"resumed/{name}"]["report"]["restored"] == ("model", "optimizer", "lr_schedule", "rng")
+    assert results[f"resumed/{name}"]["draws"] == results[f"background/{name}"]["draws"]
+    assert results[f"resumed_blocking/{name}"]["draws"] == results[f"blocking/{name}"]["draws"]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_saving_in_the_background_does_not_change_training(results, name):
+    blocking, background = results[f"blocking/{name}"], results[f"background/{name}"]
+    assert blocking["metrics"] == background["metrics"]
+    pairs = zip(blocking["everything"], background["everything"], strict=True)
+    assert all(torch.equal(a, b) for ranks in pairs for a, b in zip(*ranks, strict=True))
+
+
+def test_failed_write_is_an_error_on_every_rank(results):
+    for errors in results["failed"]["errors"]:  # written at once, and in the background
+        *ranks, state = errors
+        assert len(ranks) == 2 and ranks[0] == ranks[1]
+        assert "rank 1: [Errno 27] File too large" in ranks[0] and "rank 0" not in ranks[0]
+        assert state == "incomplete"
+
+
+def test_weights_alone_can_be_saved_and_loaded(results):
+    written = results["weights/write"]["everything"][0]
+    read = results["weights/read"]["everything"][0]
+    num_parameters = 3 + 7 * 4
+    assert all(torch.equal(a, b) for a, b in zip(written[:num_parameters], read[:num_parameters], strict=True))
+    assert results["weights/read"]["report"]["restored"] == ("model",)
+    assert results["weights/of_training"]["report"]["restored"] == ("model",)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no_optimizer", ["has a model and no optimizer"]),
+        ("longer", ["lacks decoder.layers.4.mlp.linear_fc1.layer_norm_weight", "and 44 more"]),
+        ("wider", ["embedding.word_embeddings.weight ((67, 32) there, (70, 32) here)"]),
+        ("no_bias", ["has, which this model has not, decoder.layers.0.self_attention.linear_qkv.bias"]),
+        ("dtype", ["float32", "bfloat16", "megatron.dtype"]),
+        ("nothing", ["is not a complete checkpoint", "nowhere"]),
+    ],
+)
+def test_another_models_checkpoint_is_refused_by_name(results, case, words):
+    error = results[f"refused/{case}"]["error"]
+    assert all(word in error for word in words), error
+    assert "\n" not in error
