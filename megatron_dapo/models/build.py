@@ -40,10 +40,14 @@ def build_model(
     *,
     head_chunk_size: int = 1024,
     fused_head: bool = True,
+    for_training: bool = True,
 ) -> ModelParts:
-    """Uninitialized parameters on this rank's device; load weights next (`load_hf_weights`)."""
+    """This rank's part with meaningless values, on its device; load weights next (`load_hf_weights`).
+
+    for_training: false saves time and memory where there will be no gradients.
+    """
     use_te = _use_transformer_engine(megatron)
-    config = _transformer_config(spec, layout, megatron, use_te)
+    config = _transformer_config(spec, layout, megatron, use_te, for_training)
     chunks = [
         _build_chunk(spec, layout, config, use_te, stage if layout.vpp else None)
         for stage in range(layout.num_model_chunks)
@@ -85,7 +89,7 @@ def _recompute(megatron: MegatronConfig) -> dict:
 
 
 def _transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, megatron: MegatronConfig, use_te: bool
+    spec: ModelSpec, layout: ParallelLayout, megatron: MegatronConfig, use_te: bool, for_training: bool
 ) -> TransformerConfig:
     dtype = model_dtype(megatron.dtype)
     return TransformerConfig(
@@ -113,8 +117,8 @@ def _transformer_config(
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not is_gpu(),
         # every parameter is loaded afterwards, but it is the initialization that marks which ones are cut over TP
-        # ranks, and without the marks the gradient norm counts them wrongly
-        perform_initialization=True,
+        # ranks, and without the marks the gradient norm counts them wrongly. On a CPU it makes each whole tensor first
+        perform_initialization=for_training,
         # micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # dense models have none, but the default one refuses the line above

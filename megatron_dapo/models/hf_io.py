@@ -1,131 +1,249 @@
-"""Hugging Face safetensors in and out: a rank reads only the slices that it holds, a stage writes its own file."""
+"""Hugging Face checkpoints in and out: a rank reads only the slices that it holds, and files are written tensor after
+tensor, the same ones for every layout."""
 
 import json
-import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import Tensor
 
-from megatron_dapo.config import UserError, write_whole
+from megatron_dapo.config import ModelSpec, UserError, write_whole
+from megatron_dapo.config.staged_folder import StagedFolder
 from megatron_dapo.models.build import ModelParts
-from megatron_dapo.models.weight_map import Entry, TensorSpec, weight_entries
+from megatron_dapo.models.file_plan import FilePlan
+from megatron_dapo.models.safetensors_files import (
+    INDEX,
+    FileWriter,
+    SafetensorsFolder,
+    TensorSpec,
+    byte_view,
+)
+from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, Entry, hf_tensors, weight_entries
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform import ParallelLayout
 
-_INDEX = "model.safetensors.index.json"
-_PART_BYTES = 4 * 2**30
 # what belongs to a checkpoint besides the weights: configuration, tokenizer, chat template
 _COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template*",
 )  # fmt: skip
+_MESSAGE_BYTES = 64 * 2**20
+
+# (bytes done, bytes in all) of this rank's part
+Progress = Callable[[int, int], None]
 
 
-class _Reader:
-    """Slices of the tensors of a checkpoint folder, one open file each."""
+def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
+    """Raises UserError where the tensors of a checkpoint are not exactly those of its model.
 
-    def __init__(self, path: Path) -> None:
-        index = path / _INDEX
-        if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
-        else:
-            files = sorted(path.glob("*.safetensors"))
-            if not files:
-                raise UserError(
-                    [f"actor_rollout_ref.model.path: `{path}` has no .safetensors file; convert the checkpoint"]
-                )
-            weight_map = {name: file.name for file in files for name in safe_open(file, "pt").keys()}
-        self._path, self._file_of, self._open = path, weight_map, {}
+    Allowed besides: a second copy of a tied embedding, when it is one, and the tables of old rotary embeddings.
+    """
 
-    def slice(self, name: str, dim: int | None, rank: int, size: int, padded: int | None) -> torch.Tensor:
-        """This rank's share of a tensor along dim, zero-filled where the padded length exceeds the file's."""
-        if name not in self._file_of:
-            raise UserError(
-                [f"actor_rollout_ref.model.path: `{self._path}` has no tensor `{name}`; is the checkpoint complete?"]
-            )
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self._path / file, "pt")
-        stored = self._open[file].get_slice(name)
-        if dim is None:
-            return stored[:]
-        length = stored.get_shape()[dim]
-        share = (padded or length) // size
-        start, end = min(rank * share, length), min((rank + 1) * share, length)
-        part = stored[start:end] if dim == 0 else stored[:, start:end]
-        missing = share - part.shape[dim]
-        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
+    def may_have(name: str) -> bool:
+        return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == LM_HEAD)
+
+    folder.check(hf_tensors(spec), may_have)
+    if spec.tied_embeddings and LM_HEAD in folder.names and not folder.equal(LM_HEAD, EMBEDDING):
+        raise UserError(
+            f"{folder.path}: config.json says tie_word_embeddings, but {LM_HEAD} differs from {EMBEDDING}; set "
+            "tie_word_embeddings to false if the model has a head of its own, else remove the tensor."
+        )
 
 
-def _read_entry(reader: _Reader, entry: Entry, model: ModelParts, layout: ParallelLayout) -> torch.Tensor:
-    dim = entry.transform.dim
-    is_vocab = entry.hf_names[0] in ("model.embed_tokens.weight", "lm_head.weight")
+def exportable(spec: ModelSpec) -> set[str]:
+    """Names of the tensors that `export_hf` can write: the model's, and a tied head, which is the embedding."""
+    return {*hf_tensors(spec), LM_HEAD}
+
+
+def _read_entry(folder: SafetensorsFolder, entry: Entry, model: ModelParts, layout: ParallelLayout) -> Tensor:
+    is_vocab = entry.hf_names[0] in (EMBEDDING, LM_HEAD)
     padded = model.spec.padded_vocab_size(layout.tp) if is_vocab else None
-    parts = [reader.slice(name, dim, layout.tp_rank, layout.tp, padded) for name in entry.hf_names]
+    parts = [folder.read(name, entry.transform.dim, layout.tp_rank, layout.tp, padded) for name in entry.hf_names]
     return entry.transform.join(parts, model.spec)
 
 
 @torch.no_grad()
-def load_hf_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) -> None:
-    """Fill this rank's parameters from a checkpoint folder. Raises UserError naming a missing or misshapen tensor."""
-    reader = _Reader(Path(path))
-    for entry in weight_entries(model.chunks, model.spec):
-        shard = _read_entry(reader, entry, model, layout)
-        if shard.shape != entry.parameter.shape:
-            raise UserError(
-                f"{path}: {', '.join(entry.hf_names)} give a shard of {tuple(shard.shape)}, the model built from "
-                f"config.json wants {tuple(entry.parameter.shape)}; use the config.json of these weights."
-            )
+def load_hf_weights(
+    model: ModelParts,
+    path: str | Path | SafetensorsFolder,
+    layout: ParallelLayout,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Fill this rank's parameters from a checkpoint folder. Raises UserError that lists missing, unexpected and
+    misshapen tensors."""
+    folder = path if isinstance(path, SafetensorsFolder) else SafetensorsFolder(path)
+    check_hf_weights(folder, model.spec)
+    entries = weight_entries(model.chunks, model.spec)
+    done, total = 0, sum(entry.parameter.nbytes for entry in entries)
+    for entry in entries:
+        try:
+            shard = _read_entry(folder, entry, model, layout)
+        except OSError as error:
+            raise UserError(f"`{folder.path}` cannot be read ({error}); copy or download it again.") from error
+        assert shard.shape == entry.parameter.shape, f"{entry.hf_names}: {shard.shape} for {entry.parameter.shape}"
         entry.parameter.copy_(shard)
+        done += entry.parameter.nbytes
+        progress(done, total)
 
 
-def export_hf(model: ModelParts, layout: ParallelLayout, source_path: str | Path, out: str | Path) -> None:
+def copy_companions(source_path: str | Path, out: Path, dtype: torch.dtype | None = None) -> None:
+    """config.json, tokenizer and the like, from one checkpoint folder to another. dtype: what config.json shall say,
+    where it says another, because that is the one engines load in; none = as it is. Raises OSError."""
+    for pattern in _COMPANIONS:
+        for file in Path(source_path).glob(pattern):
+            if file.is_file():
+                shutil.copy(file, out / file.name)
+    if dtype is None:
+        return
+    config = out / "config.json"
+    content, name = json.loads(config.read_text(encoding="utf-8")), str(dtype).removeprefix("torch.")
+    old = {key for key in ("dtype", "torch_dtype") if content.get(key) not in (None, name)}
+    if old:
+        write_whole(config, json.dumps(content | dict.fromkeys(old, name), indent=2) + "\n")
+
+
+def export_hf(
+    model: ModelParts,
+    layout: ParallelLayout,
+    source_path: str | Path,
+    out: str | Path,
+    *,
+    plan: FilePlan | None = None,
+    dtype: torch.dtype | None = None,
+    replace: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> None:
     """Write the model as a Hugging Face checkpoint. Collective over all ranks; data-parallel rank 0 writes.
 
     source_path: the checkpoint that config.json and the tokenizer are copied from. out: a folder that the stages' nodes
-    share. Gathered and written in files of about 4 GB, so that no rank ever holds more than that of full tensors.
+    share; it appears when all is written. plan: its files (standard: `model-00001-of-000NN.safetensors` of about 4 GB,
+    the same for every layout). dtype: of the files (standard: the model's). A rank holds one full tensor at a time.
+    Raises UserError on every rank where one of them could not write.
     """
-    out = Path(out)
-    source = WeightSource(model, layout)
-    weight_map: dict[str, str] = {}
-    num_bytes = 0
-    parts = _parts(source.specs()) if layout.dp_rank == 0 else []
-    for part, specs in enumerate(parts):
-        tensors = source.gather(specs)
-        if tensors is not None and layout.tp_rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            file = f"model-stage{layout.pp_rank:03d}-part{part:05d}.safetensors"
-            contents = {spec.name: tensor.cpu().contiguous() for spec, tensor in zip(specs, tensors, strict=True)}
-            save_file(contents, out / file, {"format": "pt"})
-            weight_map |= dict.fromkeys(contents, file)
-            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in contents.values())
-    gathered: list = [None] * layout.world_size
-    dist.all_gather_object(gathered, (weight_map, num_bytes), group=layout.cpu_group)
-    if layout.rank == 0:
-        for pattern in _COMPANIONS:
-            for file in Path(source_path).glob(pattern):
-                shutil.copy(file, out / file.name)
-        index = {
-            "metadata": {"total_size": sum(size for _, size in gathered)},
-            "weight_map": {name: file for names, _ in gathered for name, file in names.items()},
+    dtype = dtype or model.config.params_dtype
+    plan = plan or FilePlan.standard(model.spec, dtype)
+    folder = StagedFolder(out, replace=replace)
+    is_main, problem = layout.rank == 0, None
+    try:
+        if is_main:
+            try:
+                folder.open()
+            except UserError as error:
+                problem = str(error)
+        layout.raise_together(problem)
+        export = _Export(WeightSource(model, layout), layout, plan, dtype, folder.staging, progress)
+        export.write_files(hf_tensors(model.spec))
+        if is_main and export.problem is None:
+            export.attempt(lambda: copy_companions(source_path, folder.staging, dtype))
+            if index := plan.index_json(export.num_bytes):
+                export.attempt(lambda: write_whole(folder.staging / INDEX, index))
+        layout.raise_together(export.problem)
+        if is_main:
+            export.attempt(folder.publish)
+        layout.raise_together(export.problem)
+    finally:
+        if is_main:
+            folder.discard()
+
+
+class _Export:
+    """One export. A rank that cannot write goes on taking part, so that nobody waits for it, and has a `problem`."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        layout: ParallelLayout,
+        plan: FilePlan,
+        dtype: torch.dtype,
+        folder: Path,
+        progress: Progress,
+    ) -> None:
+        self._source, self._layout, self._plan, self._dtype = source, layout, plan, dtype
+        self._folder, self._progress = folder, progress
+        self._mine = {spec.name: spec for spec in source.specs()}
+        self._owner = self._owners()
+        # a checkpoint may store the tied embedding a second time
+        self._stored_as = {} if LM_HEAD in self._owner else {LM_HEAD: EMBEDDING}
+        self._owner |= {copy: self._owner[name] for copy, name in self._stored_as.items()}
+        self._num_done = 0
+        self.problem: str | None = None
+        self.num_bytes = 0
+
+    def _owners(self) -> dict[str, int]:
+        """Tensor -> the rank that has it whole once it is gathered. The same on all ranks."""
+        layout = self._layout
+        gathered: list = [None] * layout.world_size
+        mine = list(self._mine) if (layout.dp_rank, layout.tp_rank) == (0, 0) else []
+        dist.all_gather_object(gathered, mine, group=layout.cpu_group)
+        return {name: rank for rank, names in enumerate(gathered) for name in names}
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Do it unless something failed before; remember what failed."""
+        if self.problem is not None:
+            return
+        try:
+            action()
+        except OSError as error:
+            self.problem = (
+                f"`{self._folder.parent}` cannot be written ({error.strerror or error}); free some space, or give "
+                "another folder."
+            )
+
+    def write_files(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """All files of the plan. shapes: of the model's tensors. Those that need tensors of several stages come first:
+        then no stage waits for the work of another while it could do its own."""
+        shapes = shapes | {copy: shapes[name] for copy, name in self._stored_as.items()}
+        tensors = {
+            file: [TensorSpec(name, shapes[name], self._dtype) for name in names]
+            for file, names in self._plan.files.items()
         }
-        write_whole(out / _INDEX, json.dumps(index, indent=2))
-    dist.barrier(group=layout.cpu_group)
+        self.num_bytes = sum(spec.num_bytes for specs in tensors.values() for spec in specs)
+        if self._layout.dp_rank != 0:
+            return
+        owners = {file: [self._owner[spec.name] for spec in specs] for file, specs in tensors.items()}
+        mine = {file for file, ranks in owners.items() if ranks[0] == self._layout.rank}
+        total = sum(spec.num_bytes for file in mine for spec in tensors[file])
+        for file in sorted(tensors, key=lambda file: len(set(owners[file])) == 1):
+            writer: FileWriter | None = None
+            if file in mine:
+                writer = self._open(self._folder / file, tensors[file], self._plan.metadata[file])
+            for spec, rank in zip(tensors[file], owners[file], strict=True):
+                self._move(spec, rank, owners[file][0], writer)
+                if file in mine:
+                    self._num_done += spec.num_bytes
+                    self._progress(self._num_done, total)
+            if writer is not None:
+                self.attempt(writer.finish)
+                writer.close()
 
+    def _open(self, path: Path, specs: list[TensorSpec], metadata: dict[str, str]) -> FileWriter | None:
+        opened: list[FileWriter] = []
+        self.attempt(lambda: opened.append(FileWriter(path, specs, metadata)))
+        return opened[0] if opened else None
 
-def _parts(specs: list[TensorSpec]) -> list[list[TensorSpec]]:
-    """The tensors in order, in parts of at most _PART_BYTES (or one tensor)."""
-    parts: list[list[TensorSpec]] = []
-    size = 0
-    for spec in specs:
-        num_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-        if not parts or size + num_bytes > _PART_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(spec)
-        size += num_bytes
-    return parts
+    def _move(self, spec: TensorSpec, owner: int, target: int, writer: FileWriter | None) -> None:
+        """One tensor from the stage that has it into the file that `target` writes (writer: there, while it can)."""
+        me, whole = self._layout.rank, None
+        if (slices := self._mine.get(self._stored_as.get(spec.name, spec.name))) is not None:
+            gathered = self._source.gather([slices])
+            if gathered is not None:
+                whole = gathered[0].to(self._dtype).cpu().contiguous()
+        if me == owner == target:
+            if writer is not None:
+                self.attempt(lambda: writer.write(whole))
+        elif me == owner:
+            for piece in byte_view(whole).split(_MESSAGE_BYTES):
+                dist.send(piece, target, group=self._layout.cpu_group)
+        elif me == target:
+            self._receive(spec, owner, writer)
+
+    def _receive(self, spec: TensorSpec, owner: int, writer: FileWriter | None) -> None:
+        buffer = torch.empty(min(_MESSAGE_BYTES, spec.num_bytes), dtype=torch.uint8)
+        for start in range(0, spec.num_bytes, _MESSAGE_BYTES):
+            piece = buffer[: spec.num_bytes - start]
+            dist.recv(piece, owner, group=self._layout.cpu_group)
+            if writer is not None:
+                self.attempt(lambda piece=piece: writer.write(piece))

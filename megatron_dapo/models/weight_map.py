@@ -18,15 +18,6 @@ from megatron_dapo.config import ModelSpec
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """A full tensor under its Hugging Face name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class Transform:
     """dim: axis of the cut. join: slices of the HF tensors, in row order -> Megatron shard. split: the inverse."""
 
@@ -56,43 +47,72 @@ QKV = Transform(0, _join_qkv, _split_qkv)
 GATE_UP = Transform(0, lambda parts, spec: torch.cat(parts), lambda shard, spec: list(shard.chunk(2)))
 
 
+Shapes = Callable[[ModelSpec], list[tuple[int, ...]]]
+
+
 @dataclass(frozen=True)
 class Row:
     """megatron: parameter name inside a chunk; alias: its name where Transformer Engine fuses the norm into the linear
-    layer. `{l}` stands for the layer. where: a condition on the model."""
+    layer. `{l}` stands for the layer. shapes: of the HF tensors, in their order. where: a condition on the model."""
 
     megatron: str
     hf: tuple[str, ...]
     transform: Transform
+    shapes: Shapes
     alias: str | None = None
     where: Callable[[ModelSpec], bool] = lambda spec: True
 
 
 _HF_LAYER = "model.layers.{l}."
 _QKV = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _norm(m: ModelSpec) -> list[tuple[int, ...]]:
+    return [(m.hidden_size,)]
+
+
+def _head_norm(m: ModelSpec) -> list[tuple[int, ...]]:
+    return [(m.head_dim,)]
+
+
+def _vocabulary(m: ModelSpec) -> list[tuple[int, ...]]:
+    return [(m.vocab_size, m.hidden_size)]
+
+
+def _qkv_bias(m: ModelSpec) -> list[tuple[int, ...]]:
+    return [(heads * m.head_dim,) for heads in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
+
+
+def _qkv(m: ModelSpec) -> list[tuple[int, ...]]:
+    return [(*rows, m.hidden_size) for rows in _qkv_bias(m)]
+
 
 # fmt: off
 DENSE_DECODER = (
-    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ROWS),
-    Row("decoder.layers.{l}.input_layernorm.weight", (_HF_LAYER + "input_layernorm.weight",), REPLICATED,
+    Row("embedding.word_embeddings.weight", (EMBEDDING,), ROWS, _vocabulary),
+    Row("decoder.layers.{l}.input_layernorm.weight", (_HF_LAYER + "input_layernorm.weight",), REPLICATED, _norm,
         alias="decoder.layers.{l}.self_attention.linear_qkv.layer_norm_weight"),
-    Row("decoder.layers.{l}.self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in _QKV), QKV),
-    Row("decoder.layers.{l}.self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), QKV,
-        where=lambda spec: spec.qkv_bias),
+    Row("decoder.layers.{l}.self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in _QKV), QKV, _qkv),
+    Row("decoder.layers.{l}.self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), QKV, _qkv_bias,
+        where=lambda m: m.qkv_bias),
     Row("decoder.layers.{l}.self_attention.q_layernorm.weight", (_HF_LAYER + "self_attn.q_norm.weight",), REPLICATED,
-        where=lambda spec: spec.qk_norm),
+        _head_norm, where=lambda m: m.qk_norm),
     Row("decoder.layers.{l}.self_attention.k_layernorm.weight", (_HF_LAYER + "self_attn.k_norm.weight",), REPLICATED,
-        where=lambda spec: spec.qk_norm),
-    Row("decoder.layers.{l}.self_attention.linear_proj.weight", (_HF_LAYER + "self_attn.o_proj.weight",), COLUMNS),
+        _head_norm, where=lambda m: m.qk_norm),
+    Row("decoder.layers.{l}.self_attention.linear_proj.weight", (_HF_LAYER + "self_attn.o_proj.weight",), COLUMNS,
+        lambda m: [(m.hidden_size, m.num_heads * m.head_dim)]),
     Row("decoder.layers.{l}.pre_mlp_layernorm.weight", (_HF_LAYER + "post_attention_layernorm.weight",), REPLICATED,
-        alias="decoder.layers.{l}.mlp.linear_fc1.layer_norm_weight"),
+        _norm, alias="decoder.layers.{l}.mlp.linear_fc1.layer_norm_weight"),
     Row("decoder.layers.{l}.mlp.linear_fc1.weight",
-        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"), GATE_UP),
-    Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED),
-    Row("output_layer.weight", ("lm_head.weight",), ROWS, where=lambda spec: not spec.tied_embeddings),
+        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"), GATE_UP,
+        lambda m: [(m.ffn_size, m.hidden_size)] * 2),
+    Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS,
+        lambda m: [(m.hidden_size, m.ffn_size)]),
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _norm),
+    Row("output_layer.weight", (LM_HEAD,), ROWS, _vocabulary, where=lambda m: not m.tied_embeddings),
     # tied, and the pipeline has several stages: the last one holds a copy of the embedding
-    Row("output_layer.weight", ("model.embed_tokens.weight",), ROWS, where=lambda spec: spec.tied_embeddings),
+    Row("output_layer.weight", (EMBEDDING,), ROWS, _vocabulary, where=lambda m: m.tied_embeddings),
 )
 # fmt: on
 
@@ -101,6 +121,20 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Qwen3ForCausalLM": DENSE_DECODER,
     "LlamaForCausalLM": DENSE_DECODER,
 }
+
+
+def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of the model."""
+    rows = [row for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
+    is_layer = ["{l}" in row.megatron for row in rows]
+    first, last = is_layer.index(True), len(rows) - is_layer[::-1].index(True)
+    layers = [(row, layer) for layer in range(spec.num_layers) for row in rows[first:last]]
+    ordered = [*((row, None) for row in rows[:first]), *layers, *((row, None) for row in rows[last:])]
+    return {
+        name.format(l=layer): shape
+        for row, layer in ordered
+        for name, shape in zip(row.hf, row.shapes(spec), strict=True)
+    }
 
 
 @dataclass(frozen=True)

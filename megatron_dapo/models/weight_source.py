@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.models.build import ModelParts
-from megatron_dapo.models.weight_map import Entry, TensorSpec, weight_entries
+from megatron_dapo.models.safetensors_files import TensorSpec
+from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, Entry, weight_entries
 from megatron_dapo.platform import ParallelLayout
 
 
@@ -46,7 +47,7 @@ class WeightSource:
         shape = list(local)
         if entry.transform.dim is not None:
             shape[entry.transform.dim] *= self._layout.tp
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in (EMBEDDING, LM_HEAD):
             shape[0] = self._model.spec.vocab_size  # without the padding
         return tuple(shape)
 

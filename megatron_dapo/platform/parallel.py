@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.config import UserError
 from megatron_dapo.platform.device import collective_backend, device, is_gpu, prepare_megatron
 
 
@@ -113,6 +114,15 @@ class ParallelLayout:
         gathered: list = [None] * self.world_size
         dist.all_gather_object(gathered, self.coordinates(), group=self.cpu_group)
         return gathered
+
+    def raise_together(self, problem: str | None) -> None:
+        """Raise UserError on every rank, with the lowest rank's problem, where any rank has one. Collective over all
+        ranks: none is left waiting for one that failed."""
+        gathered: list = [None] * self.world_size
+        dist.all_gather_object(gathered, problem, group=self.cpu_group)
+        found = [problem for problem in gathered if problem is not None]
+        if found:
+            raise UserError(found[0])
 
     @staticmethod
     def release() -> None:

@@ -92,10 +92,8 @@ def test_export_gives_back_the_checkpoint_bit_for_bit(runs, model, layout):
     folder = runs[2]
     original = load_file(folder / model / "model.safetensors")
     exported = folder / f"{model}-{layout}"
-    index = json.loads((exported / "model.safetensors.index.json").read_text())
-    files = set(index["weight_map"].values())
-    tensors = {name: tensor for file in files for name, tensor in load_file(exported / file).items()}
-    assert tensors.keys() == original.keys() == index["weight_map"].keys()
+    tensors = load_file(exported / "model.safetensors")  # one file, whatever the layout
+    assert tensors.keys() == original.keys()
     for name, tensor in original.items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
     assert (exported / "config.json").read_text() == (folder / model / "config.json").read_text()

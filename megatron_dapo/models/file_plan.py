@@ -1,0 +1,67 @@
+"""Which tensors go to which file of a Hugging Face checkpoint, and in what order."""
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+
+import torch
+
+from megatron_dapo.config import ModelSpec
+from megatron_dapo.models.safetensors_files import SafetensorsFolder, TensorSpec, file_order
+from megatron_dapo.models.weight_map import hf_tensors
+
+_FILE_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """files: name -> its tensors, in the order of their bytes. metadata: name -> the header's own entries. index: the
+    metadata of the index; none = a single file without index. num_bytes: of all tensors, as planned."""
+
+    files: dict[str, list[str]]
+    metadata: dict[str, dict[str, str]]
+    index: dict | None
+    num_bytes: int
+
+    @classmethod
+    def standard(cls, spec: ModelSpec, dtype: torch.dtype, file_bytes: int = _FILE_BYTES) -> "FilePlan":
+        """Files as transformers names them, of at most file_bytes (or one tensor). The same for every layout."""
+        parts: list[list[TensorSpec]] = []
+        size = 0
+        for tensor in (TensorSpec(name, shape, dtype) for name, shape in hf_tensors(spec).items()):
+            if not parts or size + tensor.num_bytes > file_bytes:
+                parts.append([])
+                size = 0
+            parts[-1].append(tensor)
+            size += tensor.num_bytes
+        num_bytes = sum(tensor.num_bytes for part in parts for tensor in part)
+        names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+        if len(parts) == 1:
+            names = ["model.safetensors"]
+        files = {name: [tensor.name for tensor in file_order(part)] for name, part in zip(names, parts, strict=True)}
+        index = {"total_size": num_bytes} if len(parts) > 1 else None
+        return cls(files, {name: {"format": "pt"} for name in names}, index, num_bytes)
+
+    @classmethod
+    def of(cls, folder: SafetensorsFolder, tensors: Collection[str]) -> "FilePlan":
+        """The files of an existing checkpoint, with those of their tensors that are named."""
+        files = {
+            name: kept
+            for name, file in folder.files.items()
+            if (kept := [tensor for tensor in file.tensors if tensor in tensors])
+        }
+        metadata = {name: folder.files[name].metadata for name in files}
+        index = None if folder.index is None else folder.index.get("metadata", {})
+        num_bytes = sum(folder.tensor(tensor).num_bytes for kept in files.values() for tensor in kept)
+        return cls(files, metadata, index, num_bytes)
+
+    def index_json(self, num_bytes: int) -> str | None:
+        """Content of the index as transformers writes it; none where there is none. num_bytes: really written."""
+        if self.index is None:
+            return None
+        metadata = self.index if num_bytes == self.num_bytes else {**self.index, "total_size": num_bytes}
+        weight_map = {tensor: name for name, tensors in self.files.items() for tensor in tensors}
+        return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+
+    def to_dict(self) -> dict:
+        return asdict(self)

@@ -1,0 +1,279 @@
+"""Folders of .safetensors files, read by slices and written tensor after tensor: no rank ever holds a whole file.
+
+The format: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors' bytes
+without gaps. Files are read with plain reads, not mapped: mapped pages would count as this process's memory.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.config import UserError
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_BLOCK_BYTES = 64 * 2**20
+_MAX_HEADER_BYTES = 100 * 10**6  # the library's own limit
+_NUM_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A full tensor under its Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """dtype: the format's name for it. start: byte of the file where it begins."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """The header of one file; tensors in the order of their bytes."""
+
+    path: Path
+    metadata: dict[str, str]
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> "StoredFile":
+        """Raises UserError for a file that is missing, damaged, or shorter than its header says."""
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                raw = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise UserError(f"`{path}` cannot be read ({error.strerror}); copy or download it again.") from error
+        try:
+            header = json.loads(raw)
+            metadata = header.pop("__metadata__", {})
+            tensors = {name: _stored(fields, start=8 + length) for name, fields in header.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"`{path}` is not a safetensors file, or damaged; copy or download it again.") from error
+        end = max((t.start + t.num_bytes for t in tensors.values()), default=8 + length)
+        if size != end:
+            raise UserError(f"`{path}` has {size} bytes, its header says {end}; copy or download it again.")
+        return cls(path, metadata, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
+
+
+def _stored(fields: Mapping, start: int) -> StoredTensor:
+    begin, end = fields["data_offsets"]
+    return StoredTensor(fields["dtype"], tuple(fields["shape"]), start + begin, end - begin)
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face checkpoint, found through its index, or in all its .safetensors files.
+
+    key: the setting that named the folder, for messages. Raises UserError for what is missing, damaged or misplaced.
+    """
+
+    def __init__(self, path: str | Path, key: str = "actor_rollout_ref.model.path") -> None:
+        self.path, self._key = Path(path), key
+        if not self.path.is_dir():
+            raise UserError(f"{key}: `{path}` is not a folder; give that of a Hugging Face checkpoint.")
+        self.index = self._read_index()
+        if self.index is not None:
+            names = list(dict.fromkeys(self.index["weight_map"].values()))
+            if absent := [name for name in names if not (self.path / name).is_file()]:
+                raise UserError(
+                    f"{key}: `{path}` lacks {listed(absent)} of its index; copy or download what is missing."
+                )
+        else:
+            names = sorted(file.name for file in self.path.glob("*.safetensors"))
+            if not names:
+                raise UserError(f"{key}: `{path}` has no .safetensors file; convert the checkpoint to that format.")
+        self.files = {name: StoredFile.read(self.path / name) for name in names}
+        self._file_of = {tensor: file for file in self.files.values() for tensor in file.tensors}
+        if self.index is not None:
+            self._check_index()
+
+    def _read_index(self) -> dict | None:
+        file = self.path / INDEX
+        if not file.is_file():
+            return None
+        try:
+            index = json.loads(file.read_text(encoding="utf-8"))
+            return index if index["weight_map"].values() else None
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            raise UserError(f"{self._key}: `{file}` is not an index of tensors; copy or download it again.") from error
+
+    def _check_index(self) -> None:
+        wrong = [name for name, file in self.index["weight_map"].items() if name not in self.files[file].tensors]
+        if wrong:
+            raise UserError(
+                f"{self._key}: in `{self.path}` the index names {listed(wrong)} in files that do not have them; "
+                "copy or download the checkpoint again."
+            )
+
+    def tensor(self, name: str) -> StoredTensor:
+        return self._file_of[name].tensors[name]
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for file in self.files.values() for tensor in file.tensors.values())
+
+    @property
+    def dtypes(self) -> set[str]:
+        return {tensor.dtype for file in self.files.values() for tensor in file.tensors.values()}
+
+    @property
+    def largest_file(self) -> int:
+        """Bytes of tensors in the largest file."""
+        return max(sum(tensor.num_bytes for tensor in file.tensors.values()) for file in self.files.values())
+
+    def check(
+        self, expected: Mapping[str, tuple[int, ...]], may_have: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Raises UserError that lists every tensor missing, unexpected, of another shape or of an unusable type.
+
+        expected: name -> shape. may_have: names that are none of the model's parameters and do no harm.
+        """
+        missing = [name for name in expected if name not in self._file_of]
+        extra = [name for name in self._file_of if name not in expected and not may_have(name)]
+        common = [name for name in expected if name in self._file_of]
+        misshapen = [
+            f"{name} {list(self.tensor(name).shape)} for {list(expected[name])}"
+            for name in common
+            if self.tensor(name).shape != tuple(expected[name])
+        ]
+        typed = [f"{name} ({self.tensor(name).dtype})" for name in common if self.tensor(name).dtype not in DTYPES]
+        found = {"missing": missing, "unexpected": extra, "of another shape": misshapen, "of another type": typed}
+        problems = [f"{len(names)} {what}: {listed(names)}" for what, names in found.items() if names]
+        if problems:
+            raise UserError(
+                f"{self._key}: the tensors of `{self.path}` are not those of its config.json, {'; '.join(problems)}; "
+                "use the config.json and all files of one checkpoint."
+            )
+
+    def read(
+        self, name: str, dim: int | None = None, rank: int = 0, size: int = 1, padded: int | None = None
+    ) -> Tensor:
+        """Rank's share of a tensor along dim (0 or 1; None: all of it), on the CPU; zero-filled where the padded length
+        exceeds the file's. Raises OSError."""
+        stored = self.tensor(name)
+        length = stored.shape[dim] if dim is not None else 0
+        share = (padded or length) // size
+        start, end = min(rank * share, length), min((rank + 1) * share, length)
+        if dim is None:
+            return self._rows(name, 0, None)
+        if dim == 1:
+            return self._columns(name, start, end)
+        part = self._rows(name, start, end)
+        missing = share - part.shape[0]
+        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
+
+    def _columns(self, name: str, start: int, end: int) -> Tensor:
+        rows, columns = self.tensor(name).shape
+        if (start, end) == (0, columns):
+            return self._rows(name, 0, rows)
+        out = torch.empty(rows, end - start, dtype=DTYPES[self.tensor(name).dtype])
+        block = max(1, _BLOCK_BYTES // (columns * out.element_size()))
+        for row in range(0, rows, block):
+            out[row : row + block] = self._rows(name, row, min(row + block, rows))[:, start:end]
+        return out
+
+    def _rows(self, name: str, start: int, end: int | None) -> Tensor:
+        """Rows start to end; none: the whole tensor, whatever its shape."""
+        stored, dtype = self.tensor(name), DTYPES[self.tensor(name).dtype]
+        shape = stored.shape if end is None else (end - start, *stored.shape[1:])
+        out = torch.empty(shape, dtype=dtype)
+        row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize if end is not None else 0
+        with self._file_of[name].path.open("rb", buffering=0) as file:
+            file.seek(stored.start + start * row_bytes)
+            rest = memoryview(byte_view(out).numpy())
+            while len(rest):
+                if not (count := file.readinto(rest)):
+                    raise OSError(f"{file.name} ended early")
+                rest = rest[count:]
+        return out
+
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two tensors are the same to the bit, compared in pieces."""
+        first, second = self.tensor(a), self.tensor(b)
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        step = max(1, _BLOCK_BYTES // max(1, first.num_bytes // first.shape[0]))
+        bounds = [(row, min(row + step, first.shape[0])) for row in range(0, first.shape[0], step)]
+        return all(torch.equal(byte_view(self._rows(a, *rows)), byte_view(self._rows(b, *rows))) for rows in bounds)
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """A contiguous CPU tensor's bytes, [n] uint8, without a copy."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - _NUM_SHOWN
+    return ", ".join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+class FileWriter:
+    """Writes one .safetensors file, tensor after tensor in the given order; then `finish`, and `close` in any case.
+
+    Metadata and order as in the library's own `save_file` (by type, then name: `file_order`) give the same bytes.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+        header: dict = {"__metadata__": dict(metadata)} if metadata else {}
+        self._expected = 0
+        for spec in specs:
+            start, self._expected = self._expected, self._expected + spec.num_bytes
+            header[spec.name] = {
+                "dtype": _NAME_OF[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [start, self._expected],
+            }
+        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._file = path.open("wb", buffering=0)
+        self._written = 0
+        self._put(memoryview(len(raw).to_bytes(8, "little") + raw))
+        self._written = 0
+
+    def write(self, piece: Tensor) -> None:
+        """The next bytes: a whole tensor or a part of one, on the CPU. Raises OSError."""
+        self._put(memoryview(byte_view(piece.contiguous()).numpy()))
+
+    def _put(self, rest: memoryview) -> None:
+        self._written += len(rest)
+        while len(rest):
+            rest = rest[self._file.write(rest) :]
+
+    def finish(self) -> None:
+        """All tensors are there: put them on the disk. Raises OSError."""
+        assert self._written == self._expected, "a tensor was left out"
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """The order in which the safetensors library lays tensors out: wider types first, then by name."""
+    return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))

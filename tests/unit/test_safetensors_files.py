@@ -1,0 +1,106 @@
+"""Our reader and writer of .safetensors files, beside the safetensors library itself."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.config import UserError
+from megatron_dapo.models import FilePlan, ModelSpec, SafetensorsFolder, TensorSpec, hf_tensors
+from megatron_dapo.models.safetensors_files import FileWriter, StoredFile, file_order
+
+pytestmark = pytest.mark.unit
+
+
+def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"b.weight": (7, 6), "a.weight": (10, 3), "a.bias": (5,), "a.wéight": (2, 2)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def write(path, contents: dict[str, torch.Tensor], metadata) -> None:
+    specs = file_order(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in contents.items())
+    writer = FileWriter(path, specs, metadata)
+    for spec in specs:
+        writer.write(contents[spec.name])
+    writer.finish()
+    writer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_file_has_the_bytes_that_the_library_writes(tmp_path, dtype):
+    contents = tensors(dtype) | {"wide": torch.arange(3, dtype=torch.float64)}
+    save_file(contents, tmp_path / "theirs", {"format": "pt"})
+    write(tmp_path / "ours", contents, {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    write(tmp_path / "bare", contents, {})
+    assert load_file(tmp_path / "bare").keys() == contents.keys()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("name", "dim"), [("b.weight", 0), ("b.weight", 1), ("a.weight", 0), ("a.bias", 0)])
+def test_slices_are_those_of_the_tensor(tmp_path, name, dim, size):
+    contents = tensors(torch.bfloat16)
+    save_file(contents, tmp_path / "model.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        whole = file.get_tensor(name)
+    padded = -(-whole.shape[dim] // size) * size
+    parts = [folder.read(name, dim, rank, size, padded) for rank in range(size)]
+    assert len({part.shape for part in parts}) == 1 or dim == 1
+    joined = torch.cat(parts, dim)
+    assert torch.equal(joined.narrow(dim, 0, whole.shape[dim]), whole)
+    assert not joined.narrow(dim, whole.shape[dim], joined.shape[dim] - whole.shape[dim]).any()
+    assert torch.equal(folder.read(name, None), whole)
+
+
+def test_damaged_files_are_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(tensors(torch.float32), path)
+    whole = path.read_bytes()
+    for damaged, said in (
+        (whole[:-1], "bytes, its header says"),
+        (whole + b"x", "bytes, its header says"),
+        (whole[:20], "damaged"),
+        (b"", "damaged"),
+        (b"<html>not found</html>" * 9, "damaged"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="model.safetensors") as error:
+            StoredFile.read(path)
+        assert said in str(error.value)
+
+
+def spec(**changes) -> ModelSpec:
+    sizes = dict(num_layers=2, hidden_size=8, ffn_size=12, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=11)
+    rest = dict(max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied_embeddings=False)
+    return ModelSpec(**{"family": "Qwen2ForCausalLM", "qkv_bias": True, "qk_norm": False, **sizes, **rest, **changes})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_the_tensors_of_a_model_are_those_that_transformers_saves(tmp_path, family, tied):
+    from megatron_dapo.config import read_model_spec
+    from tests.tiny_models import make_tiny
+
+    path = make_tiny(tmp_path, family, tied=tied, layers=2, vocab=67)
+    saved = {name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()}
+    assert hf_tensors(read_model_spec(path)) == saved
+
+
+def test_standard_files_are_named_as_transformers_names_them_and_hold_everything_once():
+    plan = FilePlan.standard(spec(), torch.bfloat16, file_bytes=600)
+    names = [name for tensors in plan.files.values() for name in tensors]
+    assert sorted(names) == sorted(hf_tensors(spec()))
+    last = len(plan.files)
+    assert list(plan.files) == [f"model-{i:05d}-of-{last:05d}.safetensors" for i in range(1, last + 1)] and last > 3
+    assert plan.index == {"total_size": plan.num_bytes}
+    single = FilePlan.standard(spec(), torch.bfloat16)
+    assert list(single.files) == ["model.safetensors"] and single.index is None and single.index_json(1) is None
+
+
+def test_an_index_of_another_precision_gives_its_own_size():
+    plan = FilePlan.standard(spec(), torch.bfloat16, file_bytes=600)
+    assert json.loads(plan.index_json(2 * plan.num_bytes))["metadata"]["total_size"] == 2 * plan.num_bytes
