@@ -1,0 +1,115 @@
+"""What the converters share: opening the two kinds of folders, names of types, and the record of a conversion."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints_tools.command_line import progress
+from megatron_dapo.checkpointing import HF, MEGATRON, read_manifest, verify
+from megatron_dapo.config import ModelSpec, UserError, read_model_spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dapo.models import SafetensorsFolder
+
+CONVERSION = "conversion.json"
+FORMAT_VERSION = 1
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+DTYPE_CHOICES = ("auto", *_DTYPE_NAMES)
+
+
+def torch_dtype(choice: str) -> "torch.dtype | None":
+    """None for auto."""
+    import torch
+
+    return getattr(torch, _DTYPE_NAMES[choice]) if choice in _DTYPE_NAMES else None
+
+
+def source_dtype(folder: "SafetensorsFolder", names: list[str]) -> "torch.dtype":
+    """The type that all tensors of the model have. Raises UserError where that is not one the trainer computes in."""
+    import torch
+
+    found = {folder.tensor(name).dtype for name in names}
+    if found == {"BF16"}:
+        return torch.bfloat16
+    if found == {"F32"}:
+        return torch.float32
+    raise UserError(
+        f"--hf-model: the tensors of `{folder.path}` are {' and '.join(sorted(found))}, a model here is BF16 or F32; "
+        "give --dtype fp32, which changes no value, or --dtype bf16, which rounds."
+    )
+
+
+def read_spec(folder: str | Path, option: str) -> ModelSpec:
+    """The model of a config.json. Raises UserError that names the option."""
+    config = Path(folder) / "config.json"
+    if not config.is_file():
+        raise UserError(f"{option}: `{folder}` has no config.json; give the folder of a complete checkpoint.")
+    try:
+        return read_model_spec(folder)
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{option}: `{config}` cannot be read ({error}); copy or download it again.") from error
+
+
+def open_checkpoint(path: str | Path, contents: bool = False) -> Path:
+    """A checkpoint folder that is complete by its manifest (contents: its checksums too). Raises UserError."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"--checkpoint: `{path}` is not a folder; give one such as runs/NAME/checkpoints/step_000100.")
+    read_manifest(folder)
+    verdict = verify(folder, contents=contents)
+    if not verdict.is_whole:
+        raise UserError(f"--checkpoint: `{path}` is damaged: {'; '.join(verdict.damage[:5])}; use another checkpoint.")
+    for part in (MEGATRON, HF):
+        if not (folder / part).is_dir():
+            raise UserError(f"--checkpoint: `{path}` has no {part} folder; give a checkpoint that training wrote.")
+    return folder
+
+
+def stored_dtype(folder: Path) -> "torch.dtype":
+    """The type of a checkpoint's weights, from its metadata."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    tensors = FileSystemReader(folder / MEGATRON).read_metadata().state_dict_metadata
+    return tensors["embedding.word_embeddings.weight"].properties.dtype
+
+
+def read_conversion(folder: Path) -> dict | None:
+    """The record that hf_to_megatron left; none in a checkpoint that training wrote."""
+    file = folder / CONVERSION
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def require_space(path: str | Path, num_bytes: int) -> None:
+    """Raises UserError where the disk of a folder that is to be made has less room than that."""
+    parent = Path(os.path.abspath(path)).parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < num_bytes:
+        raise UserError(
+            f"--output: `{path}` needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left; free some, or "
+            "give another folder."
+        )
+
+
+@contextmanager
+def percentage(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar; call what it gives with (bytes done, bytes in all)."""
+    with progress(what, 100, "%") as advance:
+        shown = 0.0
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            now = 100 * done / max(total, 1)
+            advance(now - shown)
+            shown = now
+
+        yield show

@@ -1,0 +1,117 @@
+"""Converts a Hugging Face checkpoint to a Megatron checkpoint that any layout can load.
+
+    python -m checkpoints_tools.hf_to_megatron --hf-model DIR --output DIR
+
+Also under torchrun, srun or mpirun: then every process reads and writes only its part.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoints_tools.converted import (
+    CONVERSION,
+    FORMAT_VERSION,
+    percentage,
+    read_spec,
+    require_space,
+    source_dtype,
+    torch_dtype,
+)
+from checkpoints_tools.job import Job, run
+from megatron_dapo.checkpointing import HF, MEGATRON, write_manifest
+from megatron_dapo.config import MegatronConfig, ModelSpec, write_whole
+from megatron_dapo.config.staged_folder import StagedFolder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Exit code 0, or 2 for mistakes of the user and disks that fail; then there is no output."""
+    arguments = parser().parse_args(argv)
+    return run(lambda job: convert(job, arguments))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m checkpoints_tools.hf_to_megatron",
+        description="Convert a Hugging Face checkpoint (safetensors) to a Megatron checkpoint (torch_dist).",
+        epilog="Alone, or under torchrun, srun or mpirun: then each process holds only its part of the model.",
+    )
+    parser.add_argument("--hf-model", required=True, metavar="DIR", help="the Hugging Face checkpoint")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the weights; auto: as they are (default)"
+    )
+    parser.add_argument("--tp", type=int, metavar="N", help="how the processes cut the model: tensor parallel")
+    parser.add_argument("--pp", type=int, metavar="N", help="... pipeline parallel (default: all of them)")
+    return parser
+
+
+def convert(job: Job, arguments: argparse.Namespace) -> None:
+    """The conversion. Collective; raises UserError on every process."""
+    start = time.monotonic()
+    from megatron_dapo.models import SafetensorsFolder, check_hf_weights, hf_tensors
+
+    def checked_source() -> tuple[ModelSpec, SafetensorsFolder]:
+        spec = read_spec(arguments.hf_model, "--hf-model")
+        folder = SafetensorsFolder(arguments.hf_model, "--hf-model")
+        check_hf_weights(folder, spec)
+        return spec, folder
+
+    spec, folder = job.together(checked_source)
+    names = hf_tensors(spec)
+    dtype = torch_dtype(arguments.dtype) or job.together(lambda: source_dtype(folder, list(names)))
+    output = StagedFolder(arguments.output)
+    try:
+        job.together(output.open, only_main=True)
+        job.together(lambda: require_space(arguments.output, _num_bytes(spec, dtype)), only_main=True)
+        _write_weights(job, arguments, spec, folder, dtype, output.staging)
+        job.together(lambda: _write_rest(folder, spec, dtype, output.staging), only_main=True)
+        job.together(output.publish, only_main=True)
+    finally:
+        if job.is_main:
+            output.discard()
+    if job.is_main:
+        print(f"{arguments.output}: written in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def _num_bytes(spec: ModelSpec, dtype) -> int:
+    from megatron_dapo.models import TensorSpec, hf_tensors
+
+    return sum(TensorSpec(name, shape, dtype).num_bytes for name, shape in hf_tensors(spec).items())
+
+
+def _write_weights(job: Job, arguments: argparse.Namespace, spec: ModelSpec, folder, dtype, staging: Path) -> None:
+    from megatron_dapo.checkpointing.torch_dist import save
+    from megatron_dapo.models import build_model, load_hf_weights
+
+    megatron = MegatronConfig(dtype=str(dtype).removeprefix("torch."))
+    with job.layout(spec, arguments.tp, arguments.pp) as layout:
+        model = build_model(spec, layout, megatron, for_training=False)
+        with percentage("reading") as done:
+            job.together(lambda: load_hf_weights(model, folder, layout, done))
+        if job.is_main:
+            print("writing ...", file=sys.stderr, flush=True)
+        job.together(lambda: save(staging / MEGATRON, model, layout).finish())
+
+
+def _write_rest(folder, spec: ModelSpec, dtype, staging: Path) -> None:
+    """All but the weights; the manifest last."""
+    from megatron_dapo.models import FilePlan, copy_companions, exportable
+
+    (staging / HF).mkdir()
+    copy_companions(folder.path, staging / HF, dtype)
+    record = {
+        "format_version": FORMAT_VERSION,
+        "source": str(folder.path.resolve()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "plan": FilePlan.of(folder, exportable(spec)).to_dict(),
+    }
+    write_whole(staging / CONVERSION, json.dumps(record, indent=1) + "\n")
+    write_manifest(staging, ["model"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

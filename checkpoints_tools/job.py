@@ -1,0 +1,173 @@
+"""The processes of a conversion: alone, or started by torchrun, srun or mpirun. Always on the CPU: a conversion moves
+bytes, and the GPUs of its machine may belong to somebody else.
+
+Call `leave_gpus_alone` before anything imports Megatron, so before megatron_dapo.models.
+"""
+
+import hashlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from checkpoints_tools.command_line import USER_ERROR_EXIT_CODE, exit_code, rank
+from megatron_dapo.config import ModelSpec, UserError
+
+if TYPE_CHECKING:
+    from megatron_dapo.platform import ParallelLayout
+
+Result = TypeVar("Result")
+
+_LOOPBACK = "127.0.0.1"
+_FIRST_PORT, _NUM_PORTS = 20000, 20000
+# between two collectives one rank may read or write everything that it has
+TIMEOUT_S = 4 * 3600.0
+
+
+def run(work: "Callable[[Job], int | None]") -> int:
+    """Exit code of a command that several processes run: they fail together, and the first one says why."""
+
+    def joined() -> int | None:
+        leave_gpus_alone()
+        try:
+            job = Job()
+            try:
+                return work(job)
+            finally:
+                job.leave()
+        except UserError:
+            if rank() == 0:
+                raise
+            return USER_ERROR_EXIT_CODE
+
+    # ended from outside as from inside: what was half written goes away
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return exit_code(joined)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def leave_gpus_alone() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+class Job:
+    """The processes as one. Collective methods: every process calls them at the same point."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        os.environ.update(torchrun_variables(os.environ))
+        alone = "RANK" not in os.environ
+        if not alone:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        dist.init_process_group(
+            "gloo",
+            timeout=timedelta(seconds=TIMEOUT_S),
+            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
+        )
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.is_main = self.rank == 0
+
+    def together(self, work: Callable[[], Result], only_main: bool = False) -> Result:
+        """Every process's own result of the work; where it failed in one of them, UserError in all. Collective.
+
+        only_main: the others do nothing, and have none.
+        """
+        import torch.distributed as dist
+
+        from megatron_dapo.checkpointing import CheckpointError
+
+        result, problem = None, None
+        try:
+            result = work() if self.is_main or not only_main else None
+        except UserError as error:
+            problem = error.sentences
+        except CheckpointError as error:
+            problem = [f"The output was not written: {error}; free some space, or give another folder."]
+        except OSError as error:
+            problem = [f"`{error.filename or 'A file'}` could not be read or written ({error.strerror or error})."]
+        gathered: list = [None] * self.world_size
+        dist.all_gather_object(gathered, problem)
+        if found := [sentences for sentences in gathered if sentences is not None]:
+            raise UserError(found[0])
+        return result
+
+    @contextmanager
+    def layout(self, spec: ModelSpec, tp: int | None, pp: int | None) -> "Iterator[ParallelLayout]":
+        """The model-parallel groups that cut the model. Collective; raises UserError for sizes that do not fit."""
+        from megatron_dapo.platform import ParallelLayout
+
+        tp, pp = choose_sizes(spec, self.world_size, tp, pp)
+        layout = ParallelLayout.initialize(tp=tp, pp=pp, timeout_s=TIMEOUT_S)
+        try:
+            yield layout
+        finally:
+            layout.release()
+
+    def leave(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | None) -> tuple[int, int]:
+    """(tp, pp). Where neither is given: pipeline stages if they divide the layers, which can work apart."""
+    if tp is None and pp is None:
+        tp = 1 if spec.num_layers % world_size == 0 else world_size
+    tp = tp or world_size // (pp or 1)
+    pp = pp or world_size // tp
+    if tp * pp != world_size:
+        raise UserError(
+            f"--tp {tp} x --pp {pp} is {tp * pp} processes, but {world_size} were started; start as many as that, "
+            "or leave both out."
+        )
+    if spec.num_layers % pp:
+        raise UserError(f"--pp {pp} does not divide the model's {spec.num_layers} layers; choose a divisor.")
+    sizes = {"key-value heads": spec.num_kv_heads, "heads": spec.num_heads, "intermediate_size": spec.ffn_size}
+    for name, size in sizes.items():
+        if size % tp:
+            raise UserError(f"--tp {tp} does not divide the model's {size} {name}; choose a divisor, or use --pp.")
+    return tp, pp
+
+
+def torchrun_variables(environment: dict[str, str] | os._Environ) -> dict[str, str]:
+    """What torchrun would have set, from the variables of srun or mpirun; nothing where torchrun did, or for a process
+    that was started alone."""
+    for size_name, rank_name, local_rank_name, job_name in _LAUNCHERS:
+        if "RANK" in environment or int(environment.get(size_name, "1")) < 2:
+            continue
+        digest = hashlib.sha256(f"{environment.get(job_name)}.{environment.get('SLURM_STEP_ID')}".encode()).digest()
+        return {
+            "RANK": environment[rank_name],
+            "WORLD_SIZE": environment[size_name],
+            "LOCAL_RANK": environment.get(local_rank_name, "0"),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + int.from_bytes(digest[:4]) % _NUM_PORTS),
+        }
+    return {}
+
+
+# number of processes, this one's number, its number on the node, what names the job
+_LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_NAMESPACE"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "HYDI_CONTROL_FD"),
+)
+
+
+def _first_host(environment: dict[str, str] | os._Environ) -> str:
+    """The first node of the Slurm step; this machine where mpirun started all processes here."""
+    if nodes := environment.get("SLURM_STEP_NODELIST"):
+        name, first = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes).groups()
+        return name + (first or "")
+    local, size = (environment.get(f"OMPI_COMM_WORLD_{name}") for name in ("LOCAL_SIZE", "SIZE"))
+    if local == size:
+        return _LOOPBACK
+    raise UserError("mpirun started processes on several nodes; give the address of the first: -x MASTER_ADDR=HOST.")

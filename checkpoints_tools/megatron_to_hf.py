@@ -1,0 +1,126 @@
+"""Converts a Megatron checkpoint, of training or of hf_to_megatron, to a Hugging Face checkpoint.
+
+    python -m checkpoints_tools.megatron_to_hf --checkpoint DIR --output DIR
+
+Also under torchrun, srun or mpirun: then every process holds only its part of the model.
+"""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints_tools.converted import (
+    DTYPE_CHOICES,
+    open_checkpoint,
+    percentage,
+    read_conversion,
+    read_spec,
+    require_space,
+    stored_dtype,
+    torch_dtype,
+)
+from checkpoints_tools.job import Job, run
+from megatron_dapo.checkpointing import HF, MEGATRON
+from megatron_dapo.config import MegatronConfig, ModelSpec, UserError
+
+if TYPE_CHECKING:
+    from megatron_dapo.models import FilePlan
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Exit code 0, or 2 for mistakes of the user and disks that fail; then there is no output."""
+    arguments = parser().parse_args(argv)
+    return run(lambda job: convert(job, arguments))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m checkpoints_tools.megatron_to_hf",
+        description="Convert a Megatron checkpoint, of any layout, to a Hugging Face checkpoint (safetensors).",
+        epilog="Alone, or under torchrun, srun or mpirun: then each process holds only its part of the model.",
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="of training (RUN/checkpoints/step_N) or of hf_to_megatron"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--dtype", choices=DTYPE_CHOICES, default="auto", help="of the weights; auto: as they are stored (default)"
+    )
+    parser.add_argument(
+        "--max-file-size",
+        type=file_size,
+        metavar="SIZE",
+        help="e.g. 4GB; default: the files of the model that was converted, else about 4 GB",
+    )
+    parser.add_argument("--tp", type=int, metavar="N", help="how the processes cut the model: tensor parallel")
+    parser.add_argument("--pp", type=int, metavar="N", help="... pipeline parallel (default: all of them)")
+    return parser
+
+
+def file_size(text: str) -> int:
+    """Bytes of `500MB`, `4GB`, `2GiB`. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"([1-9]\d*)\s*(MB|GB|MiB|GiB)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 4GB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def convert(job: Job, arguments: argparse.Namespace) -> None:
+    """The conversion. Collective; raises UserError on every process."""
+    start = time.monotonic()
+    from megatron_dapo.models import export_hf
+
+    def checked_source():
+        folder = open_checkpoint(arguments.checkpoint)
+        return folder, read_spec(folder / HF, "--checkpoint"), stored_dtype(folder)
+
+    folder, spec, stored = job.together(checked_source)
+    dtype = torch_dtype(arguments.dtype) or stored
+    plan = file_plan(folder, spec, dtype, arguments.max_file_size)
+    job.together(lambda: _check_output(arguments.output, plan), only_main=True)
+    with job.layout(spec, arguments.tp, arguments.pp) as layout:
+        model = load_model(job, folder, spec, stored, layout)
+        with percentage("writing") as done:
+            export_hf(
+                model, layout, folder / HF, arguments.output, plan=plan, dtype=dtype, replace=False, progress=done
+            )
+    if job.is_main:
+        print(f"{arguments.output}: written in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def _check_output(output: str, plan: "FilePlan") -> None:
+    if Path(output).exists():
+        raise UserError(f"--output: `{output}` exists already; remove it, or give another folder.")
+    require_space(output, plan.num_bytes)
+
+
+def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":
+    """The files of the model that was converted; standard ones where it is unknown or a size is given."""
+    from megatron_dapo.models import FilePlan
+
+    conversion = read_conversion(folder)
+    if max_file_size is not None:
+        return FilePlan.standard(spec, dtype, max_file_size)
+    return FilePlan.standard(spec, dtype) if conversion is None else FilePlan(**conversion["plan"])
+
+
+def load_model(job: Job, folder: Path, spec: ModelSpec, dtype, layout):
+    """This process's part of a checkpoint's model, in a type. Collective."""
+    from megatron_dapo.checkpointing.torch_dist import load
+    from megatron_dapo.models import build_model
+
+    if job.is_main:
+        print("reading ...", file=sys.stderr, flush=True)
+    model = build_model(spec, layout, MegatronConfig(dtype=str(dtype).removeprefix("torch.")), for_training=False)
+    job.together(lambda: load(folder / MEGATRON, model, layout))
+    return model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

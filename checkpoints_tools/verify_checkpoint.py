@@ -1,0 +1,297 @@
+"""Verifies a Megatron checkpoint against the Hugging Face checkpoint that it came from, or that came from it.
+
+    python -m checkpoints_tools.verify_checkpoint --checkpoint DIR --hf-model DIR
+
+Checksums of all files, every tensor to the bit, log-probs of real text beside those of transformers; with --round-trip
+the files of a conversion back, byte for byte.
+"""
+
+import argparse
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, stored_dtype
+from checkpoints_tools.job import Job, run
+from checkpoints_tools.megatron_to_hf import file_plan, load_model
+from checkpoints_tools.sample_text import SAMPLE_TEXT
+from megatron_dapo.checkpointing import HF, read_manifest
+from megatron_dapo.config import ModelSpec, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dapo.models import ModelParts, SafetensorsFolder
+    from megatron_dapo.platform import ParallelLayout
+
+DIFFERS_EXIT_CODE = 1
+_SEQUENCE_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    text: str
+    good: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Exit code 0 where both are the same model, 1 where they differ, 2 for mistakes of the user."""
+    arguments = parser().parse_args(argv)
+    return run(lambda job: verify(job, arguments))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m checkpoints_tools.verify_checkpoint",
+        description="Verify a Megatron checkpoint against a Hugging Face checkpoint: tensors, log-probs, files.",
+        epilog="Alone, or under torchrun, srun or mpirun: then at the layout of --tp, --pp. Exit code 1: they differ.",
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the Megatron checkpoint")
+    parser.add_argument("--hf-model", required=True, metavar="DIR", help="the Hugging Face checkpoint")
+    parser.add_argument("--text", metavar="FILE", help="text for the log-probs (default: some that comes with this)")
+    parser.add_argument("--num-tokens", type=int, default=1024, metavar="N", help="of it; 0: no log-probs (1024)")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-3, metavar="X", help="largest difference of a log-prob in float32 (1e-3)"
+    )
+    parser.add_argument("--round-trip", action="store_true", help="convert back to a temporary folder, compare files")
+    parser.add_argument("--tp", type=int, metavar="N", help="how the processes cut the model: tensor parallel")
+    parser.add_argument("--pp", type=int, metavar="N", help="... pipeline parallel (default: all of them)")
+    return parser
+
+
+def verify(job: Job, arguments: argparse.Namespace) -> int:
+    """Prints a report, line by line; returns the exit code. Collective; raises UserError on every process."""
+    good = True
+    for finding in _findings(job, arguments):
+        good = good and finding.good
+        if job.is_main:
+            print(f"{finding.what:<11} {'ok     ' if finding.good else 'DIFFERS'} {finding.text}", flush=True)
+    return 0 if good else DIFFERS_EXIT_CODE
+
+
+def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
+    import torch
+
+    from megatron_dapo.models import SafetensorsFolder, check_hf_weights
+
+    def opened():
+        folder = open_checkpoint(arguments.checkpoint)
+        if job.is_main:  # once is enough to read everything
+            open_checkpoint(arguments.checkpoint, contents=True)
+        spec = read_spec(folder / HF, "--checkpoint")
+        if read_spec(arguments.hf_model, "--hf-model") != spec:
+            raise UserError(f"--hf-model: the config.json of `{arguments.hf_model}` describes another model.")
+        source = SafetensorsFolder(arguments.hf_model, "--hf-model")
+        check_hf_weights(source, spec)
+        return folder, spec, source
+
+    folder, spec, source = job.together(opened)
+    manifest = read_manifest(folder)
+    yield Finding("files", f"{len(manifest.files)} files, {_size(manifest.num_bytes)}, checksums as written", True)
+
+    sequences = job.together(lambda: token_sequences(arguments, spec.vocab_size), only_main=True)
+    expected = reference_log_probs(arguments.hf_model, sequences) if sequences else None
+    with job.layout(spec, arguments.tp, arguments.pp) as layout:
+        # float32 holds every bf16 value, and shows a wrong weight that rounding would hide
+        model = load_model(job, folder, spec, torch.float32, layout)
+        yield _compare_tensors(job, model, layout, source, stored_dtype(folder))
+        if arguments.num_tokens:
+            yield _compare_log_probs(job, model, layout, sequences, expected, arguments.tolerance)
+        if arguments.round_trip:
+            yield _round_trip(job, model, layout, folder, spec, source)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _compare_tensors(
+    job: Job, model: "ModelParts", layout: "ParallelLayout", source: "SafetensorsFolder", dtype: "torch.dtype"
+) -> Finding:
+    """Every tensor of the model, gathered, in the type that it is stored in, beside that of the file."""
+    import torch.distributed as dist
+
+    from megatron_dapo.models import WeightSource
+
+    weights = WeightSource(model, layout)
+    specs, different, largest = weights.specs(), [], 0.0
+    with percentage("comparing") as done:
+        for number, spec in enumerate(specs, start=1):
+            tensors = weights.gather([spec])
+            if tensors is not None and layout.dp_rank == 0:
+                stored = _read(source, spec.name).to(dtype)
+                ours = tensors[0].to(dtype)
+                if not _same_bits(ours, stored):
+                    different.append(spec.name)
+                    largest = max(largest, (ours.float() - stored.float()).abs().max().item())
+            done(number, len(specs))
+    mine = (len(specs), different, largest) if layout.tp_rank == 0 else (0, [], 0.0)
+    gathered: list = [None] * job.world_size
+    dist.all_gather_object(gathered, mine)
+    num, names = sum(part[0] for part in gathered), [name for part in gathered for name in part[1]]
+    if not names:
+        return Finding("tensors", f"{num} of {num} equal to the bit ({str(dtype).removeprefix('torch.')})", True)
+    worst = max(part[2] for part in gathered)
+    shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    return Finding("tensors", f"{len(names)} of {num} differ, by up to {worst:.2e}: {shown}", False)
+
+
+def _read(source: "SafetensorsFolder", name: str) -> "torch.Tensor":
+    """A whole tensor of a file. Raises UserError."""
+    try:
+        return source.read(name, dim=None)
+    except OSError as error:
+        raise UserError(f"--hf-model: `{source.path}` cannot be read ({error}).") from error
+
+
+def _same_bits(a: "torch.Tensor", b: "torch.Tensor") -> bool:
+    import torch
+
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
+    """The first tokens of the text, in sequences of at most 512. Raises UserError."""
+    if arguments.num_tokens < 1:
+        return []
+    from transformers import AutoTokenizer
+
+    try:
+        text = Path(arguments.text).read_text(encoding="utf-8") if arguments.text else SAMPLE_TEXT
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text: `{arguments.text}` cannot be read ({error}).") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.hf_model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hf-model: `{arguments.hf_model}` has no usable tokenizer; give --num-tokens 0.") from error
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.num_tokens]
+    if len(tokens) < 2 or max(tokens) >= vocab_size:
+        raise UserError(f"--hf-model: the tokenizer of `{arguments.hf_model}` does not fit the model's vocabulary.")
+    num = math.ceil(len(tokens) / _SEQUENCE_TOKENS)
+    length = math.ceil(len(tokens) / num)
+    return [part for start in range(0, len(tokens), length) if len(part := tokens[start : start + length]) > 1]
+
+
+def reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Tensor]":
+    """[L - 1] per sequence: transformers' own log-probs of its tokens but the first, float32 logits, float64 sums."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    answers = []
+    with torch.no_grad():
+        for tokens in sequences:
+            ids = torch.tensor([tokens])
+            log_p = torch.log_softmax(model(ids).logits[0].double(), -1)
+            answers.append(log_p[:-1].gather(1, ids[0, 1:, None])[:, 0])
+    return answers
+
+
+def _compare_log_probs(
+    job: Job,
+    model: "ModelParts",
+    layout: "ParallelLayout",
+    sequences: list[list[int]] | None,
+    expected: "list[torch.Tensor] | None",
+    tolerance: float,
+) -> Finding:
+    """sequences and expected: on the first process."""
+    import torch
+    import torch.distributed as dist
+
+    box = [sequences]
+    dist.broadcast_object_list(box, src=0)
+    answers = log_probs(model, layout, box[0])
+    gathered: list = [None] * job.world_size
+    dist.all_gather_object(gathered, answers)
+    ours = next(part for part in gathered if part is not None)
+    found: list = [None]
+    if job.is_main:
+        difference = torch.cat([(a.double() - b).abs() for a, b in zip(ours, expected, strict=True)])
+        found = [(difference.numel(), difference.max().item(), difference.mean().item())]
+    dist.broadcast_object_list(found, src=0)
+    num, largest, mean = found[0]
+    return Finding(
+        "log-probs",
+        f"{num} tokens at TP{layout.tp} PP{layout.pp}, beside transformers: largest difference {largest:.1e}, mean "
+        f"{mean:.1e} (allowed: {tolerance:.1e})",
+        largest <= tolerance,  # false for NaN
+    )
+
+
+def log_probs(model: "ModelParts", layout: "ParallelLayout", sequences: list[list[int]]) -> "list[torch.Tensor] | None":
+    """[L - 1] per sequence, by Megatron: on the last stage's first tensor-parallel rank, none elsewhere. Collective."""
+    import numpy as np
+
+    from megatron_dapo.data import TrainSample, collate
+    from megatron_dapo.training.schedule import Schedule
+
+    batches = []
+    for index, tokens in enumerate(sequences):
+        mask = np.ones(len(tokens), dtype=np.float32)
+        mask[-1] = 0
+        sample = TrainSample(
+            index, str(index), np.array(tokens, dtype=np.int64), mask, np.zeros_like(mask), 0.0, 0.0, False, 0
+        )
+        batches.append(collate([sample], pad_multiple=layout.sequence_multiple, packed=True))
+    answers = Schedule(model, model.chunks, temperature=1.0).log_probs(batches)
+    if answers is None or layout.tp_rank != 0:
+        return None
+    return [
+        batch.by_sample(answer)[index][:-1].cpu()
+        for index, (batch, answer) in enumerate(zip(batches, answers, strict=True))
+    ]
+
+
+def _round_trip(
+    job: Job, model: "ModelParts", layout: "ParallelLayout", folder: Path, spec: ModelSpec, source: "SafetensorsFolder"
+) -> Finding:
+    """The checkpoint as Hugging Face files again, beside those of the source."""
+    import torch.distributed as dist
+
+    from megatron_dapo.models import export_hf
+
+    dtype, parent = stored_dtype(folder), folder.resolve().parent  # beside it, where all nodes see it
+    box = [job.together(lambda: tempfile.mkdtemp(prefix=".verify-", dir=parent), only_main=True)]
+    try:
+        dist.broadcast_object_list(box, src=0)
+        out = Path(box[0]) / "hf"
+        export_hf(model, layout, folder / HF, out, plan=file_plan(folder, spec, dtype), dtype=dtype)
+        found = [compare_files(out, source) if job.is_main else None]
+        dist.broadcast_object_list(found, src=0)
+    finally:
+        if job.is_main:
+            shutil.rmtree(box[0])
+    different, num = found[0]
+    if different:
+        return Finding("round trip", f"{len(different)} of {num} files differ: {', '.join(different[:3])}", False)
+    return Finding("round trip", f"{num} of {num} files equal to the byte", True)
+
+
+def compare_files(out: Path, source: "SafetensorsFolder") -> tuple[list[str], int]:
+    """(names of the weight files that differ or are missing in one of them, number of files in both)."""
+    names = sorted({file.name for folder in (out, source.path) for file in folder.glob("*.safetensors*")})
+    different = [name for name in names if not _equal_files(out / name, source.path / name)]
+    return different, len(names)
+
+
+def _equal_files(a: Path, b: Path) -> bool:
+    if not (a.is_file() and b.is_file() and a.stat().st_size == b.stat().st_size):
+        return False
+    with a.open("rb") as first, b.open("rb") as second:
+        while piece := first.read(2**24):
+            if piece != second.read(2**24):
+                return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

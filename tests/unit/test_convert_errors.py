@@ -1,0 +1,212 @@
+"""A converter that is given something wrong says so in a sentence, exits with 2, and leaves no output behind."""
+
+import json
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
+from checkpoints_tools.job import choose_sizes, torchrun_variables
+from megatron_dapo.config import UserError, read_model_spec
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A small model in several files."""
+    from transformers import AutoModelForCausalLM
+
+    path = make_tiny(tmp_path_factory.mktemp("source") / "model", "qwen2", vocab=67, layers=2)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path, max_shard_size="150KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("converted") / "checkpoint"
+    assert hf_to_megatron.main(["--hf-model", str(source), "--output", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def model(source, tmp_path) -> Path:
+    return shutil.copytree(source, tmp_path / "model")
+
+
+def first_file(model: Path) -> Path:
+    return min(model.glob("*.safetensors"))
+
+
+def change_config(model: Path, **changes) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def change_tensors(model: Path, change) -> None:
+    """In the first file; the index follows."""
+    file, index = first_file(model), model / "model.safetensors.index.json"
+    tensors = load_file(file)
+    content = json.loads(index.read_text())
+    for name in tensors:
+        del content["weight_map"][name]
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    content["weight_map"] |= dict.fromkeys(tensors, file.name)
+    index.write_text(json.dumps(content))
+
+
+def lose_a_file(model: Path) -> None:
+    first_file(model).unlink()
+
+
+def cut_a_file(model: Path) -> None:
+    first_file(model).write_bytes(first_file(model).read_bytes()[:-100])
+
+
+def add_a_tensor(model: Path) -> None:
+    change_tensors(model, lambda tensors: tensors.update({"model.layers.0.mlp.extra.weight": torch.zeros(3)}))
+
+
+def lose_a_tensor(model: Path) -> None:
+    change_tensors(model, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+
+
+def half_precision(model: Path) -> None:
+    change_tensors(model, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
+
+
+# what was done to the source, and the words that the sentence must have
+MISTAKES = {
+    "another width": (lambda m: change_config(m, hidden_size=32, head_dim=16), ["of another shape", "embed_tokens"]),
+    "too few layers": (lambda m: change_config(m, num_hidden_layers=1), ["unexpected", "model.layers.1."]),
+    "too many layers": (lambda m: change_config(m, num_hidden_layers=3), ["missing", "model.layers.2."]),
+    "tied by mistake": (lambda m: change_config(m, tie_word_embeddings=True), ["tie_word_embeddings", "lm_head"]),
+    "another family": (lambda m: change_config(m, architectures=["MixtralForCausalLM"]), ["MixtralForCausalLM"]),
+    "no config": (lambda m: (m / "config.json").unlink(), ["--hf-model", "config.json"]),
+    "broken config": (lambda m: (m / "config.json").write_text("{"), ["--hf-model", "config.json"]),
+    "missing shard": (lose_a_file, ["--hf-model", "model-00001-of"]),
+    "cut shard": (cut_a_file, ["model-00001-of", "bytes"]),
+    "extra tensor": (add_a_tensor, ["1 unexpected", "model.layers.0.mlp.extra.weight"]),
+    "missing tensor": (lose_a_tensor, ["1 missing", "model.embed_tokens.weight"]),
+    "mixed types": (half_precision, ["F16", "F32", "--dtype fp32"]),
+    "no weights": (lambda m: [f.unlink() for f in m.glob("*.safetensors*")], ["--hf-model", ".safetensors"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_source_is_refused(model, tmp_path, capsys, mistake):
+    make, words = MISTAKES[mistake]
+    make(model)
+    out = tmp_path / "out"
+    assert hf_to_megatron.main(["--hf-model", str(model), "--output", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("1 mistake to correct:") and len(said.strip().splitlines()) == 2
+    assert all(word in said for word in words), said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def outputs(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir())
+
+
+def converters(source: Path, converted: Path) -> dict:
+    return {
+        "hf_to_megatron": (hf_to_megatron.main, ["--hf-model", str(source)]),
+        "megatron_to_hf": (megatron_to_hf.main, ["--checkpoint", str(converted)]),
+    }
+
+
+@pytest.mark.parametrize("tool", ["hf_to_megatron", "megatron_to_hf"])
+def test_a_disk_that_cannot_be_written_leaves_nothing(source, converted, tmp_path, capsys, monkeypatch, tool):
+    main, arguments = converters(source, converted)[tool]
+    (tmp_path / "file").touch()
+    # a file where a folder should be, and a file system that refuses, also for the superuser
+    for out in (tmp_path / "file" / "out", Path("/proc/out")):
+        assert main([*arguments, "--output", str(out)]) == 2
+        assert str(out) in capsys.readouterr().err
+    usage = namedtuple("usage", "total used free")(10**12, 10**12, 1000)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: usage)
+        assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    assert "GB left" in capsys.readouterr().err
+    assert outputs(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("tool", ["hf_to_megatron", "megatron_to_hf"])
+def test_a_disk_that_fills_up_on_the_way_leaves_nothing(source, converted, tmp_path, capsys, tool):
+    main, arguments = converters(source, converted)[tool]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may grow beyond that
+    try:
+        assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert "File too large" in said and str(tmp_path) in said
+    assert outputs(tmp_path) == []
+
+
+def test_an_output_that_exists_is_not_touched(source, converted, tmp_path, capsys):
+    for main, arguments in converters(source, converted).values():
+        (tmp_path / "out").mkdir(exist_ok=True)
+        assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+        assert "exists already" in capsys.readouterr().err
+    assert outputs(tmp_path) == ["out"] and not list((tmp_path / "out").iterdir())
+
+
+def test_a_damaged_checkpoint_is_not_converted(converted, tmp_path, capsys):
+    damaged = shutil.copytree(converted, tmp_path / "damaged")
+    file = max((damaged / "megatron").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert megatron_to_hf.main(["--checkpoint", str(damaged), "--output", str(tmp_path / "out")]) == 2
+    assert file.name in capsys.readouterr().err
+    for folder in (tmp_path / "nowhere", tmp_path):
+        assert megatron_to_hf.main(["--checkpoint", str(folder), "--output", str(tmp_path / "out")]) == 2
+        assert "checkpoint" in capsys.readouterr().err
+    assert outputs(tmp_path) == ["damaged"]
+
+
+def test_verify_tells_equal_from_different(source, converted, model, capsys):
+    assert verify_checkpoint.main(["--checkpoint", str(converted), "--hf-model", str(source), "--round-trip"]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("checksums", "equal to the bit", "log-probs", "equal to the byte"))
+    change_tensors(model, lambda tensors: tensors["model.embed_tokens.weight"][5, 3].add_(0.5))
+    assert verify_checkpoint.main(["--checkpoint", str(converted), "--hf-model", str(model), "--round-trip"]) == 1
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "model.embed_tokens.weight" in lines["tensors"] and "1 of " in lines["tensors"]
+    assert "DIFFERS" in lines["log-probs"] and "model-00001-of" in lines["round"]
+
+
+def test_processes_that_do_not_fit_the_model_are_refused(source):
+    spec = read_model_spec(source)  # 2 layers, 4 heads, 2 key-value heads
+    assert choose_sizes(spec, 1, None, None) == (1, 1)
+    assert choose_sizes(spec, 2, None, None) == (1, 2)
+    assert choose_sizes(spec, 4, 2, None) == choose_sizes(spec, 4, None, 2) == (2, 2)
+    for world, tp, pp, word in ((4, 2, 1, "--tp 2"), (4, 1, 4, "--pp 4"), (4, 4, None, "key-value heads")):
+        with pytest.raises(UserError, match=word):
+            choose_sizes(spec, world, tp, pp)
+
+
+def test_the_variables_of_srun_and_mpirun_are_understood():
+    srun = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
+    srun |= {"SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08,11]"}
+    found = torchrun_variables(srun)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("3", "4", "1", "gpu07")
+    assert found["MASTER_PORT"] == torchrun_variables(srun | {"SLURM_PROCID": "0"})["MASTER_PORT"]
+    mpirun = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} | {"OMPI_COMM_WORLD_RANK": "1"}
+    assert torchrun_variables(mpirun)["MASTER_ADDR"] == "127.0.0.1"
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        torchrun_variables(mpirun | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    # torchrun has set its own; a batch script outside srun is alone
+    assert torchrun_variables(srun | {"RANK": "0"}) == {}
+    assert torchrun_variables({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}
