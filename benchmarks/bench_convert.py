@@ -2,8 +2,8 @@
 transformers' own load of it.
 
 Each runs in a process of its own, of which the memory that is its own (RssAnon) is read from /proc while it runs: pages
-of files that are mapped, which the system takes back at need, are counted in the last column alone. `start` is a process that imports
-the same things and does nothing; `model` is the size of the weights.
+of files that are mapped, which the system takes back at need, are counted in the last column alone. `start` is a
+process that imports the same things and does nothing; `model` is the size of the weights.
 """
 
 import argparse
