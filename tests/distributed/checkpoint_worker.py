@@ -7,6 +7,7 @@ import json
 import random
 import resource
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ COMMON = [
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 SIZES["vpp"] = "virtual_pipeline_model_parallel_size"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"  # the optimizer's own copy of a half-precision parameter
 
 
 class Run:
@@ -63,7 +65,8 @@ class Run:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and moments of the whole model under Hugging Face names, on every rank."""
-        moments = {name: _moments(self.policy, self.layout, name) for name in MOMENTS}
+        names = (*MOMENTS, MAIN) if self.policy.model.config.bf16 else MOMENTS
+        moments = {name: _moments(self.policy, self.layout, name) for name in names}
         found = gathered(self.policy.weight_source(), self.layout)
         for name, values in moments.items():
             source = WeightSource(self.policy.model, self.layout, value=lambda p, values=values: values[p])
@@ -92,7 +95,7 @@ def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn
             if hasattr(part, "float16_groups"):
                 halves = [p for group in part.float16_groups for p in group]
                 mains = [(p, p.main_param) for p in halves]
-            found |= {p: part.optimizer.state[main][name] for p, main in mains}
+            found |= {p: main.detach() if name == MAIN else part.optimizer.state[main][name] for p, main in mains}
             continue
         for chunk in policy.model.chunks:
             found |= {p: torch.zeros(p.shape) for p in chunk.parameters()}
@@ -101,7 +104,7 @@ def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn
                 group, index = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][index]
                 target = found[parameter].view(-1)[ranges["param"].start : ranges["param"].end]
-                target.copy_(part.optimizer.state[main][name])
+                target.copy_(main.detach() if name == MAIN else part.optimizer.state[main][name])
         for value in found.values():
             dist.all_reduce(value, group=layout.dp_group)
     return found
@@ -111,6 +114,10 @@ def run_case(case: dict, layout: ParallelLayout) -> dict:
     """model, sizes, sharded, dtype: of the run. load: a checkpoint to start from. steps: [first, end) before the save.
     save: where to. background: training goes on during the save. more: end of the steps after that. failing_rank: which
     rank's writes fail. weights_only: save without, load without the optimizer."""
+    if "stock" in case:  # what Megatron itself reads, without this program
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.load_plain_tensors(case["load"])
     run, result = Run(case, layout), {}
     training = {} if case.get("weights_only") else run.training
     if "load" in case:
@@ -169,8 +176,11 @@ def main() -> None:
     results = {}
     for case in task["cases"]:
         layout = ParallelLayout.initialize(**case["sizes"])
+        start = time.monotonic()
         results[case["name"]] = run_case(case, layout)
         dist.barrier()
+        if layout.rank == 0:
+            print(f"{case['name']}: {time.monotonic() - start:.1f} s", flush=True)
         layout.release()
     if dist.get_rank() == 0:
         torch.save(results, task["out"])

@@ -32,7 +32,10 @@ def restore_generators(states: dict) -> None:
 
 def derived_seed(states: dict) -> int:
     """A seed that differs from state to state."""
-    return zlib.crc32(states["torch"].numpy().tobytes(), zlib.crc32(repr(states["python"]).encode()))
+    seed = zlib.crc32(repr(states["python"]).encode())
+    for state in (states["torch"], *states["megatron"].values()):
+        seed = zlib.crc32(state.cpu().numpy().tobytes(), seed)
+    return seed
 
 
 def reseed(seed: int, rank: int) -> None:

@@ -69,6 +69,7 @@ class PendingSave:
         self._folder, self._planned, self._layout = folder, planned, layout
         self._forked = ForkedWrite(planned) if background else None
         self._is_finished = False
+        self._failure: CheckpointError | None = None
 
     def is_done(self) -> bool:
         """Whether every rank's writing has ended, well or not, so that `finish` does not wait. Collective over all."""
@@ -77,11 +78,13 @@ class PendingSave:
     def finish(self) -> None:
         """Waits for the files and completes the checkpoint. Collective over all ranks.
 
-        Raises CheckpointError on every rank where one rank's writing failed. The second call does nothing.
+        Raises CheckpointError on every rank where one rank's writing failed, and again when called again. Otherwise a
+        second call does nothing.
         """
+        if self._failure:
+            raise self._failure
         if self._is_finished:
             return
-        self._is_finished = True
         results, error = [], None
         try:
             results = self._forked.result() if self._forked else self._planned.write()
@@ -96,11 +99,14 @@ class PendingSave:
             except Exception as failure:  # noqa: BLE001
                 error = describe(failure)
         self._raise_together(error)
+        self._is_finished = True
         self._planned = self._forked = None  # what it kept of the state
 
     def _raise_together(self, error: str | None) -> None:
         if errors := agree(error, self._layout):
-            raise CheckpointError(f"the checkpoint in {self._folder} could not be written: {'; '.join(errors)}.")
+            listed = "; ".join(errors)
+            self._failure = CheckpointError(f"the checkpoint in {self._folder} could not be written: {listed}.")
+            raise self._failure
 
     def _complete(self, results: list[list[WriteResult]]) -> None:
         """The index of all tensors, then Megatron's mark of a complete checkpoint."""

@@ -1,0 +1,75 @@
+"""The process that writes a checkpoint while training goes on: how it ends, and with whom."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
+
+pytestmark = pytest.mark.unit
+
+
+class Planned:
+    """Stands for a rank's planned file."""
+
+    def __init__(self, write: Callable[[], list]) -> None:
+        self.write = write
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return met
+
+
+def test_result_is_what_was_written_when_the_process_began():
+    values = [1, 2]
+    forked = ForkedWrite(Planned(lambda: time.sleep(0.2) or list(values)))
+    values.append(3)
+    assert not forked.is_done()
+    assert forked.result() == [1, 2]
+
+
+def test_its_error_is_told_in_the_systems_words():
+    def full():
+        raise OSError(28, "No space left on device", "/checkpoints/f")
+
+    forked = ForkedWrite(Planned(full))
+    assert until(forked.is_done)
+    with pytest.raises(OSError, match="No space left on device: '/checkpoints/f'"):
+        forked.result()
+
+
+def test_killed_writer_is_an_error():
+    forked = ForkedWrite(Planned(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    assert until(forked.is_done)
+    with pytest.raises(OSError, match="exit code -9"):
+        forked.result()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_schedulers_signal_does_not_stop_it(number):
+    assert ForkedWrite(Planned(lambda: os.kill(os.getpid(), number) or ["written"])).result() == ["written"]
+
+
+def _trainer(sender) -> None:
+    forked = ForkedWrite(Planned(lambda: time.sleep(60)))
+    sender.send(psutil.Process().children()[0].pid)
+    forked.result()
+
+
+def test_it_ends_with_a_killed_trainer():
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    trainer = context.Process(target=_trainer, args=(sender,))
+    trainer.start()
+    writer = psutil.Process(receiver.recv())
+    trainer.kill()
+    trainer.join()
+    assert until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
