@@ -9,7 +9,7 @@ from pathlib import Path
 from examples.cache import ROOT
 from launch.command_line import USER_ERROR_EXIT_CODE, checked_config
 from launch.local import run_local
-from megatron_dapo.config import Config, RunFolder, UserError
+from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, UserError
 from megatron_dapo.telemetry import Summary, closing_table, read_metrics
 
 
@@ -36,6 +36,9 @@ class Demo:
         except UserError as error:
             print(error.report(), file=sys.stderr)
             return USER_ERROR_EXIT_CODE
+        if exit_code == SAVED_EXIT_CODE:
+            print(f"\nStopped and saved; go on with: python -m launch.local --config {folder.logs}/config.yaml")
+            return exit_code
         if exit_code:
             print(f"\nThe run ended with exit code {exit_code}; its logs are in {folder.logs}", file=sys.stderr)
             return exit_code

@@ -5,13 +5,14 @@ python -m launch.local --config configs/demo.yaml [--replay DIR] [--dry-run] [ke
 
 import json
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
 
 from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, parser, require_one_node, show_log
 from launch.stop_signals import StopSignals
-from megatron_dapo.config import Config, RunFolder, UserError, process_plan, to_yaml, write_whole
+from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, UserError, process_plan, to_yaml, write_whole
 
 log = logging.getLogger("launch")
 
@@ -20,7 +21,8 @@ SERVERS_FAILED_EXIT_CODE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: the trainer's; 2 for mistakes of the user; 1 where the servers failed; 128 + signal where stopped."""
+    """Exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the user; 1 where the servers failed;
+    128 + signal where stopped with nothing saved."""
     made = parser("launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together.")
     made.add_argument("--replay", metavar="DIR", help="train on batches that trainer.dump_batches=true wrote")
     made.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
@@ -76,20 +78,35 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
 
 
 def _watch(servers, ranks, stop: StopSignals) -> int:
-    """Until the trainer ends or we are told to stop. Raises ServerFailure."""
-    while stop.received is None:
+    """Until the trainer ends. A stop signal has it save first; a second one does not wait. Raises ServerFailure."""
+    was_asked = False
+    while stop.num_received < 2:
+        if stop.received and not was_asked:
+            was_asked = True
+            log.warning(
+                "%s: the trainer saves at the end of its step, then all stops; a second signal stops it at once",
+                stop.received.name,
+            )
+            ranks.ask_to_stop()
         if servers:
             servers.check()  # before the trainer, which may have died of it
         code = ranks.check()
         if code is not None:
-            if code != 0:
-                if servers:
-                    servers.check()
-                log.error("The trainer failed: %s", ranks.failure())
-            return code
+            return _end(code, servers, ranks, stop)
         time.sleep(POLL_INTERVAL_S)
-    log.warning("%s: stopping the trainer, then the servers", stop.received.name)
+    log.warning("%s again: stopping the trainer, then the servers", stop.received.name)
     return stop.exit_code
+
+
+def _end(code: int, servers, ranks, stop: StopSignals) -> int:
+    if code in (0, SAVED_EXIT_CODE):
+        return code
+    if stop.received and code == 128 + signal.SIGTERM:  # it had not begun to train: there was nothing to save
+        return stop.exit_code
+    if servers:
+        servers.check()
+    log.error("The trainer failed: %s", ranks.failure())
+    return code
 
 
 if __name__ == "__main__":

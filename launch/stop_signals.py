@@ -1,17 +1,19 @@
-"""Turns Ctrl-C, SIGTERM and a closed terminal into a question that a loop asks, so that a stop is never interrupted."""
+"""Turns Ctrl-C, SIGTERM, SIGUSR1 and a closed terminal into a question that a loop asks: no stop is interrupted."""
 
 import signal
 import threading
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignals:
-    """While entered, remembers the first stop signal. Outside the main thread it changes nothing: signals go there."""
+    """While entered, remembers the first stop signal, and how many came. Outside the main thread it changes nothing:
+    signals go there."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.num_received = 0
         self._previous: dict = {}
 
     def __enter__(self) -> "StopSignals":
@@ -31,3 +33,4 @@ class StopSignals:
 
     def _remember(self, number: int, _: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)
+        self.num_received += 1

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_dapo.config import Config, RunFolder
+from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder
 from megatron_dapo.platform import is_gpu
 from megatron_dapo.rollout import ChildProcess, ReservedPort, visible_gpus
 
@@ -15,6 +15,7 @@ log = logging.getLogger("launch")
 LOOPBACK = "127.0.0.1"
 STOP_GRACE_S = 20.0
 LAST_RANK_GRACE_S = 300.0
+_GOOD_ENDS = (None, 0, SAVED_EXIT_CODE)
 
 
 class TrainerRanks:
@@ -26,6 +27,7 @@ class TrainerRanks:
         self._master_port = ReservedPort(LOOPBACK)
         self._ranks: list[ChildProcess] = []
         self._deadline: float | None = None
+        self._was_asked = False
 
     def start(self) -> None:
         for rank in range(self._world):
@@ -38,24 +40,32 @@ class TrainerRanks:
         log.info("trainer: %d %s (pid %s)", self._world, ranks, ", ".join(str(rank.pid) for rank in self._ranks))
 
     def check(self) -> int | None:
-        """Exit code of the first rank that failed, 0 when all are done, none while they run."""
+        """Exit code of the first rank that failed; 0 when all are done, 85 when they stopped and are saved; none while
+        they run."""
         codes = [rank.poll() for rank in self._ranks]
-        failed = [code for code in codes if code]
+        failed = [code for code in codes if code not in _GOOD_ENDS]
         if failed:
             return failed[0] if failed[0] > 0 else 128 - failed[0]
-        if 0 in codes and None in codes:
-            return self._overdue()
-        return 0 if None not in codes else None
+        if None in codes:
+            return self._overdue() if any(code is not None for code in codes) else None
+        return max(codes)
 
     def failure(self) -> str:
         """What failed: per failed rank how it ended, its log file and the last lines."""
-        return "\n".join(rank.describe_end() for rank in self._ranks if rank.poll())
+        return "\n".join(rank.describe_end() for rank in self._ranks if rank.poll() not in _GOOD_ENDS)
 
-    def stop(self) -> None:
-        """SIGTERM to all ranks, SIGKILL after a grace time to what is left of them and their children."""
+    def ask_to_stop(self) -> None:
+        """SIGTERM to all ranks, once: they save at the end of their step and exit with 85, if training has begun."""
+        self._was_asked = True
         for rank in self._ranks:
             rank.terminate()
-        deadline = time.monotonic() + STOP_GRACE_S
+
+    def stop(self) -> None:
+        """SIGTERM to all ranks, SIGKILL after a grace time to what is left of them and their children. Ranks that were
+        asked to stop before have had their time."""
+        grace_s = 0.0 if self._was_asked else STOP_GRACE_S
+        self.ask_to_stop()
+        deadline = time.monotonic() + grace_s
         for rank in self._ranks:
             rank.stop(max(0.0, deadline - time.monotonic()))
         self._master_port.release()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dapo.config import (
+    SAVED_EXIT_CODE,
     Config,
     UserError,
     config_reference,
@@ -18,7 +19,8 @@ USER_ERROR_EXIT_CODE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, or 2 for mistakes of the user, printed to stderr."""
+    """Run one command and return the exit code: 0, 2 for mistakes of the user, printed to stderr, or 85 for a run that
+    was asked to stop and is saved."""
     parser = _parser()
     arguments, overrides = parser.parse_known_args(argv)
     if stray := [text for text in overrides if text.startswith("-") or not arguments.takes_overrides]:
@@ -62,11 +64,11 @@ def _train(arguments: argparse.Namespace) -> int:
     from megatron_dapo.trainer import train  # a dry run must not wait for torch
 
     try:
-        train(config)
+        is_done = train(config)
     except UserError as error:  # may concern this rank alone
         print(f"Rank {rank}: {error.report()}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
-    return 0
+    return 0 if is_done else SAVED_EXIT_CODE
 
 
 def _checked_config(arguments: argparse.Namespace, quiet: bool) -> Config:

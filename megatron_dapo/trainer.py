@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import KL_CONTROLLERS
+from megatron_dapo.checkpointing.resume import Start
+from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, choose_start
 from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, uses_kl_in_reward, write_whole
 from megatron_dapo.data import Group
 from megatron_dapo.models import export_hf
@@ -24,27 +26,30 @@ _GRACE_S = 120.0
 _MAX_SYNCS = 5
 
 
-def train(config: Config) -> None:
-    """The whole run. One call per rank, under torchrun or `launch.local`."""
+def train(config: Config) -> bool:
+    """The whole run, or what is left of it. One call per rank, under torchrun or `launch.local`. Returns False where it
+    was asked to stop before its last step: then everything is saved, and it can go on."""
     with _job(config) as job:
         job.wait_for_rollout()
-        job.push_weights(version=0)
-        job.validate(step=0)
-        for step in range(1, config.trainer.total_training_steps + 1):
-            groups, metrics = job.next_batch(step)  # dynamic sampling: every group carries signal
-            shard = job.distribute(step, groups)  # mini-batches are fixed, then this rank gets its part of each
-            shard, kl_metrics = job.score(shard)  # old and reference log-probs, only where needed
-            with job.telemetry.phase("update"):  # one optimizer step per mini-batch
-                actor_metrics = job.policy.update(shard.mini_batches, weight_version=step - 1)
-            sync_metrics = job.push_weights(version=step)  # every server confirms the version
-            job.telemetry.log(step, {**metrics, **kl_metrics, **actor_metrics, **sync_metrics})
-            if _is_validation_step(config, step):
-                job.validate(step)
+        start = job.checkpoints.restore()  # the steps that are done
+        job.push_weights(version=start)
+        if start == 0:
+            job.validate(step=0)
+        with job.checkpoints:
+            for step in range(start + 1, config.trainer.total_training_steps + 1):
+                groups, metrics = job.next_batch(step)  # dynamic sampling: every group carries signal
+                shard = job.distribute(step, groups)  # mini-batches are fixed, then this rank gets its part of each
+                shard, kl_metrics = job.score(shard)  # old and reference log-probs, only where needed
+                with job.telemetry.phase("update"):  # one optimizer step per mini-batch
+                    actor_metrics = job.policy.update(shard.mini_batches, weight_version=step - 1)
+                sync_metrics = job.push_weights(version=step)  # every server confirms the version
+                job.telemetry.log(step, {**metrics, **kl_metrics, **actor_metrics, **sync_metrics})
+                if _is_validation_step(config, step):
+                    job.validate(step)
+                if job.save(step, actor_metrics):  # where due; was it asked to stop?
+                    return False
         job.save_model()
-
-
-def _run_folder(config: Config) -> RunFolder:
-    return RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
+    return True
 
 
 def _is_validation_step(config: Config, step: int) -> bool:
@@ -61,15 +66,19 @@ class _Job:
         layout: ParallelLayout,
         telemetry: Telemetry | NullTelemetry,
         rollout: RolloutHandle | Replay | None,
+        run: RunFolder,
+        start: Start,
     ) -> None:
-        self.config, self.layout, self.telemetry, self.rollout = config, layout, telemetry, rollout
-        self.run = _run_folder(config)
+        self.config, self.layout, self.telemetry, self.rollout, self.run = config, layout, telemetry, rollout, run
         self.policy = Policy(config, layout)
         self.reference = Reference(config, layout) if needs_reference(config) else None
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
         self.weights = None if config.trainer.replay else self._weight_sync()
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+        state = self.policy.state
+        trained = Trained(self.policy.model, state.optimizer, state.lr_schedule, self.kl_controller, rollout)
+        self.checkpoints = RunCheckpoints(config, run, layout, trained, start)
 
     def _weight_sync(self) -> WeightSync:
         return WeightSync(
@@ -124,6 +133,11 @@ class _Job:
             metrics = self._ask_rollout(step, lambda rollout: rollout.evaluate(step, weight_version=step))
         self.telemetry.log_validation(step, metrics or {})
 
+    def save(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run was asked to stop, and is saved."""
+        with self.telemetry.phase("checkpoint"):
+            return self.checkpoints.after_step(step, int(metrics["actor/num_optimizer_steps"]))
+
     def save_model(self) -> None:
         """The trained model as a Hugging Face checkpoint in the run folder."""
         with self.telemetry.phase("save_model"):
@@ -162,15 +176,16 @@ def _job(config: Config) -> Iterator[_Job]:
         timeout_s=megatron.timeout_s,
         object_timeout_s=max(rollout_config.step_timeout_s, rollout_config.server.startup_timeout_s) + _GRACE_S,
     )
-    is_main = layout.rank == 0
+    run, is_main = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name), layout.rank == 0
+    start = choose_start(config, run, layout)
     # the controller first: it reads the prompts and waits for the servers while the models are built here
     rollout = start_rollout(config) if is_main else None
     if is_main:
-        write_whole(_run_folder(config).create().config, to_yaml(config))
-    telemetry = Telemetry(config, _run_folder(config)) if is_main else NullTelemetry()
+        write_whole(run.create().config, to_yaml(config))
+    telemetry = Telemetry(config, run, start.step if start.folder else None) if is_main else NullTelemetry()
     job = None
     try:
-        job = _Job(config, layout, telemetry, rollout)
+        job = _Job(config, layout, telemetry, rollout, run, start)
         yield job
     finally:
         telemetry.close()

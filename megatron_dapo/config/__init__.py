@@ -19,7 +19,7 @@ from megatron_dapo.config.derived import (
     uses_overlong_shaping,
     world_size,
 )
-from megatron_dapo.config.errors import UserError
+from megatron_dapo.config.errors import SAVED_EXIT_CODE, UserError
 from megatron_dapo.config.hf_config import ModelSpec, read_model_spec
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.model_checks import read_model_json
@@ -49,6 +49,7 @@ from megatron_dapo.config.schema import (
 from megatron_dapo.config.validation import load_and_validate, validate
 
 __all__ = [
+    "SAVED_EXIT_CODE",
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",

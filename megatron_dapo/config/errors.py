@@ -1,6 +1,9 @@
-"""The error that a user can cure: sentences, not a traceback."""
+"""The error that a user can cure: sentences, not a traceback; and how a run ends that is saved and not done."""
 
 from collections.abc import Iterable
+
+SAVED_EXIT_CODE = 85
+"""Of a run that was asked to stop: everything is saved, the same command goes on from there."""
 
 
 class UserError(ValueError):

@@ -82,14 +82,13 @@ class RolloutHandle:
         self._call("load_state_dict", state)
 
     def close(self) -> None:
-        """End the controller: it sees the closed pipe; after a while it is terminated, then killed. Idempotent."""
+        """End the controller: it sees the closed pipe; after a while it is killed. Idempotent."""
         atexit.unregister(self.close)
         self._connection.close()
-        for end in (lambda: None, self._process.terminate, self._process.kill):
-            end()
-            self._process.join(_CLOSE_S)
-            if not self._process.is_alive():
-                return
+        self._process.join(_CLOSE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
 
     def _call(self, command: str, *arguments: Any) -> Any:
         self.wait_ready()
@@ -128,7 +127,10 @@ class RolloutHandle:
 
 
 def _main(config: Config, connection: Connection, log_file: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the trainer decides
+    # they reach the whole terminal, or job step; the trainer decides, and closes the pipe when it is done with us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN not passed on to what reward functions start
     output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
@@ -141,7 +143,6 @@ async def _serve(config: Config, connection: Connection, log_file: str) -> None:
     commands: asyncio.Queue = asyncio.Queue()
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
-    loop.add_signal_handler(signal.SIGTERM, lambda: gone.done() or gone.set_result("terminated"))
     threading.Thread(target=_read_commands, args=(connection, loop, commands, gone), daemon=True).start()
     answering = asyncio.create_task(_answer_commands(config, connection, commands, log_file))
     await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -16,6 +16,7 @@ PHASE_TITLES = {
     "update": "policy update",
     "weight_sync": "weights to servers",
     "validation": "held-out evaluation",
+    "checkpoint": "checkpoints",
 }
 WINDOW = 10  # steps averaged at either end
 

@@ -57,9 +57,11 @@ class Console:
 class JsonLines:
     """metrics.jsonl: per line an object with step, time (seconds since 1970) and the metrics; NaN and inf are null."""
 
-    def __init__(self, run_folder: RunFolder) -> None:
+    def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         run_folder.path.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(run_folder.metrics)
+        if resumed_after is not None:
+            _drop_later_steps(run_folder.metrics, resumed_after)
         self._file = run_folder.metrics.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -79,13 +81,22 @@ def _drop_torn_line(path: Path) -> None:
         write_whole(path, content[: content.rfind(b"\n") + 1])
 
 
+def _drop_later_steps(path: Path, step: int) -> None:
+    """Remove what a killed run reported after its last checkpoint: the resumed run reports those steps again."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    if len(kept) < len(lines):
+        write_whole(path, "".join(kept))
+
+
 class TensorBoard:
     """Scalars by rollout step."""
 
-    def __init__(self, run_folder: RunFolder) -> None:
+    def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # half a second of imports
 
-        self._writer = SummaryWriter(str(run_folder.tensorboard), flush_secs=10)
+        purge_step = None if resumed_after is None else resumed_after + 1
+        self._writer = SummaryWriter(str(run_folder.tensorboard), flush_secs=10, purge_step=purge_step)
 
     def write(self, record: Record) -> None:
         suffix = "_validation" if record.is_validation else ""
@@ -97,8 +108,8 @@ class TensorBoard:
         self._writer.close()
 
 
-SINKS: dict[str, Callable[[RunFolder, int], Sink]] = {
-    "console": lambda run_folder, total_steps: Console(total_steps),
-    "jsonl": lambda run_folder, total_steps: JsonLines(run_folder),
-    "tensorboard": lambda run_folder, total_steps: TensorBoard(run_folder),
+SINKS: dict[str, Callable[[RunFolder, int, int | None], Sink]] = {
+    "console": lambda run_folder, total_steps, resumed_after: Console(total_steps),
+    "jsonl": lambda run_folder, total_steps, resumed_after: JsonLines(run_folder, resumed_after),
+    "tensorboard": lambda run_folder, total_steps, resumed_after: TensorBoard(run_folder, resumed_after),
 }

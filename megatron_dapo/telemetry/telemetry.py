@@ -14,10 +14,10 @@ class Telemetry:
     `log_validation(step)`. Each of the two takes the seconds of the phases since the last one.
     """
 
-    def __init__(self, config: Config, run_folder: RunFolder) -> None:
+    def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         self._timers = PhaseTimers()
         total = config.trainer.total_training_steps
-        self._sinks: list[Sink] = [SINKS[name](run_folder, total) for name in config.trainer.logger]
+        self._sinks: list[Sink] = [SINKS[name](run_folder, total, resumed_after) for name in config.trainer.logger]
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Count the seconds inside as `time/NAME` of the next `log` or `log_validation`."""

@@ -92,7 +92,8 @@ def test_batches_evaluation_state_and_errors_cross_the_process_border(folder):
             assert handle.evaluate(0, 1)["val/num_prompts"] == 2
             batch = handle.next_batch(1, 1)
             assert numbers(batch) == [0, 1, 2, 3] and not batch.needs_sync
-            os.kill(handle.pid, signal.SIGINT)  # Ctrl-C reaches the whole terminal: the trainer decides
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they reach the whole terminal or job step
+                os.kill(handle.pid, number)
             state = handle.state_dict()
             assert numbers(handle.next_batch(2, 1)) == [4, 5, 6, 7]
             handle.load_state_dict(state)

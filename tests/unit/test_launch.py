@@ -104,6 +104,46 @@ def test_a_stop_signal_leaves_no_process_behind(tmp_path, number):
     assert not [process for process in family if is_alive(process)]
 
 
+SAVING = """
+import sys
+from launch.local import run_local
+from megatron_dapo.config import load_config
+trainer = "import os, signal, sys, time; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1)); "
+trainer += "print('up', flush=True); [time.sleep(0.05) for _ in iter(lambda: bool(told), True)]; "
+trainer += "time.sleep(1.0 * (1 + int(os.environ['RANK']))); print('saved', flush=True); sys.exit(85)"
+sys.exit(run_local(load_config(None, sys.argv[1:]), [sys.executable, "-c", trainer]))
+"""
+
+
+def saving_run(tmp_path) -> subprocess.Popen:
+    overrides = [f"trainer.run_dir={tmp_path}", ALREADY_RUNNING, "trainer.n_procs_per_node=2"]
+    command = [sys.executable, "-c", SAVING, *overrides]
+    run = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout.readline() == "up\n"
+    log, deadline = tmp_path / "logs" / "trainer-rank-1.log", time.monotonic() + 20
+    while "up" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return run
+
+
+def test_a_stop_signal_waits_for_every_rank_to_save_and_passes_the_exit_code_on(tmp_path):
+    with saving_run(tmp_path) as run:
+        run.send_signal(signal.SIGUSR1)
+        output, error = run.communicate(timeout=20)
+    assert run.returncode == 85 and "saved" in output
+    assert "saved" in (tmp_path / "logs" / "trainer-rank-1.log").read_text()
+    assert "SIGUSR1: the trainer saves" in error and "failed" not in error
+
+
+def test_a_second_stop_signal_does_not_wait(tmp_path):
+    with saving_run(tmp_path) as run:
+        run.send_signal(signal.SIGTERM)
+        time.sleep(0.8)
+        run.send_signal(signal.SIGTERM)
+        output, _ = run.communicate(timeout=20)
+    assert run.returncode == 143 and "saved" not in output
+
+
 def test_mistakes_in_the_config_are_told_at_once_and_nothing_starts(tmp_path):
     run_dir = tmp_path / "run"
     started = time.monotonic()

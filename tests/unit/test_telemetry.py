@@ -87,6 +87,23 @@ def test_a_resumed_run_continues_the_first_one(tmp_path):
     ]
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_takes_back_what_came_after_it(tmp_path):
+    run(telemetry(tmp_path, "jsonl", "tensorboard"), steps=4)
+    config = load_config(None, ["trainer.logger=[jsonl, tensorboard]"])
+    resumed = Telemetry(config, RunFolder(tmp_path), resumed_after=2)
+    for step in (3, 4, 5):
+        resumed.log(step, {"reward/mean": -float(step)})
+    resumed.close()
+    lines = [json.loads(line) for line in RunFolder(tmp_path).metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line["reward/mean"] for line in lines[1:]] == [0.1, 0.2, -3.0, -4.0, -5.0]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(RunFolder(tmp_path).tensorboard)).Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5]
+
+
 def test_tensorboard_gets_the_scalars(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,0 +1,179 @@
+"""The checkpoints of a training run, as the loop sees them: where to start, save when it is due or asked for, stop."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_dapo.algorithms import FixedKLController
+from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
+from megatron_dapo.checkpointing.folders import HF, MEGATRON, read_controller_state, remove_leftovers
+from megatron_dapo.checkpointing.ranks import JobRanks, tell
+from megatron_dapo.checkpointing.resume import Start, find_start, report_lines
+from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
+from megatron_dapo.checkpointing.stop import StopRequest
+from megatron_dapo.checkpointing.torch_dist import load, save
+from megatron_dapo.config import Config, RunFolder
+from megatron_dapo.models import ModelParts, copy_companions, export_hf
+from megatron_dapo.platform import ParallelLayout
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+class Rollout(Protocol):
+    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait."""
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint holds. rollout: on rank 0, none elsewhere."""
+
+    model: ModelParts
+    optimizer: "MegatronOptimizer"
+    lr_schedule: "OptimizerParamScheduler"
+    kl_controller: FixedKLController
+    rollout: Rollout | None
+
+
+def choose_start(config: Config, run: RunFolder, layout: ParallelLayout) -> Start:
+    """Where the run starts, the same on all ranks, before anything is built; see `resume.find_start`. Removes what a
+    killed run left half written. Collective over all ranks. Raises UserError on all."""
+
+    def choose() -> Start:
+        start = find_start(run.checkpoints, config)
+        remove_leftovers(run.checkpoints)
+        return start
+
+    return tell(JobRanks(layout), f"choosing a checkpoint in {run.checkpoints}", choose)
+
+
+class RunCheckpoints:
+    """Every method is collective over all ranks. To be entered around the loop: requests to stop are heard inside, and
+    a checkpoint that is still being written is finished at the end, unless an error ends the loop."""
+
+    def __init__(self, config: Config, run: RunFolder, layout: ParallelLayout, trained: Trained, start: Start) -> None:
+        self._config, self._run, self._layout, self._trained, self._start = config, run, layout, trained, start
+        self._ranks = JobRanks(layout)
+        trainer = config.trainer
+        self._saver = Saver(self._ranks, self._write_tensors, Retention(trainer.keep_last, trainer.keep_every))
+        self._stop = StopRequest(run.stop, self._ranks)
+        self._num_optimizer_steps = start.state.get("num_optimizer_steps", 0)
+
+    def restore(self) -> int:
+        """Puts everything as it was when the checkpoint was written; the number of rollout steps that are done.
+
+        Raises UserError on all ranks for what does not fit, naming it. Tells the user what was restored and what not.
+        """
+        start = self._start
+        if start.folder is None:
+            return 0
+        restored, not_restored = self._restore_tensors(start)
+        self._trained.kl_controller.load_state_dict(start.state["kl_controller"])
+        restored += [f"{self._num_optimizer_steps} optimizer steps", f"weight version {start.step}", "KL controller"]
+        if "controller" in start.missing:
+            not_restored.append("prompt cursor and groups that waited: not in the checkpoint (accepted)")
+        else:
+            restored += tell(self._ranks, f"restoring the rollout from {start.folder}", self._restore_rollout)
+        if self._layout.rank == 0:
+            self._report(report_lines(start, restored, not_restored))
+        return start.step
+
+    def after_step(self, step: int, num_optimizer_steps: int) -> bool:
+        """Saves where it is due; True where the run was asked to stop: then everything is saved. Raises CheckpointError
+        on all ranks where the last checkpoint could not be written."""
+        self._num_optimizer_steps += num_optimizer_steps
+        self._saver.poll()
+        trainer = self._config.trainer
+        is_last = step == trainer.total_training_steps
+        asked_by = None if is_last else self._stop.agreed()
+        if asked_by or (trainer.save_interval > 0 and (is_last or step % trainer.save_interval == 0)):
+            self._save(step)
+        if is_last:
+            self._stop.obeyed()  # it stops by itself
+        if not asked_by:
+            return False
+        self._saver.finish()
+        self._stop.obeyed()
+        if self._layout.rank == 0:
+            self._report([f"Stopped after step {step} by {asked_by}; saved in {self._run.checkpoint(step)}"])
+        return True
+
+    def __enter__(self) -> "RunCheckpoints":
+        self._stop.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._saver.finish()
+        finally:
+            self._stop.__exit__()
+
+    def _save(self, step: int) -> None:
+        trained, rollout = self._trained, self._trained.rollout
+        state = {
+            "step": step,
+            "weight_version": step,
+            "num_optimizer_steps": self._num_optimizer_steps,
+            "kl_controller": trained.kl_controller.state_dict(),
+            "layout": {size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "dp", "sp")},
+            "config_hash": config_hash(self._config),
+            "config": config_to_plain(self._config),
+        }
+        self._saver.start(self._run.checkpoint(step), state, lambda: rollout.state_dict())
+        if not self._config.trainer.async_save:
+            self._saver.finish()
+
+    def _write_tensors(self, folder: Path) -> Pending:
+        trained, source = self._trained, self._config.actor_rollout_ref.model.path
+        if self._config.trainer.save_hf:
+            export_hf(trained.model, self._layout, source, folder / HF)
+        else:
+            tell(self._ranks, f"writing {folder / HF}", lambda: _copy_companions(source, folder / HF))
+        return save(
+            folder / MEGATRON,
+            trained.model,
+            self._layout,
+            optimizer=trained.optimizer,
+            lr_schedule=trained.lr_schedule,
+            background=self._config.trainer.async_save,
+        )
+
+    def _restore_tensors(self, start: Start) -> tuple[list[str], list[str]]:
+        trained, folder = self._trained, start.folder / MEGATRON
+        if "optimizer" in start.missing:
+            report = load(folder, trained.model, self._layout)
+            trained.optimizer.reload_model_params()
+            trained.lr_schedule.step(increment=start.step)
+            lost = "optimizer and generators: not in the checkpoint (accepted); they start anew"
+            return [*report.restored, "learning rate"], [*report.not_restored, lost]
+        report = load(folder, trained.model, self._layout, optimizer=trained.optimizer, lr_schedule=trained.lr_schedule)
+        return list(report.restored), list(report.not_restored)
+
+    def _restore_rollout(self) -> list[str]:
+        state = read_controller_state(self._start.folder)
+        self._trained.rollout.load_state_dict(state)
+        return _describe_rollout(state)
+
+    def _report(self, lines: list[str]) -> None:
+        print("\n".join(lines), flush=True)
+        with self._run.log("checkpoints").open("a", encoding="utf-8") as log:
+            log.write("\n".join(lines) + "\n")
+
+
+def _copy_companions(source: str, out: Path) -> None:
+    out.mkdir(exist_ok=True)
+    copy_companions(source, out)
+
+
+def _describe_rollout(state: dict[str, Any]) -> list[str]:
+    if "queue" not in state:
+        return ["the place in the replay"]
+    queue = state["queue"]
+    groups = [f"{len(queue['kept'])} finished groups that wait", f"{len(queue['open'])} prompts of an open gen batch"]
+    return [f"prompt cursor ({queue['num_drawn']} drawn)", *groups]

@@ -1,0 +1,97 @@
+"""The trainer as launch starts it, with a rollout that is a function of what it drew, and a signal to itself.
+
+python -m tests.e2e.scripted_trainer STEP NAME TRAIN_ARGUMENTS...   STEP: after its report rank 0 gets the signal NAME
+"""
+
+import os
+import random
+import signal
+import sys
+from dataclasses import replace
+
+import megatron_dapo.trainer
+from megatron_dapo.__main__ import main
+from megatron_dapo.algorithms import FILTER_MODES
+from megatron_dapo.data import Group, Prompt, RolloutBatch
+from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
+from megatron_dapo.telemetry import Telemetry
+from tests.synthetic import synthetic_groups
+
+VOCABULARY = 64
+NUM_PROMPTS, NUM_GROUPS, GEN_BATCH, GROUP_SIZE = 25, 4, 9, 4
+
+
+class ScriptedRollout:
+    """The bookkeeping of the real one (epochs, dynamic sampling, surplus) without servers: the same draws, in the same
+    order, give the same groups; what was generated in an earlier step keeps that step's weight version."""
+
+    def __init__(self) -> None:
+        self._cursor = PromptCursor(NUM_PROMPTS, seed=1)
+        self._queue = GroupQueue(QueueLimits(NUM_GROUPS, GEN_BATCH, max_num_gen_batches=20), FILTER_MODES["strict"])
+
+    def wait_ready(self) -> None:
+        pass
+
+    def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
+        self._queue.begin(step)
+        while self._queue.wants_gen_batch():
+            self._queue.open_gen_batch([_prompt(number) for number in self._cursor.next(GEN_BATCH)])
+            for draw in self._queue.missing():
+                self._queue.finish(_group(draw, weight_version))
+            self._queue.close_gen_batch()
+        taken = self._queue.take()
+        metrics = {
+            "rollout/num_gen_batches": float(taken.num_gen_batches),
+            "rollout/num_surplus_used": float(taken.num_surplus_used),
+            "rollout/num_surplus": float(self._queue.num_surplus),
+            "rollout/num_drawn": float(self._queue.num_drawn),
+            "rollout/num_filtered": float(taken.filtered.total()),
+        }
+        return RolloutBatch(taken.groups, metrics)
+
+    def state_dict(self) -> dict:
+        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._cursor.load_state_dict(state["cursor"])
+        self._queue.load_state_dict(state["queue"])
+
+    def close(self) -> None:
+        pass
+
+
+def _prompt(number: int) -> Prompt:
+    tokens = tuple(random.Random(number).randrange(3, VOCABULARY) for _ in range(1 + number % 7))
+    return Prompt(number, f"key{number}", tokens, "", "scripted", "0")
+
+
+def _group(draw: Draw, weight_version: int) -> Group:
+    (group,) = synthetic_groups(VOCABULARY, num_groups=1, n=GROUP_SIZE, seed=int(draw.uid.partition("-")[0]))
+    samples = [
+        replace(
+            sample,
+            uid=draw.uid,
+            prompt_tokens=draw.prompt.tokens,
+            weight_versions=(weight_version,) * sample.num_response_tokens,
+        )
+        for sample in group.samples
+    ]
+    return Group(draw.uid, draw.prompt, tuple(samples))
+
+
+def signal_after(step: int, name: str) -> None:
+    log = Telemetry.log
+
+    def log_and_signal(self: Telemetry, number: int, metrics: dict) -> None:
+        log(self, number, metrics)
+        if number == step:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    Telemetry.log = log_and_signal
+
+
+if __name__ == "__main__":
+    signal_after(int(sys.argv[1]), sys.argv[2])
+    megatron_dapo.trainer.start_rollout = lambda config: ScriptedRollout()
+    sys.exit(main(["train", *sys.argv[3:]]))

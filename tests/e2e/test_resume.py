@@ -1,0 +1,231 @@
+"""A run that is stopped and resumed is the same run: bit for bit in the same layout, and in another up to rounding.
+
+The trainer is the real one, started by launch.local; the rollout is scripted (see scripted_trainer), because a server's
+sampling is not repeatable. What of the rollout a checkpoint keeps is the real bookkeeping: cursor, surplus groups.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launch.local import run_local
+from megatron_dapo.checkpointing import CONTROLLER_STATE, newest_first, read_trainer_state, verify
+from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate, to_yaml
+from tests.helpers import REPOSITORY
+from tests.tiny_models import make_tiny
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NUM_STEPS, STOPPED_AFTER = 6, 3
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Path:
+    """The model, and a folder that stands for dumped batches (the scripted rollout reads none)."""
+    folder = tmp_path_factory.mktemp("given")
+    make_tiny(folder / "model", "qwen2", layers=2)
+    for step in range(1, NUM_STEPS + 1):
+        batch_file(folder / "batches", step).parent.mkdir(exist_ok=True)
+        batch_file(folder / "batches", step).touch()
+    return folder
+
+
+def config_of(given: Path, run: Path, *overrides: str) -> Config:
+    """KL in the reward with an adaptive coefficient, a learning rate that warms up and decays, two optimizer steps per
+    rollout step: everything that has a state has one that moves."""
+    return load_and_validate(
+        None,
+        [
+            f"actor_rollout_ref.model.path={given / 'model'}",
+            f"trainer.replay={given / 'batches'}",
+            f"trainer.run_dir={run}",
+            f"trainer.total_training_steps={NUM_STEPS}",
+            "trainer.n_procs_per_node=2",
+            "trainer.logger=[jsonl]",
+            "data.max_prompt_length=16",
+            "data.max_response_length=32",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
+            "actor_rollout_ref.actor.optim.lr_decay_style=cosine",
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.kl_coef=0.05",
+            "algorithm.kl_ctrl.horizon=100",
+            *overrides,
+        ],
+    )
+
+
+def train(config: Config, signal_after: int = 0, number: str = "SIGTERM") -> int:
+    """Exit code of launch.local with the scripted trainer."""
+    command = [sys.executable, "-m", "tests.e2e.scripted_trainer", str(signal_after), number]
+    run = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
+    return run_local(config, [*command, "--config", str(run.logs / "config.yaml")])
+
+
+def metrics_of(run: Path) -> list[dict]:
+    """By step, without the seconds that things took."""
+    lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
+    return [{name: x for name, x in line.items() if name != "time" and not name.startswith("time/")} for line in lines]
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of model and optimizer, read by torch alone."""
+    reader = FileSystemReader(checkpoint / "megatron")
+    stored = reader.read_metadata().state_dict_metadata.items()
+    whole = {
+        n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in stored if isinstance(t, TensorStorageMetadata)
+    }
+    load(whole, storage_reader=reader, no_dist=True)
+    return whole
+
+
+LAYOUTS = {
+    "tp2": ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",),
+    "dp2": (),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def whole(request, given, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
+    """Six steps without a break; the layout's overrides."""
+    run, layout = tmp_path_factory.mktemp("whole") / "run", LAYOUTS[request.param]
+    assert train(config_of(given, run, f"trainer.save_interval={NUM_STEPS}", *layout)) == 0
+    return run, layout
+
+
+def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whole, given, tmp_path, capfd):
+    run, layout = tmp_path / "run", whole[1]
+    config = config_of(given, run, f"trainer.save_interval={NUM_STEPS}", *layout)
+    assert train(config, signal_after=STOPPED_AFTER) == 85
+    saved = RunFolder(run).checkpoint(STOPPED_AFTER)
+    assert newest_first(RunFolder(run).checkpoints) == [saved] and verify(saved).is_whole
+    assert f"Stopped after step {STOPPED_AFTER} by SIGTERM; saved in {saved}" in capfd.readouterr().out
+
+    assert train(config.model_copy()) == 0
+    told = capfd.readouterr().out
+    assert f"Resumed after step {STOPPED_AFTER} from {saved}" in told and "not restored: nothing is missing" in told
+    assert metrics_of(run) == metrics_of(whole[0])
+    assert [line["step"] for line in metrics_of(run)] == list(range(1, NUM_STEPS + 1))
+    assert metrics_of(run)[STOPPED_AFTER - 1]["rollout/num_surplus"] > 0
+    assert len({line["actor/reward_kl_penalty_coeff"] for line in metrics_of(run)}) == NUM_STEPS
+
+    ours, theirs = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
+    tensors = tensors_of(theirs)
+    assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in tensors) > 10
+    equal = {name: torch.equal(tensor, tensors[name]) for name, tensor in tensors_of(ours).items()}
+    assert equal == dict.fromkeys(tensors, True)
+    assert (ours / CONTROLLER_STATE).read_bytes() == (theirs / CONTROLLER_STATE).read_bytes()
+    paths = {"config": {}, "config_hash": ""}  # they hold the run folders
+    assert read_trainer_state(ours) | paths == read_trainer_state(theirs) | paths
+    for file in RunFolder(run).model.glob("*.safetensors"):
+        assert file.read_bytes() == (RunFolder(whole[0]).model / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("whole", ["dp2"], indirect=True)
+def test_a_run_goes_on_in_another_layout(whole, given, tmp_path, capfd):
+    """From two data-parallel ranks to two pipeline stages, after a blocking save."""
+    run, layout = tmp_path / "run", whole[1]
+    assert train(config_of(given, run, "trainer.async_save=false", *layout), STOPPED_AFTER, "SIGUSR1") == 85
+    layout = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
+    assert train(config_of(given, run, layout)) == 0
+    told = capfd.readouterr().out
+    assert "not restored: rng" in told and f"changed {layout.partition('=')[0]} 1 -> 2" in told
+    for ours, theirs in zip(metrics_of(run), metrics_of(whole[0]), strict=True):
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], rel=1e-4, abs=1e-6)
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+        assert ours["actor/reward_kl_penalty_coeff"] == pytest.approx(theirs["actor/reward_kl_penalty_coeff"])
+        assert ours["actor/lr"] == theirs["actor/lr"] and ours["rollout/num_drawn"] == theirs["rollout/num_drawn"]
+
+
+@pytest.mark.parametrize("whole", ["dp2"], indirect=True)
+def test_a_changed_learning_rate_is_refused_before_anything_starts(whole, given, capfd):
+    run, layout = whole
+    lr = "actor_rollout_ref.actor.optim.lr"
+    assert train(config_of(given, run, f"{lr}=2e-3", *layout)) == 2
+    assert f"{lr} is 0.002, but was 0.001 in the run that wrote step_000006" in capfd.readouterr().err
+    assert train(config_of(given, run, *layout)) == 0  # nothing is left to do
+    assert "Resumed after step 6" in capfd.readouterr().out
+
+
+NUM_KILLS = 3
+
+
+def test_a_killed_trainer_goes_on_from_its_newest_checkpoint(given, tmp_path):
+    """kill -9 of one rank or both at random moments, a checkpoint after every step; many more kills of the same writer
+    are in tests/unit/test_resume.py."""
+    run, moments, num_steps = RunFolder(tmp_path / "run"), random.Random(3), 1000
+    for step in range(1, num_steps + 1):
+        batch_file(tmp_path / "batches", step).parent.mkdir(exist_ok=True)
+        batch_file(tmp_path / "batches", step).touch()
+    constant = "actor_rollout_ref.actor.optim.lr_decay_style=constant"
+    overrides = [f"trainer.replay={tmp_path / 'batches'}", f"trainer.total_training_steps={num_steps}", constant]
+    config = config_of(given, run.path, "trainer.save_interval=1", "trainer.keep_last=3", *overrides)
+    newest = 0
+    for kill in range(NUM_KILLS):
+        with launcher(config, tmp_path / "config.yaml") as ranks:
+            wait_until(lambda reached=newest + 2: steps_saved(run)[:1] >= [reached], 120)
+            assert resumed_after(run) == ([newest] if kill else []), "it did not go on from the newest checkpoint"
+            time.sleep(moments.uniform(0.0, 0.5))
+            for rank in moments.choice([ranks, ranks[:1], ranks[1:]]):
+                rank.kill()
+        whole = [folder for folder in newest_first(run.checkpoints) if verify(folder).is_whole]
+        assert whole == newest_first(run.checkpoints) and len(whole) >= 2
+        newest = read_trainer_state(whole[0])["step"]
+        run.log("checkpoints").unlink(missing_ok=True)
+    steps = [line["step"] for line in metrics_of(run.path)]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= newest
+
+
+@contextmanager
+def launcher(config: Config, file: Path) -> Iterator[list[psutil.Process]]:
+    """The ranks of a run that a process of its own launches; at the end that process has ended and so have they."""
+    file.write_text(to_yaml(config))
+    trainer = [sys.executable, "-m", "tests.e2e.scripted_trainer", "0", "SIGTERM", "--config", str(file)]
+    code = "import sys; from launch.local import run_local; from megatron_dapo.config import load_config; "
+    code += f"sys.exit(run_local(load_config({str(file)!r}), {trainer!r}))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+    family: list[psutil.Process] = []
+    try:
+        wait_until(lambda: len(psutil.Process(process.pid).children()) == 2, 30)
+        ranks = psutil.Process(process.pid).children()
+        yield ranks
+        assert process.wait(60) not in (0, 2, 85)
+        family = ranks
+    finally:
+        family = [*family, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else family
+        process.kill()
+        process.wait()
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+
+
+def steps_saved(run: RunFolder) -> list[int]:
+    return [int(folder.name[5:]) for folder in newest_first(run.checkpoints)]
+
+
+def resumed_after(run: RunFolder) -> list[int]:
+    told = run.log("checkpoints").read_text().splitlines() if run.log("checkpoints").exists() else []
+    return [int(line.split()[3]) for line in told if line.startswith("Resumed after step")]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
