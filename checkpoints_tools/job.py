@@ -32,7 +32,6 @@ def run(work: "Callable[[Job], int | None]") -> int:
     """Exit code of a command that several processes run: they fail together, and the first one says why."""
 
     def joined() -> int | None:
-        leave_gpus_alone()
         try:
             job = Job()
             try:
@@ -46,10 +45,14 @@ def run(work: "Callable[[Job], int | None]") -> int:
 
     # ended from outside as from inside: what was half written goes away
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    leave_gpus_alone()
     try:
         return exit_code(joined)
     finally:
         signal.signal(signal.SIGTERM, before)
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        os.environ.update({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
 
 
 def leave_gpus_alone() -> None:

@@ -30,7 +30,7 @@ from megatron_dapo.config import MegatronConfig, ModelSpec, UserError
 if TYPE_CHECKING:
     from megatron_dapo.models import FilePlan
 
-_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,8 +64,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def file_size(text: str) -> int:
-    """Bytes of `500MB`, `4GB`, `2GiB`. Raises ArgumentTypeError."""
-    found = re.fullmatch(r"([1-9]\d*)\s*(MB|GB|MiB|GiB)", text)
+    """Bytes of `500MB` or `4GB`. Raises ArgumentTypeError."""
+    found = re.fullmatch(r"([1-9]\d*)\s*(KB|MB|GB)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 4GB")
     return int(found[1]) * _UNITS[found[2]]

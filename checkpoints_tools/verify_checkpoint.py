@@ -184,7 +184,9 @@ def reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Te
     """[L - 1] per sequence: transformers' own log-probs of its tokens but the first, float32 logits, float64 sums."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     answers = []
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """One real SGLang server for all tests of this folder that can share it: a start takes half a minute."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,14 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.rollout import ServerSupervisor
+from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny
 
 
 @dataclass(frozen=True)
 class RunningServer:
+    """model_path: the checkpoint whose answers are to be expected; it was served after a conversion and back."""
+
     url: str
     model_path: Path
     supervisor: ServerSupervisor
@@ -20,11 +24,13 @@ class RunningServer:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A healthy server of a tiny Qwen2 model (vocabulary 64). Tests leave its weights as they are."""
+    """A healthy server of a tiny Qwen2 model (vocabulary 64) as megatron_to_hf writes it, in several files. Tests leave
+    its weights as they are."""
     folder = tmp_path_factory.mktemp("server")
     model_path = make_tiny(folder / "model", "qwen2")
+    served = _there_and_back(model_path, folder)
     rollout = "actor_rollout_ref.rollout.server"
-    config = load_config(None, [f"actor_rollout_ref.model.path={model_path}", f"{rollout}.startup_timeout_s=200.0"])
+    config = load_config(None, [f"actor_rollout_ref.model.path={served}", f"{rollout}.startup_timeout_s=200.0"])
     supervisor = ServerSupervisor(config, folder)
     supervisor.start()
     try:
@@ -32,3 +38,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield RunningServer(supervisor.urls[0], model_path, supervisor)
     finally:
         supervisor.stop()
+
+
+def _there_and_back(model_path: Path, folder: Path) -> Path:
+    megatron, back = folder / "megatron", folder / "converted"
+    commands = [
+        ["hf_to_megatron", ["--hf-model", str(model_path), "--output", str(megatron)]],
+        ["megatron_to_hf", ["--checkpoint", str(megatron), "--output", str(back), "--max-file-size", "200KB"]],
+    ]
+    task = folder / "convert.json"
+    task.write_text(json.dumps(commands))
+    run_torchrun(REPOSITORY / "tests" / "distributed" / "convert_worker.py", 1, str(task))
+    assert len(list(back.glob("model-0000*.safetensors"))) > 2
+    return back

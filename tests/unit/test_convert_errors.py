@@ -176,6 +176,45 @@ def test_a_damaged_checkpoint_is_not_converted(converted, tmp_path, capsys):
     assert outputs(tmp_path) == ["damaged"]
 
 
+def test_a_training_checkpoint_gives_the_trained_weights(source, tmp_path):
+    """As training writes it, with optimizer and generators: only the model is read, and every file is standard."""
+    from megatron_dapo.checkpointing import write_manifest
+    from megatron_dapo.checkpointing.torch_dist import save
+    from megatron_dapo.config import load_config
+    from megatron_dapo.models import copy_companions
+    from megatron_dapo.platform import ParallelLayout
+    from megatron_dapo.training import Policy
+
+    checkpoint = tmp_path / "step_000001"
+    config = load_config(
+        None,
+        [f"actor_rollout_ref.model.path={source}", "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false"],
+    )
+    layout = ParallelLayout.initialize()
+    policy = Policy(config, layout)
+    with torch.no_grad():
+        for parameter in policy.model.chunks[0].parameters():
+            parameter.add_(1.0)
+    save(checkpoint / "megatron", policy.model, layout, optimizer=policy.state.optimizer).finish()
+    layout.shutdown()
+    (checkpoint / "hf").mkdir()
+    copy_companions(source, checkpoint / "hf")
+    write_manifest(checkpoint, ["model", "optimizer", "rng"])
+
+    out, half = tmp_path / "out", tmp_path / "half"
+    assert megatron_to_hf.main(["--checkpoint", str(checkpoint), "--output", str(out)]) == 0
+    before = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    after = load_file(out / "model.safetensors")
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name] + 1) for name in before)
+    options = ["--dtype", "bf16", "--max-file-size", "100KB"]
+    assert megatron_to_hf.main(["--checkpoint", str(checkpoint), "--output", str(half), *options]) == 0
+    rounded = {name: tensor for file in half.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert all(torch.equal(rounded[name], after[name].bfloat16()) for name in after)
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+    index = json.loads((half / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == after.keys() and (half / "tokenizer.json").is_file()
+
+
 def test_verify_tells_equal_from_different(source, converted, model, capsys):
     assert verify_checkpoint.main(["--checkpoint", str(converted), "--hf-model", str(source), "--round-trip"]) == 0
     said = capsys.readouterr().out
