@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.checkpointing import CheckpointError
-from megatron_dapo.checkpointing.torch_dist import load, save
+from megatron_dapo.checkpointing.torch_dist import load, save, writer
 from megatron_dapo.config import UserError, load_config
 from megatron_dapo.models import WeightSource
 from megatron_dapo.platform import ParallelLayout
@@ -143,6 +143,7 @@ def run_case(case: dict, layout: ParallelLayout) -> dict:
             result["polls"] += pending.is_done()
     if "save" in case:
         pending.finish()
+        result["files"] = sorted(path.name for path in Path(case["save"]).glob("*.distcp"))
     return {**result, "metrics": metrics, "everything": run.everything()}
 
 
@@ -172,6 +173,7 @@ def _failed_save(case: dict, run: Run, background: bool) -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    writer.FILE_BYTES = 100_000  # several files per rank
     task = json.loads(Path(sys.argv[1]).read_text())
     results = {}
     for case in task["cases"]:

@@ -154,6 +154,12 @@ def test_half_precision_is_the_same_at_another_layout_and_without_a_sharded_opti
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in written.items())
 
 
+def test_every_rank_writes_files_of_bounded_size(results):
+    """torch's writer keeps what a file holds in memory until the file ends."""
+    files = results["write/tp2_dp2"]["files"]
+    assert files == [f"__{number}_0.distcp" for number in range(len(files))] and len(files) >= 8
+
+
 def test_megatron_itself_reads_the_tensors(results):
     """Under its names, whole and unpadded, though tensor-, data- and sequence-parallel ranks wrote them."""
     read, written = results["stock"], results["write/tp2_dp2"]["tensors"]

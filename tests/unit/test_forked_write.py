@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
+from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, describe
 
 pytestmark = pytest.mark.unit
 
@@ -73,3 +73,14 @@ def test_it_ends_with_a_killed_trainer():
     trainer.kill()
     trainer.join()
     assert until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_full_disk_is_called_a_full_disk():
+    """torch raises this, about its own positions in the file, while the system's error is being handled."""
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
+    assert describe(caught.value) == "[Errno 28] No space left on device"
+    assert describe(ValueError("a\n b")) == "ValueError: a b"

@@ -1,4 +1,4 @@
-"""Saving: one file per rank, written at once or in the background, complete only when every rank's is."""
+"""Saving: every rank its own files, written at once or in the background, complete only when every rank's is."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Planning and writing one rank's file of a checkpoint, in this process or in a forked one.
+"""Planning and writing one rank's files of a checkpoint, in this process or in a forked one.
 
 Megatron's own writer reports through a queue whose server process imports the whole program again (seconds per rank),
 and a rank that fails leaves the others waiting. Here every outcome travels over the job's own process group.
@@ -6,12 +6,13 @@ and a rank that fails leaves the others waiting. Here every outcome travels over
 
 import ctypes
 import gc
+import math
 import multiprocessing
 import os
 import signal
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,26 +24,27 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replic
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.platform import ParallelLayout
 
+FILE_BYTES = 2**28  # about; a tensor is never cut
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedWrite:
-    """metadata: on rank 0, of the whole checkpoint."""
+    """plans: one per file of this rank. metadata: on rank 0, of the whole checkpoint."""
 
     writer: FileSystemWriter
     planner: MCoreSavePlanner
-    plan: SavePlan
+    plans: list[SavePlan]
     metadata: Metadata | None
 
     def write(self) -> list[WriteResult]:
-        """This rank's file, fsynced."""
-        return self.writer.write_data(self.plan, self.planner).wait()
+        """This rank's files, fsynced."""
+        return [result for plan in self.plans for result in self.writer.write_data(plan, self.planner).wait()]
 
 
 class Planning(AsyncSaveShardedStrategy):
@@ -74,9 +76,29 @@ class Planning(AsyncSaveShardedStrategy):
         plans = [None] * layout.world_size if layout.rank == 0 else None
         dist.gather_object(plan, plans, dst=0, group=layout.cpu_group)
         metadata = planner.create_global_plan(plans)[1] if plans else None
-        numbered = writer.prepare_global_plan([plan] * layout.world_size)[layout.rank]  # the file's name has the rank
-        self.planned = PlannedWrite(writer, planner, planner.finish_plan(numbered), metadata)
+        self.planned = PlannedWrite(writer, planner, self._files(writer, planner.finish_plan(plan)), metadata)
         return AsyncRequest(None, (), [])
+
+    def _files(self, writer: FileSystemWriter, plan: SavePlan) -> list[SavePlan]:
+        """The plan in parts of a bounded size: torch's writer keeps copies of a file's tensors until the file ends. A
+        file is named after its number, which is the rank plus a multiple of the number of ranks."""
+        parts: list[list[WriteItem]] = [[]]
+        size = 0
+        for item in plan.items:
+            if size > FILE_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(item)
+            size += _num_bytes(item)
+        numbered = writer.prepare_global_plan([plan] * (len(parts) * self._layout.world_size))
+        mine = numbered[self._layout.rank :: self._layout.world_size]
+        return [replace(plan, items=items) for plan, items in zip(mine, parts, strict=True)]
+
+
+def _num_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class ForkedWrite:
@@ -131,10 +153,14 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def describe(error: Exception) -> str:
-    """An error on one line; the operating system's own words where there are some."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
+def describe(error: BaseException) -> str:
+    """An error on one line; the operating system's own words where it began with them: torch reports a full disk as a
+    wrong position in a file."""
+    began: BaseException | None = error
+    while began is not None and not isinstance(began, OSError):
+        began = began.__cause__ or began.__context__
+    text = " ".join(str(began or error).split()) or type(error).__name__
+    return text if began is not None else f"{type(error).__name__}: {text}"
 
 
 def agree(error: str | None, layout: ParallelLayout) -> list[str]:
