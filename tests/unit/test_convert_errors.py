@@ -1,8 +1,10 @@
 """A converter that is given something wrong says so in a sentence, exits with 2, and leaves no output behind."""
 
 import json
+import os
 import resource
 import shutil
+import signal
 from collections import namedtuple
 from pathlib import Path
 
@@ -154,6 +156,40 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(source, converted, tmp_p
     said = capsys.readouterr().err
     assert "File too large" in said and str(tmp_path) in said
     assert outputs(tmp_path) == []
+
+
+def test_half_precision_and_a_tied_head_stored_twice_come_back_too(tmp_path):
+    source = make_tiny(tmp_path / "model", "llama", vocab=67, layers=2, tied=True)
+    there, back = tmp_path / "there", tmp_path / "back"
+    tensors = {name: tensor.half() for name, tensor in load_file(source / "model.safetensors").items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    change_config(source, dtype="float16")
+    assert hf_to_megatron.main(["--hf-model", str(source), "--output", str(there), "--dtype", "fp32"]) == 0
+    assert megatron_to_hf.main(["--checkpoint", str(there), "--output", str(back), "--dtype", "fp16"]) == 0
+    assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_a_conversion_that_is_ended_leaves_nothing(source, tmp_path, monkeypatch):
+    staged = []
+
+    def ended(folder, contents):
+        staged.extend(tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(hf_to_megatron, "write_manifest", ended)
+    with pytest.raises(SystemExit) as end:
+        hf_to_megatron.main(["--hf-model", str(source), "--output", str(tmp_path / "out")])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert [path.name for path in staged] == [".out.staging"] and outputs(tmp_path) == []
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(source, tmp_path):
+    left = tmp_path / ".out.staging" / "megatron"
+    left.mkdir(parents=True)
+    (left / "__0_0.distcp").write_bytes(b"half")
+    assert hf_to_megatron.main(["--hf-model", str(source), "--output", str(tmp_path / "out")]) == 0
+    assert outputs(tmp_path) == ["out"]
 
 
 def test_an_output_that_exists_is_not_touched(source, converted, tmp_path, capsys):
