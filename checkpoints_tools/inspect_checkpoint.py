@@ -88,9 +88,8 @@ def _lines(contents: Contents, options: argparse.Namespace) -> Iterable[str]:
         ],
     )
     if contents.objects:
-        yield f"\nbeside them {len(contents.objects)} objects: {', '.join(contents.objects[:8])}" + (
-            ", ..." if len(contents.objects) > 8 else ""
-        )
+        num, names = len(contents.objects), ", ".join(contents.objects[:8])
+        yield f"\nbeside them {num} object{'s' if num > 1 else ''}: {names}{', ...' if num > 8 else ''}"
     if options.tensors:
         yield ""
         tensors = [tensor for tensor in contents.tensors.values() if fnmatch(tensor.name, options.only)]
