@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from launch.local import main as launch_local
+from megatron_dapo.__main__ import main
 from megatron_dapo.config import UserError, batch_file, load_config, process_plan, validate
 from megatron_dapo.data import RolloutBatch
 from megatron_dapo.rollout import Replay, RolloutHandle, read_batch, start_rollout, write_batch
@@ -160,3 +162,9 @@ def test_mistakes_about_a_replay_are_told_before_anything_starts(tmp_path):
 def test_the_plan_of_a_replay_has_no_servers():
     plan = process_plan(load_config(None, ["trainer.replay=some/batches"]))
     assert "replay of some/batches" in plan and "server" not in plan.replace("no servers", "")
+
+
+def test_both_commands_take_the_folder_as_an_option(tmp_path, capsys):
+    for words, command in ((["train"], main), ([], launch_local)):
+        command([*words, "--replay", f"{tmp_path}/batches", "--dry-run", f"trainer.run_dir={tmp_path}/run"])
+        assert f"replay of {tmp_path}/batches" in capsys.readouterr().out
