@@ -6,6 +6,7 @@ sampling is not repeatable. What of the rollout a checkpoint keeps is the real b
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launch.local import run_local
-from megatron_dapo.checkpointing import CONTROLLER_STATE, newest_first, read_trainer_state, verify
+from megatron_dapo.checkpointing import CONTROLLER_STATE, newest_first, read_trainer_state, verify, write_manifest
 from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate, to_yaml
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
@@ -104,7 +105,7 @@ LAYOUTS = {
 def whole(request, given, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
     """Six steps without a break; the layout's overrides."""
     run, layout = tmp_path_factory.mktemp("whole") / "run", LAYOUTS[request.param]
-    assert train(config_of(given, run, f"trainer.save_interval={NUM_STEPS}", *layout)) == 0
+    assert train(config_of(given, run, f"trainer.save_interval={NUM_STEPS}", "trainer.save_hf=true", *layout)) == 0
     return run, layout
 
 
@@ -132,8 +133,10 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     assert (ours / CONTROLLER_STATE).read_bytes() == (theirs / CONTROLLER_STATE).read_bytes()
     paths = {"config": {}, "config_hash": ""}  # they hold the run folders
     assert read_trainer_state(ours) | paths == read_trainer_state(theirs) | paths
-    for file in RunFolder(run).model.glob("*.safetensors"):
-        assert file.read_bytes() == (RunFolder(whole[0]).model / file.name).read_bytes()
+    exported = [
+        folder / "model.safetensors" for folder in (RunFolder(run).model, RunFolder(whole[0]).model, theirs / "hf")
+    ]
+    assert len({file.read_bytes() for file in exported}) == 1
 
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
@@ -158,8 +161,21 @@ def test_a_changed_learning_rate_is_refused_before_anything_starts(whole, given,
     lr = "actor_rollout_ref.actor.optim.lr"
     assert train(config_of(given, run, f"{lr}=2e-3", *layout)) == 2
     assert f"{lr} is 0.002, but was 0.001 in the run that wrote step_000006" in capfd.readouterr().err
-    assert train(config_of(given, run, *layout)) == 0  # nothing is left to do
-    assert "Resumed after step 6" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("whole", ["dp2"], indirect=True)
+def test_a_model_without_its_optimizer_is_taken_only_where_that_is_accepted(whole, given, tmp_path, capfd):
+    run, layout = tmp_path / "run", whole[1]
+    shutil.copytree(whole[0], run)
+    write_manifest(RunFolder(run).checkpoint(NUM_STEPS), ["model", "counters", "controller"])
+    model = RunFolder(run).model / "model.safetensors"
+    trained = model.read_bytes()
+    model.unlink()
+    accepting = config_of(given, run, "trainer.accept_missing=[optimizer]", *layout)
+    assert train(accepting) == 0  # no step is left: the model is exported again
+    told = capfd.readouterr().out
+    assert f"Resumed after step {NUM_STEPS}" in told and "not restored: optimizer and generators" in told
+    assert model.read_bytes() == trained
 
 
 NUM_KILLS = 3
