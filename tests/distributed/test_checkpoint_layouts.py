@@ -4,6 +4,8 @@ Each torchrun goes through the cases of one number of processes in turn; later o
 """
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,8 @@ def results(tmp_path_factory) -> dict[str, dict]:
     }
     found: dict[str, dict] = {}
     for world in (2, 4, 1):
+        if world == 1:
+            damage(folder)
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         cases = [{**case, "model": str(models[case["model"]])} for case in cases_of(world, folder)]
         task.write_text(json.dumps({"out": str(out), "cases": cases}))
@@ -105,6 +109,12 @@ def continuation(name: str, sizes: dict, sharded: bool, folder: Path) -> list[di
     return cases
 
 
+def damage(folder: Path) -> None:
+    for name, file in (("cut_tensors", "__0_0.distcp"), ("cut_index", ".metadata")):
+        path = shutil.copytree(folder / "from_tp2", folder / name) / file
+        os.truncate(path, path.stat().st_size // 2)
+
+
 def refusals(folder: Path) -> list[dict]:
     whole, weights = str(folder / "from_tp2"), str(folder / "weights")
     return [
@@ -117,6 +127,8 @@ def refusals(folder: Path) -> list[dict]:
         dict(name="refused/wider", model="wider", sizes={}, load=whole),
         dict(name="refused/no_bias", model="plain", sizes={}, load=whole),
         dict(name="refused/dtype", model="start", sizes={}, load=whole, dtype="bfloat16"),
+        dict(name="refused/cut_tensors", model="other", sizes={}, load=str(folder / "cut_tensors")),
+        dict(name="refused/cut_index", model="other", sizes={}, load=str(folder / "cut_index")),
         dict(name="refused/nothing", model="start", sizes={}, load=str(folder / "nowhere")),
     ]
 
@@ -238,10 +250,12 @@ def test_weights_alone_can_be_saved_and_loaded(results):
         ("wider", ["embedding.word_embeddings.weight ((67, 32) there, (70, 32) here)"]),
         ("no_bias", ["has, which this model has not, decoder.layers.0.self_attention.linear_qkv.bias"]),
         ("dtype", ["float32", "bfloat16", "megatron.dtype"]),
+        ("cut_tensors", ["cannot be read (rank 0: ", "; choose another checkpoint."]),
+        ("cut_index", ["is not a complete checkpoint", "truncated"]),
         ("nothing", ["is not a complete checkpoint", "nowhere"]),
     ],
 )
-def test_another_models_checkpoint_is_refused_by_name(results, case, words):
+def test_another_models_or_a_damaged_checkpoint_is_refused_by_name(results, case, words):
     error = results[f"refused/{case}"]["error"]
     assert all(word in error for word in words), error
     assert "\n" not in error
