@@ -39,7 +39,9 @@ need-config:
 	    echo "make train: CONFIG='$(CONFIG)' is not a file. For example:" >&2; \
 	    for recipe in configs/*.yaml; do echo "    make train CONFIG=$$recipe" >&2; done; exit 2; }
 
-test: lint test-unit ## Lint, then unit, distributed and end-to-end tests; stops at the first that fails
+test: lint test-unit ## Lint, then unit, compile, distributed and end-to-end tests; stops at the first that fails
+	$(call LAYER,kernels compiled for GPUs)
+	@$(PYTEST) tests/compile
 	$(call LAYER,tests with several processes)
 	@$(PYTEST) tests/distributed
 	$(call LAYER,tests with a real SGLang server)

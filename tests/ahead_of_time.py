@@ -3,7 +3,7 @@
 The wrappers run as they are, on tensors of production shapes without memory (torch's meta device); where a kernel would
 be launched it is compiled, by Triton's own compiler and the assembler it brings, into machine code that is taken apart.
 
-    python -m tests.ahead_of_time > tests/unit/ahead_of_time.json     # writes the table that the tests compare with
+    python -m tests.ahead_of_time > tests/compile/ahead_of_time.json     # writes the table that the tests compare with
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
 from megatron_dapo.kernels.triton_ops.rows import row_gradient, row_statistics
 from megatron_dapo.kernels.triton_ops.token_loss import token_loss
 
-TABLE = Path(__file__).with_name("unit") / "ahead_of_time.json"
+TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that one program can have
 # model: hidden size, one rank's share of the vocabulary; GPT-2's stands for vocabularies of an odd number
 SHAPES = {"0.5B": (896, 151936), "7B": (3584, 152064), "32B, TP 8": (5120, 19008), "GPT-2": (768, 50257)}
