@@ -13,7 +13,16 @@ PARTS = (
     "config algorithms kernels data rewards envs rollout platform models training weight_sync checkpointing telemetry"
 ).split()
 PACKAGES = [*(f"megatron_dapo/{part}" for part in PARTS), "megatron_dapo", "launch", "examples", "checkpoints_tools"]
-FOLDERS = ("configs", "docs", "requirements", "tests/unit", "tests/compile", "tests/distributed", "tests/e2e", "tests/gpu")
+FOLDERS = (
+    "configs",
+    "docs",
+    "requirements",
+    "tests/unit",
+    "tests/compile",
+    "tests/distributed",
+    "tests/e2e",
+    "tests/gpu",
+)
 CODE = ("megatron_dapo", "launch", "examples", "benchmarks", "checkpoints_tools", "requirements", "tests")
 MAX_LINES = 500
 # written so that this file keeps its own rules
