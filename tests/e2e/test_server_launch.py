@@ -62,7 +62,7 @@ def test_ctrl_c_leaves_nothing_of_servers_and_trainer(tmp_path, overrides):
     run.send_signal(signal.SIGINT)
     _, error = run.communicate(timeout=60)
     assert len(family) >= 4, error
-    assert run.returncode == 130 and "SIGINT: stopping the trainer, then the servers" in error
+    assert run.returncode == 130 and "SIGINT: the trainer saves at the end of its step, then all stops" in error
     assert not [process for process in family if is_alive(process)]
 
 
