@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.kernels import tuning
-from megatron_dapo.kernels.statistics import Merged, combine
+from megatron_dapo.kernels.statistics import Merged, combine, empty_share
 
 # Rows of a product are padded to a multiple of this: below four rows a CPU's matrix library takes another path, and a
 # row's log-prob would depend, in its last bits, on how many others it is computed with.
@@ -86,7 +86,7 @@ class _TorchChunk:
         # the temperature goes into the hidden states: H numbers per row, not V
         self._hidden = hidden.to(self._dtype) * inv_temperature.to(self._dtype)[:, None]
         if not columns:
-            return _empty_share(n, self._dtype, hidden.device)
+            return empty_share(n, self._dtype, hidden.device)
         padding = _round_up(n, _CPU_ROW_MULTIPLE) - n
         rows = torch.nn.functional.pad(self._hidden, (0, 0, 0, padding)) if padding else self._hidden
         torch.mm(rows, self._weight.t(), out=self._x[: n + padding])
@@ -165,7 +165,7 @@ class _TritonChunk:
         self._inv_temperature, self._targets, self._n = inv_temperature, local_targets, n
         if not self._weight.size(0):
             self._hidden = hidden
-            return _empty_share(n, torch.float32, hidden.device)
+            return empty_share(n, torch.float32, hidden.device)
         self._hidden_padded[:n] = hidden
         self._hidden = self._hidden_padded[:n]
         _mm_float32(self._hidden_padded, self._weight.t(), out=self._x)
@@ -227,13 +227,6 @@ def _mm_float32(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
-
-
-def _empty_share(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Statistics of a rank that holds nothing but padding."""
-    stats = torch.zeros(n, 4, dtype=dtype, device=device)
-    stats[:, 0] = stats[:, 3] = float("-inf")
-    return stats
 
 
 def _round_up(number: int, multiple: int) -> int:

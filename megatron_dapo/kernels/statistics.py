@@ -30,6 +30,13 @@ class Merged(NamedTuple):
     log_prob: Tensor
 
 
+def empty_share(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[N, 4]: the statistics of a share without a valid column."""
+    stats_N4 = torch.zeros(num_rows, 4, dtype=dtype, device=device)
+    stats_N4[:, 0] = stats_N4[:, 3] = float("-inf")
+    return stats_N4
+
+
 def combine(stats_RN4: Tensor) -> Tensor:
     """[N, 4]: the statistics of all shares together, added one after the other.
 

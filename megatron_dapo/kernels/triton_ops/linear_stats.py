@@ -2,8 +2,8 @@
 
 A program takes one tile of rows and one split of the vocabulary at a time and keeps m, s, u, x_t of its rows while it
 walks over the split's column tiles; tiles of both operands come in through TMA descriptors made on the host. What a row
-gets depends on its own numbers, the block sizes and the vocabulary, not on its company,
-so a log-prob has the same bits however its batch is packed (a library's product chooses its algorithm by the batch).
+gets depends on its own numbers, the block sizes and the vocabulary, not on its company, so a log-prob has the same bits
+however its batch is packed (a library's product chooses its algorithm by the batch).
 """
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_dapo.kernels import tuning
+from megatron_dapo.kernels.statistics import empty_share
 from megatron_dapo.kernels.tuning import LinearTiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,7 +45,7 @@ def linear_statistics(
     num_splits = triton.cdiv(triton.cdiv(num_valid, tiles.block_n), tiles.tiles_per_split)
     stats_SN4 = hidden_NH.new_empty((num_splits, num_rows, 4), dtype=torch.float32)
     if not num_rows or not num_splits:
-        return _empty_share(num_rows, hidden_NH.device) if num_rows else stats_SN4.new_empty((1, 0, 4))
+        return empty_share(num_rows, torch.float32, hidden_NH.device)[None]
     num_items = triton.cdiv(num_rows, tiles.block_m) * num_splits
     linear_statistics_kernel[(min(num_items, _num_programs(hidden_NH.device)),)](
         TensorDescriptor.from_tensor(hidden_NH, [tiles.block_m, tiles.block_k]),
@@ -80,12 +81,6 @@ def _checked(hidden_NH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
 def _num_programs(device: torch.device) -> int:
     """One per multiprocessor; any number gives the same bits."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def _empty_share(num_rows: int, device: torch.device) -> Tensor:
-    stats_1N4 = torch.zeros((1, num_rows, 4), dtype=torch.float32, device=device)
-    stats_1N4[..., 0] = stats_1N4[..., 3] = float("-inf")
-    return stats_1N4
 
 
 @triton.jit(do_not_specialize=PER_BATCH, do_not_specialize_on_alignment=PER_ROW)
