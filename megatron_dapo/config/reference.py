@@ -5,7 +5,7 @@ from megatron_dapo.config.keys import Key, known_keys, known_sections, show
 _HEAD = """\
 # Config reference
 
-Made by `python -m megatron_dapo config-reference > docs/config.md` from `megatron_dapo/config/schema.py`; do not edit.
+Made by `python -m megatron_dapo config-reference > docs/config.md` from `megatron_dapo/config/schema/`; do not edit.
 
 A config is a YAML file plus `key=value` overrides on the command line:
 

@@ -1,0 +1,60 @@
+"""The config tree: every key, its type, its default and what it means. These files are the reference manual.
+
+A field's docstring is printed by `python -m megatron_dapo config-reference`. Types and ranges of single keys live here;
+checks of several keys together live in `validation.py`.
+"""
+
+from megatron_dapo.config.schema.actor_rollout_ref import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    RefConfig,
+    RolloutConfig,
+    ServerConfig,
+)
+from megatron_dapo.config.schema.algorithm import (
+    AlgorithmConfig,
+    DapoConfig,
+    DynamicSamplingConfig,
+    KLControlConfig,
+    OverlongRewardShapingConfig,
+    RolloutCorrectionConfig,
+)
+from megatron_dapo.config.schema.base import Section
+from megatron_dapo.config.schema.run import DataConfig, RewardConfig, TrainerConfig, WeightSyncConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "Config",
+    "DapoConfig",
+    "DataConfig",
+    "DynamicSamplingConfig",
+    "KLControlConfig",
+    "MegatronConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OverlongRewardShapingConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "Section",
+    "ServerConfig",
+    "TrainerConfig",
+    "WeightSyncConfig",
+]
+
+
+class Config(Section):
+    """The whole tree."""
+
+    data: DataConfig = DataConfig()
+    actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    trainer: TrainerConfig = TrainerConfig()

@@ -1,0 +1,181 @@
+"""Section `actor_rollout_ref`: the model, how it is trained, how it is sampled from."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_dapo.config.schema.base import (
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Folder of the Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
+    use_remove_padding: bool = True
+    """Pack sequences without padding (THD). With false every micro-batch is a padded [B, S] rectangle."""
+
+
+class OptimConfig(Section):
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """Rollout steps of linear warm-up from 0."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up, over the run's steps."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 = never."""
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)  # YAML has lists, not tuples
+    """Adam's decay rates."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+
+
+class MegatronConfig(Section):
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share every layer."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Ranks that share the stack of layers (1F1B schedule)."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Model chunks per pipeline rank (interleaved schedule); none = plain 1F1B."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state and main weights over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Parameters and activations; auto = bfloat16 (with fp32 main weights) on GPU, float32 on CPU."""
+    recompute_granularity: Literal["none", "full", "selective"] = "none"
+    """Activation recompute: whole layers, or only `recompute_modules`."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """With full recompute: every layer in groups, or the first `recompute_num_layers` of each stage."""
+    recompute_num_layers: PositiveInt = 1
+    """Layers per recompute group (uniform) or recomputed layers per stage (block)."""
+    recompute_modules: list[Literal["core_attn", "mlp"]] = ["core_attn"]
+    """With selective recompute: what is recomputed."""
+    use_transformer_engine: Literal["auto", "on", "off"] = "auto"
+    """Transformer Engine layers; auto = on a GPU where it can be imported."""
+    fp8: Literal["none", "e4m3", "hybrid"] = "none"
+    """FP8 products in the layers by Transformer Engine: e4m3, or hybrid (gradients in e5m2). Weights stay bfloat16."""
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    """Scale of FP8: of the whole tensor, of its past (delayed), of 128 x 128 blocks, of 32 in a row (Blackwell)."""
+    timeout_s: PositiveFloat = 600.0
+    """Deadline of every collective among the trainer's ranks."""
+
+
+class ActorConfig(Section):
+    ppo_mini_batch_size: PositiveInt = 512
+    """Groups per optimizer step; divides `data.train_batch_size`."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each rollout step's samples."""
+    shuffle: bool = True
+    """Assign groups to mini-batches at random (seeded by `trainer.seed` and the step), not in order of arrival."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Hard cap on the packed tokens of one micro-batch on one data-parallel rank."""
+    use_dapo: bool = False
+    """Clip-higher: clip to [1 - clip_ratio_low, 1 + clip_ratio_high] instead of 1 +- clip_ratio."""
+    clip_ratio: PositiveFloat = 0.2
+    """Symmetric clip range, used when `use_dapo` is false."""
+    clip_ratio_low: PositiveFloat = 0.2
+    """Lower clip range of clip-higher."""
+    clip_ratio_high: PositiveFloat = 0.28
+    """Upper clip range of clip-higher."""
+    clip_ratio_c: PositiveFloat | None = 3.0
+    """Dual clip: upper bound of the ratio where the advantage is negative (> 1); none = no bound."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """How token losses become one number; see docs/loss.md."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    use_kl_loss: bool = False
+    """Add kl_loss_coef * KL(actor, reference) to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the KL loss; the reference model exists only if a KL coefficient is non-zero."""
+    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl"] = "low_var_kl"
+    """KL estimator: k1, |k1|, k2 or k3."""
+    calculate_entropy: bool = True
+    """Report the policy's entropy (one more reduction over the vocabulary)."""
+    log_prob_chunk_size: PositiveInt | None = None
+    """Rows of logits held at once by the log-prob head; none = 4096 on GPU, 1024 on CPU."""
+    fused_kernels: Literal["auto", "off"] = "auto"
+    """auto = the fused head, after a check of it against float64 at the start; off = composed from torch operations."""
+    optim: OptimConfig = OptimConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class ServerConfig(Section):
+    """SGLang servers that launch/ starts on this machine."""
+
+    num_servers: PositiveInt = 1
+    """Servers to start (ignored when `rollout.server_urls` is given)."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """GPUs (or CPU processes) per server."""
+    host: str = "127.0.0.1"
+    """Address the servers bind to."""
+    max_total_tokens: PositiveInt | None = None
+    """KV cache size in tokens; none = SGLang's choice on GPU, 16384 on CPU."""
+    max_running_requests: PositiveInt | None = None
+    """Requests decoded at once; none = SGLang's choice on GPU, 64 on CPU."""
+    mem_fraction_static: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Share of GPU memory for weights and KV cache; none = SGLang's choice."""
+    extra_args: list[str] = []
+    """Further arguments of `sglang.launch_server`, as they are."""
+    startup_timeout_s: PositiveFloat = 900.0
+    """Deadline for a server to become healthy."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts of a server that died, before the run is given up."""
+
+
+class RolloutConfig(Section):
+    n: PositiveInt = 8
+    """Responses per prompt (the group size)."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer's log-probs use it too."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling; 1 = off. Below 1 the server's log-probs are those before the cut."""
+    top_k: int = -1
+    """Keep the k likeliest tokens; -1 = off."""
+    stop_token_ids: list[int] = []
+    """Further end-of-response tokens besides the model's own."""
+    server_urls: list[str] = []
+    """Servers that already run (http://host:port); none = launch/ starts them."""
+    server: ServerConfig = ServerConfig()
+    max_concurrency: PositiveInt = 512
+    """Requests in flight per server."""
+    request_timeout_s: PositiveFloat = 1800.0
+    """Deadline of one generation request."""
+    max_retries: NonNegativeInt = 3
+    """Attempts after a failed request, on the other servers first."""
+    step_timeout_s: PositiveFloat = 7200.0
+    """Deadline of one `next_batch`; the error names what is still missing."""
+    val_temperature: NonNegativeFloat = 0.0
+    """Temperature of held-out evaluation; 0 = greedy."""
+    val_top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling of held-out evaluation; the published AIME figures use 0.7."""
+    val_n: PositiveInt = 1
+    """Responses per held-out prompt."""
+    dump_samples: NonNegativeInt = 8
+    """Groups written to rollouts/step_NNNNNN.jsonl per step; 0 = none."""
+
+
+class RefConfig(Section):
+    path: str | None = None
+    """Checkpoint of the reference model; none = the actor's starting weights."""
+
+
+class ActorRolloutRefConfig(Section):
+    model: ModelConfig = ModelConfig()
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    rollout: RolloutConfig = RolloutConfig()

@@ -1,0 +1,72 @@
+"""Section `algorithm`: advantages, KL in the reward, the techniques of DAPO."""
+
+from typing import Literal
+
+from megatron_dapo.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class DynamicSamplingConfig(Section):
+    enable: bool = False
+    """Sample until `data.train_batch_size` groups carry signal."""
+    filter_mode: Literal["strict", "remove_all_correct", "remove_all_incorrect", "none"] = "strict"
+    """Which groups are dropped, judged on raw correctness: all right or all wrong; all right; all wrong; none."""
+    max_num_gen_batches: PositiveInt = 10
+    """Gen batches of one rollout step before `on_exhausted` decides."""
+    on_exhausted: Literal["raise", "train_partial"] = "raise"
+    """At the limit: stop with the counts, or train on the groups there are."""
+
+
+class OverlongRewardShapingConfig(Section):
+    enable: bool = False
+    """Punish over-long responses."""
+    buffer_len: NonNegativeInt = 0
+    """Length of the soft interval before `max_response_length` (DAPO eq. 13); 0 = `truncation_penalty` instead."""
+    expected_len: PositiveInt | None = None
+    """Response length without punishment; none = max_response_length - buffer_len."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """Punishment at the end of the soft interval."""
+    truncation_penalty: float = -0.5
+    """Punishment of a truncated response when `buffer_len` is 0."""
+    soft_penalty_mode: Literal["additive", "multiplicative", "replace_if_positive", "cap"] = "additive"
+    """How `truncation_penalty` acts on the reward."""
+    filter_truncated: bool = False
+    """Overlong filtering: give the tokens of truncated responses no loss."""
+
+
+class DapoConfig(Section):
+    enable: bool = False
+    """Switch of dynamic sampling and overlong reward shaping; each has its own switch too."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    overlong_reward_shaping: OverlongRewardShapingConfig = OverlongRewardShapingConfig()
+
+
+class KLControlConfig(Section):
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Constant coefficient, or one steered towards `target_kl` (arXiv 1909.08593)."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL penalty in the reward (its start value if adaptive)."""
+    target_kl: PositiveFloat = 0.01
+    """KL the adaptive controller aims at."""
+    horizon: PositiveInt = 10000
+    """Samples over which the adaptive controller acts."""
+
+
+class RolloutCorrectionConfig(Section):
+    rollout_is: Literal["none", "token"] = "none"
+    """Weigh each token's policy loss by exp(old - server's log-prob), truncated (TIS); see docs/loss.md."""
+    rollout_is_threshold: PositiveFloat = 2.0
+    """Largest weight of `rollout_is`."""
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: Literal["grpo"] = "grpo"
+    """Advantage estimator: group-relative."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation (false = Dr. GRPO)."""
+    use_kl_in_reward: bool = False
+    """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards."""
+    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
+    """KL estimator of the penalty in the reward."""
+    kl_ctrl: KLControlConfig = KLControlConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    dapo: DapoConfig = DapoConfig()

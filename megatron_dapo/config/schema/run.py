@@ -1,0 +1,97 @@
+"""Sections `data`, `reward`, `weight_sync` and `trainer`: what a run reads, and how it goes."""
+
+from typing import Literal
+
+from megatron_dapo.config.schema.base import PositiveFloat, PositiveInt, Section
+
+
+class DataConfig(Section):
+    train_files: list[str] = []
+    """Prompt files (.jsonl or .parquet, verl's DAPO-Math-17k schema)."""
+    val_files: list[str] = []
+    """Held-out prompt files, answered before the first step, every `trainer.test_freq` steps and after the last."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a list of chat messages, or a string."""
+    train_batch_size: PositiveInt = 512
+    """Groups (prompts that carry signal) in one rollout step."""
+    gen_batch_size: PositiveInt | None = None
+    """Prompts sent to the servers in one gen batch; none = `train_batch_size`. Larger = over-sampling."""
+    max_prompt_length: PositiveInt = 1024
+    """Prompt tokens; longer prompts are dropped, or cut from the left with `truncation: left`."""
+    max_response_length: PositiveInt = 2048
+    """Response tokens; a response that reaches it is truncated."""
+    filter_overlong_prompts: bool = True
+    """Drop prompts over `max_prompt_length` when the files are read. With false, `truncation` says what happens."""
+    truncation: Literal["error", "left"] = "error"
+    """What to do with an over-long prompt that was not filtered: stop, or keep its last tokens."""
+    dedup: bool = True
+    """Keep one of several prompts with the same content (public DAPO-Math-17k repeats each about 100 times)."""
+    shuffle: bool = True
+    """Draw prompts in an order fixed by `seed` and the epoch."""
+    seed: int = 1
+    """Seed of the order of prompts."""
+    apply_chat_template: bool = True
+    """Render chat messages with the tokenizer's chat template; with false their contents are joined as they are."""
+
+
+class RewardConfig(Section):
+    function: str = "by_data_source"
+    """math_dapo, math_verify, exact_match, `package.module:function`, or by_data_source (each prompt's own)."""
+    kwargs: dict[str, str | int | float | bool] = {}
+    """Keyword arguments of the reward function."""
+    num_workers: PositiveInt = 2
+    """Reward processes."""
+    timeout_s: PositiveFloat = 5.0
+    """Hard limit of one reward; the worker is killed and the sample counts as wrong."""
+    memory_limit_mb: PositiveInt = 2048
+    """Address space of a reward process."""
+
+
+class WeightSyncConfig(Section):
+    bucket_size_mb: PositiveInt = 256
+    """Size of a flat bucket; on CPU at most 64."""
+    timeout_s: PositiveFloat = 300.0
+    """Deadline of one weight push; the error names the missing server or rank."""
+    verify: bool = False
+    """After each push compare a sample of tensors on every server with the trainer's, bit for bit."""
+    verify_num_tensors: PositiveInt = 8
+    """Tensors compared per push (a different sample each time)."""
+
+
+class TrainerConfig(Section):
+    experiment_name: str = "run"
+    """Name of the run folder."""
+    run_dir: str | None = None
+    """Run folder; none = runs/EXPERIMENT_NAME."""
+    nnodes: PositiveInt = 1
+    """Trainer nodes."""
+    n_procs_per_node: PositiveInt = 1
+    """Trainer processes (GPUs) per node."""
+    total_training_steps: PositiveInt = 100
+    """Rollout steps of the run."""
+    test_freq: int = -1
+    """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
+    logger: list[Literal["console", "jsonl", "tensorboard"]] = ["console", "jsonl", "tensorboard"]
+    """Where metrics go."""
+    seed: int = 1
+    """Seed of mini-batches and samplers."""
+    save_interval: int = -1
+    """Rollout steps between checkpoints, with one after the last step; -1 = only when the run is asked to stop."""
+    keep_last: PositiveInt | None = None
+    """Newest checkpoints that are kept, older ones are deleted; none = all."""
+    keep_every: PositiveInt | None = None
+    """With `keep_last`: checkpoints of steps that are a multiple of this are kept as well."""
+    async_save: bool = True
+    """Train on while the files of a checkpoint are written."""
+    save_hf: bool = False
+    """Write the model into each checkpoint's folder hf/ as a Hugging Face checkpoint too."""
+    resume: Literal["auto", "required", "never"] = "auto"
+    """Go on from the newest complete checkpoint of the run folder: where there is one, always, or never."""
+    accept_changes: list[str] = []
+    """Keys that may differ from the run that wrote the checkpoint, although they matter to what is learned."""
+    accept_missing: list[Literal["optimizer", "controller"]] = []
+    """Parts that a checkpoint may lack: the optimizer's state, the prompt cursor with the groups that wait."""
+    dump_batches: bool = False
+    """Write every finished batch to batches/step_NNNNNN.json.gz of the run folder, for `replay`; off in a replay."""
+    replay: str | None = None
+    """Folder of dumped batches to train on, without servers, rewards or weight sync (`train --replay DIR`)."""
