@@ -9,7 +9,7 @@ import signal
 import sys
 from dataclasses import replace
 
-import megatron_dapo.trainer
+import megatron_dapo.job
 from megatron_dapo.__main__ import main
 from megatron_dapo.algorithms import FILTER_MODES
 from megatron_dapo.data import Group, Prompt, RolloutBatch
@@ -93,5 +93,5 @@ def signal_after(step: int, name: str) -> None:
 
 if __name__ == "__main__":
     signal_after(int(sys.argv[1]), sys.argv[2])
-    megatron_dapo.trainer.start_rollout = lambda config: ScriptedRollout()
+    megatron_dapo.job.start_rollout = lambda config: ScriptedRollout()
     sys.exit(main(["train", *sys.argv[3:]]))

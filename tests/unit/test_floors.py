@@ -14,6 +14,7 @@ FLOORS = (
     ("data", "kernels", "platform"),
     ("models", "rewards", "envs"),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
+    ("job",),
     ("trainer",),
     ("__main__", "launch"),
 )

@@ -1,0 +1,165 @@
+"""This rank's parts of a run, and what the loop in trainer.py asks of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_dapo.algorithms import KL_CONTROLLERS
+from megatron_dapo.checkpointing.resume import Start
+from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, choose_start
+from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, uses_kl_in_reward, write_whole
+from megatron_dapo.data import Group
+from megatron_dapo.models import export_hf
+from megatron_dapo.platform import ParallelLayout, device
+from megatron_dapo.rollout import NeedsSync, Replay, RolloutError, RolloutHandle, SGLangClient, start_rollout
+from megatron_dapo.telemetry import NullTelemetry, Telemetry
+from megatron_dapo.training import Policy, Reference, StepDistributor, StepShard, apply_kl_in_reward
+from megatron_dapo.weight_sync import WeightSync
+
+Answer = TypeVar("Answer")
+
+# beyond the rollout's own deadline, so that its error, which says what is missing, comes first
+_GRACE_S = 120.0
+# for one question to the rollout: the controller itself gives up after fewer
+_MAX_SYNCS = 5
+
+
+class Job:
+    """This rank's parts of the run. `rollout` and a real `telemetry` exist on rank 0 only."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: ParallelLayout,
+        telemetry: Telemetry | NullTelemetry,
+        rollout: RolloutHandle | Replay | None,
+        run: RunFolder,
+        start: Start,
+    ) -> None:
+        self.config, self.layout, self.telemetry, self.rollout, self.run = config, layout, telemetry, rollout, run
+        self.policy = Policy(config, layout)
+        self.reference = Reference(config, layout) if needs_reference(config) else None
+        self.distributor = StepDistributor(config, layout, self.policy.model.spec)
+        self.weights = None if config.trainer.replay else self._weight_sync()
+        kl_ctrl = config.algorithm.kl_ctrl
+        self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+        state = self.policy.state
+        trained = Trained(self.policy.model, state.optimizer, state.lr_schedule, self.kl_controller, rollout)
+        self.checkpoints = RunCheckpoints(config, run, layout, trained, start)
+
+    def _weight_sync(self) -> WeightSync:
+        return WeightSync(
+            self.policy.weight_source(),
+            [SGLangClient(url) for url in self.config.actor_rollout_ref.rollout.server_urls],
+            self.layout,
+            self.config.weight_sync,
+            device(),
+            num_kv_heads=self.policy.model.spec.num_kv_heads,
+        )
+
+    def wait_for_rollout(self) -> None:
+        """Until prompts are read and every server is healthy. Servers start while the models are built."""
+        with self.telemetry.phase("start"):
+            self._ask_rollout(0, lambda rollout: rollout.wait_ready())
+
+    def next_batch(self, step: int) -> tuple[list[Group] | None, dict[str, float]]:
+        """The step's groups and the rollout's metrics, on rank 0."""
+        with self.telemetry.phase("rollout"):
+            batch = self._ask_rollout(step - 1, lambda rollout: rollout.next_batch(step, weight_version=step - 1))
+        return (list(batch.groups), batch.metrics) if batch else (None, {})
+
+    def distribute(self, step: int, groups: list[Group] | None) -> StepShard:
+        with self.telemetry.phase("distribute"):
+            return self.distributor(step, groups)
+
+    def score(self, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
+        """The shard with the log-probs that its loss needs, and metrics of the KL in the reward."""
+        with self.telemetry.phase("old_log_probs"):
+            shard = shard.with_mini_batches(self.policy.score(shard.mini_batches))
+        if self.reference is None:
+            return shard, {}
+        with self.telemetry.phase("ref_log_probs"):
+            shard = shard.with_mini_batches(self.reference.score(shard.mini_batches))
+            if not uses_kl_in_reward(self.config):
+                return shard, {}
+            return apply_kl_in_reward(shard, self.kl_controller, self.config.algorithm, self.layout)
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Sends the current weights to every server; seconds per phase of it. A replay has no servers."""
+        if self.weights is None:
+            return {}
+        with self.telemetry.phase("weight_sync"):
+            report = self.weights.push(version)
+        return {f"weight_sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+
+    def validate(self, step: int) -> None:
+        """Answers the held-out prompts with the current weights, where there are any and servers to ask."""
+        if self.config.trainer.replay or not self.config.data.val_files:
+            return
+        with self.telemetry.phase("validation"):
+            metrics = self._ask_rollout(step, lambda rollout: rollout.evaluate(step, weight_version=step))
+        self.telemetry.log_validation(step, metrics or {})
+
+    def save(self, step: int, metrics: dict[str, float]) -> bool:
+        """Whether the run was asked to stop, and is saved."""
+        with self.telemetry.phase("checkpoint"):
+            return self.checkpoints.after_step(step, int(metrics["actor/num_optimizer_steps"]))
+
+    def save_model(self) -> None:
+        """The trained model as a Hugging Face checkpoint in the run folder."""
+        with self.telemetry.phase("save_model"):
+            model = self.policy.model
+            export_hf(model, self.layout, self.config.actor_rollout_ref.model.path, self.run.model)
+
+    def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | Replay], Answer]) -> Answer | None:
+        """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
+        same question again, which loses nothing."""
+        for _ in range(_MAX_SYNCS):
+            answer, needs_sync = None, False
+            if self.rollout is not None:
+                try:
+                    answer = question(self.rollout)
+                    needs_sync = getattr(answer, "needs_sync", False)
+                except NeedsSync:
+                    needs_sync = True
+            box = [needs_sync]
+            dist.broadcast_object_list(box, src=0, group=self.layout.cpu_group)
+            if not box[0]:
+                return answer
+            self.push_weights(version)
+        raise RolloutError(f"servers still lack weight version {version} after {_MAX_SYNCS} pushes; see their logs.")
+
+
+@contextmanager
+def running_job(config: Config) -> Iterator[Job]:
+    """Joins the process groups, starts the controller, builds the models; takes it all down again, whatever happens."""
+    megatron, rollout_config = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.rollout
+    layout = ParallelLayout.initialize(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vpp=megatron.virtual_pipeline_model_parallel_size,
+        sp=megatron.sequence_parallel,
+        seed=config.trainer.seed,
+        timeout_s=megatron.timeout_s,
+        object_timeout_s=max(rollout_config.step_timeout_s, rollout_config.server.startup_timeout_s) + _GRACE_S,
+    )
+    run, is_main = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name), layout.rank == 0
+    start = choose_start(config, run, layout)
+    # the controller first: it reads the prompts and waits for the servers while the models are built here
+    rollout = start_rollout(config) if is_main else None
+    if is_main:
+        write_whole(run.create().config, to_yaml(config))
+    telemetry = Telemetry(config, run, start.step if start.folder else None) if is_main else NullTelemetry()
+    job = None
+    try:
+        job = Job(config, layout, telemetry, rollout, run, start)
+        yield job
+    finally:
+        telemetry.close()
+        if rollout is not None:
+            rollout.close()
+        if job is not None and job.weights is not None:
+            job.weights.close()
+    layout.shutdown()
