@@ -23,6 +23,7 @@ from megatron_dapo.config.errors import SAVED_EXIT_CODE, UserError
 from megatron_dapo.config.hf_config import ModelSpec, read_model_spec
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.model_checks import read_model_json
+from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.plan import process_plan
 from megatron_dapo.config.reference import config_reference
 from megatron_dapo.config.run_folder import RunFolder, batch_file, batch_steps, whole_file, write_whole
@@ -61,6 +62,7 @@ __all__ = [
     "Layout",
     "MegatronConfig",
     "ModelConfig",
+    "ModelFolder",
     "ModelSpec",
     "OptimConfig",
     "OverlongRewardShapingConfig",

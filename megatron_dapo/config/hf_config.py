@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.errors import UserError
+from megatron_dapo.config.model_folder import ModelFolder
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,23 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts in the place of every layer's MLP. norm_topk_prob: the weights of a token's experts are
+    divided by their sum."""
+
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder: everything that is needed to build it, independent of the parallel layout."""
+    """A decoder: everything that is needed to build it, independent of the parallel layout."""
 
     family: str  # key of FAMILIES
     num_layers: int
     hidden_size: int
-    ffn_size: int
+    ffn_size: int  # of the MLP; in a mixture, of one expert
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -37,6 +48,12 @@ class ModelSpec:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    mixture: Mixture | None = None  # none = dense
+
+    @property
+    def active_ffn_size(self) -> int:
+        """What a token passes through."""
+        return self.ffn_size * (self.mixture.experts_per_token if self.mixture else 1)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding: the vocabulary, rounded up so that tensor-parallel ranks hold equal shares."""
@@ -49,12 +66,18 @@ class Family:
 
     qkv_bias: bool
     qk_norm: bool
+    is_mixture: bool = False
+
+    @property
+    def ffn_key(self) -> str:
+        return "moe_intermediate_size" if self.is_mixture else "intermediate_size"
 
 
 FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False),
     "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True),
     "LlamaForCausalLM": Family(qkv_bias=False, qk_norm=False),
+    "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, is_mixture=True),
 }
 
 # Fields that change the computation, and the values under which they do not. Any other value is an error.
@@ -68,19 +91,24 @@ NEUTRAL_VALUES: dict[str, Callable[[object], bool]] = {
     "pretraining_tp": lambda value: value in (None, 1),
     "quantization_config": lambda value: value is None,
     "logits_soft_cap": lambda value: value is None,
-    "num_experts": lambda value: not value,
     "layer_types": lambda value: value is None or set(value) == {"full_attention"},
+    "shared_expert_intermediate_size": lambda value: not value,
 }
+# As above: every layer of a mixture has experts, no layer of another family has. What training by log-probs does not
+# use (router_aux_loss_coef, output_router_logits) is not looked at.
+NEUTRAL_IN_MIXTURES = {
+    "decoder_sparse_step": lambda value: value == 1,
+    "mlp_only_layers": lambda value: not value,
+}
+NEUTRAL_IN_OTHERS = dict.fromkeys(("num_experts", "num_local_experts"), lambda value: not value)
 
 
 def read_model_spec(path: str | Path) -> ModelSpec:
     """ModelSpec of a checkpoint folder. Raises UserError with every unsupported architecture or field."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise UserError(
-            [f"actor_rollout_ref.model.path: `{path}` has no config.json; give the folder of a Hugging Face checkpoint"]
-        )
-    return model_spec(json.loads(file.read_text()), source=str(file))
+    folder = ModelFolder.of(path)
+    if fault := folder.fault():
+        raise UserError(f"actor_rollout_ref.model.path: `{path}` {fault}")
+    return model_spec(json.loads(folder.config_json.read_text()), source=str(folder.config_json))
 
 
 def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
@@ -91,13 +119,16 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         raise UserError(
             [f"{source}: architecture `{architecture}` is not supported; supported are {', '.join(FAMILIES)}"]
         )
+    mixture, mixture_problems = _mixture(hf, source) if family.is_mixture else (None, [])
+    neutral = NEUTRAL_VALUES | (NEUTRAL_IN_MIXTURES if family.is_mixture else NEUTRAL_IN_OTHERS)
     wrong = [
         f"{source}: `{key}: {hf[key]}` is not supported for {architecture}"
-        for key, is_neutral in NEUTRAL_VALUES.items()
+        for key, is_neutral in neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
     rope, rope_problems = _rope(hf, source)
-    missing = [f"{source}: `{key}` is missing" for key in REQUIRED if key not in hf]
+    missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if key not in hf]
+    missing += mixture_problems
     if wrong or rope_problems or missing:
         raise UserError(wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
@@ -105,7 +136,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         family=architecture,
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
-        ffn_size=hf["intermediate_size"],
+        ffn_size=hf[family.ffn_key],
         num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
@@ -117,13 +148,25 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         tied_embeddings=hf.get("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        mixture=mixture,
     )
 
 
 REQUIRED = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size",
-    "max_position_embeddings", "rms_norm_eps",
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
+
+
+def _mixture(hf: dict, source: str) -> tuple[Mixture | None, list[str]]:
+    """The experts, and what is wrong there."""
+    # newer transformers write the number of experts under another name
+    num_experts, per_token = hf.get("num_experts", hf.get("num_local_experts")), hf.get("num_experts_per_tok")
+    found = {"num_experts": num_experts, "num_experts_per_tok": per_token}
+    if missing := [f"{source}: `{key}` is missing" for key, value in found.items() if value is None]:
+        return None, missing
+    if not 1 <= per_token <= num_experts:
+        return None, [f"{source}: `num_experts_per_tok: {per_token}` is not between 1 and num_experts {num_experts}"]
+    return Mixture(num_experts, per_token, hf.get("norm_topk_prob", False)), []
 
 
 def _rope(hf: dict, source: str) -> tuple[dict, list[str]]:

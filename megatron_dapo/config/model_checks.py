@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_dapo.config.checks import MEGATRON, ROLLOUT
 from megatron_dapo.config.derived import layout
+from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.schema import Config
 
 
@@ -20,7 +21,7 @@ def read_model_json(config: Config) -> dict[str, Any] | None:
 
 
 def model_json_path(config: Config) -> Path:
-    return Path(config.actor_rollout_ref.model.path) / "config.json"
+    return ModelFolder.of(config.actor_rollout_ref.model.path).config_json
 
 
 def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.hf_config import model_spec
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.model_checks import MODEL_CHECKS, model_json_path, read_model_json
+from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.run_folder import RunFolder, batch_steps
 from megatron_dapo.config.schema import Config
 
@@ -101,12 +102,10 @@ def _checkpoints(config: Config) -> Iterator[str]:
         "actor_rollout_ref.ref.path": config.actor_rollout_ref.ref.path,
     }
     if not config.actor_rollout_ref.model.path:
-        yield "actor_rollout_ref.model.path is empty; give the folder of a Hugging Face checkpoint."
+        yield "actor_rollout_ref.model.path is empty; give the folder of a Hugging Face checkpoint, or of one of ours."
     for key, path in roles.items():
-        if path and not Path(path).is_dir():
-            yield f"{key} is {path}, which is not a folder here; give the folder of a Hugging Face checkpoint."
-        elif path and not (Path(path) / "config.json").is_file():
-            yield f"{key} is {path}, which has no config.json; give the folder of a Hugging Face checkpoint."
+        if path and (fault := ModelFolder.of(path).fault()):
+            yield f"{key} is {path}, which {fault}"
     if config.actor_rollout_ref.model.path and model_json_path(config).is_file():
         yield from _model(config)
 

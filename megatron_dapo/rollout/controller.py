@@ -14,6 +14,7 @@ from megatron_dapo.algorithms import FILTER_MODES, OverlongShaping
 from megatron_dapo.config import (
     Config,
     DataConfig,
+    ModelFolder,
     RunFolder,
     UserError,
     gen_batch_size,
@@ -53,7 +54,7 @@ class Controller:
         self._config = config
         self._rollout = rollout
         self._folder = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
-        tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+        tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
         self._prompts = load_prompts(data.train_files, data, tokenizer)
         self._val_prompts = load_prompts(data.val_files, data, tokenizer) if data.val_files else []
         sources = {prompt.data_source for prompt in (*self._prompts, *self._val_prompts)}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.config import Config, UserError
+from megatron_dapo.config import Config, ModelFolder, UserError
 from megatron_dapo.platform import is_gpu, model_dtype
 from megatron_dapo.rollout.child_process import ChildProcess, exit_phrase
 
@@ -134,17 +134,19 @@ class ServerSupervisor:
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
     """How an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    rollout, model = config.actor_rollout_ref.rollout, ModelFolder.of(config.actor_rollout_ref.model.path)
     settings = rollout.server
     dtype = str(model_dtype(config.actor_rollout_ref.actor.megatron.dtype)).removeprefix("torch.")
     arguments = [
-        *("--model-path", model.path),
+        *("--model-path", str(model.hf)),
         *("--host", host),
         *("--port", str(port)),
         *("--tp-size", str(settings.tensor_model_parallel_size)),
         *("--dtype", dtype),
         *("--log-level-http", "warning"),  # else one line per request
     ]
+    if model.megatron:  # only the trainer reads such weights; its first push comes before the first sample
+        arguments += ("--load-format", "dummy")
     if is_gpu():
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         arguments += _given(

@@ -1,14 +1,14 @@
 """The actor: old log-probs, and one optimizer step per mini-batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import TokenBatch, finalize, metric_names, token_weights, unstack_maxima, unstack_sums
 from megatron_dapo.config import Config, needs_old_log_probs
 from megatron_dapo.data import MicroBatch
-from megatron_dapo.models import WeightSource, build_model, load_hf_weights, read_model_spec
+from megatron_dapo.models import ModelParts, WeightSource, build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import loss_config
@@ -16,6 +16,8 @@ from megatron_dapo.training.optimizer import make_training_state
 from megatron_dapo.training.schedule import MetricSums, Schedule
 
 MiniBatch = list[MicroBatch]
+# fills a model from what `model.path` or `ref.path` names
+WeightLoader = Callable[[ModelParts, str, ParallelLayout], None]
 
 
 class Policy:
@@ -24,13 +26,13 @@ class Policy:
     Every method is collective over all ranks; each rank brings its own shard, with equal numbers of micro-batches.
     """
 
-    def __init__(self, config: Config, layout: ParallelLayout) -> None:
+    def __init__(self, config: Config, layout: ParallelLayout, load: WeightLoader = load_hf_weights) -> None:
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.model.path
         self.layout = layout
         spec = read_model_spec(path)
         self.model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
-        load_hf_weights(self.model, path, layout)
+        load(self.model, path, layout)
         self.state = make_training_state(self.model, actor, config.trainer.total_training_steps)
         self.loss_config = loss_config(config)
         self._agg_mode = actor.loss_agg_mode

@@ -253,6 +253,21 @@ def test_a_model_folder_without_config_json_and_a_missing_reference_are_named(ma
     assert "ref.path is /nowhere/ref, which is not a folder here" in ref
 
 
+def test_a_checkpoint_of_this_program_is_a_model_too(machine):
+    """As `hf_to_megatron` and training write it: config.json is in hf/, whose sizes are checked as well."""
+    made = machine / "made"
+    (made / "megatron").mkdir(parents=True)
+    path = f"actor_rollout_ref.model.path={made}"
+    (fault,) = on_this_machine(machine, path)
+    assert f"{made}, which has megatron/, but no hf/config.json" in fault
+    (machine / "model").rename(made / "hf")
+    assert on_this_machine(machine, path) == []
+    (sentence,) = on_this_machine(machine, f"{path} rollout.server.tensor_model_parallel_size=5")
+    assert "num_attention_heads 12" in sentence
+    (wrong,) = on_this_machine(machine, f"actor_rollout_ref.model.path={made}/megatron")
+    assert "has no config.json, and no megatron/ with hf/" in wrong
+
+
 def test_a_model_that_is_not_supported_is_named_before_anything_starts(machine):
     unsupported = MODEL_JSON | {"hidden_act": "gelu", "mlp_bias": True}
     (machine / "model" / "config.json").write_text(json.dumps(unsupported))

@@ -16,7 +16,8 @@ from megatron_dapo.config.schema.base import (
 
 class ModelConfig(Section):
     path: str = ""
-    """Folder of the Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or of a checkpoint of this program, of
+    which the model is taken."""
     use_remove_padding: bool = True
     """Pack sequences without padding (THD). With false every micro-batch is a padded [B, S] rectangle."""
 
@@ -49,6 +50,8 @@ class MegatronConfig(Section):
     """Model chunks per pipeline rank (interleaved schedule); none = plain 1F1B."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and main weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -171,7 +174,7 @@ class RolloutConfig(Section):
 
 class RefConfig(Section):
     path: str | None = None
-    """Checkpoint of the reference model; none = the actor's starting weights."""
+    """Checkpoint of the reference model, of either kind; none = the actor's starting weights."""
 
 
 class ActorRolloutRefConfig(Section):

@@ -1,0 +1,43 @@
+"""What `model.path` and `ref.path` may name: a Hugging Face checkpoint, or one of this program."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# parts of a checkpoint of this program: weights in torch_dist; config.json, tokenizer and the like
+MEGATRON = "megatron"
+HF = "hf"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """Where the parts of a model lie.
+
+    path: as the user named it. hf: the folder with config.json and tokenizer. megatron: the folder with the weights in
+    torch_dist, of a training checkpoint or of `hf_to_megatron`; none = they are the safetensors in `hf`.
+    """
+
+    path: Path
+    hf: Path
+    megatron: Path | None = None
+
+    @classmethod
+    def of(cls, path: str | Path) -> "ModelFolder":
+        """Looks at what is there. Raises nothing: a folder that is neither kind is taken for Hugging Face's."""
+        path = Path(path)
+        if (path / MEGATRON).is_dir() and not (path / "config.json").is_file():
+            return cls(path, path / HF, path / MEGATRON)
+        return cls(path, path)
+
+    @property
+    def config_json(self) -> Path:
+        return self.hf / "config.json"
+
+    def fault(self) -> str | None:
+        """Why no model can be read from it, as the end of a sentence; none where config.json is there."""
+        if not self.path.is_dir():
+            return "is not a folder here; give the folder of a Hugging Face checkpoint, or of one of ours."
+        if self.config_json.is_file():
+            return None
+        if self.megatron:
+            return f"has {MEGATRON}/, but no {HF}/config.json; give a checkpoint folder that is complete."
+        return f"has no config.json, and no {MEGATRON}/ with {HF}/; give the folder of a checkpoint itself."
