@@ -48,11 +48,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """The n responses to one prompt."""
+    """The n responses to one prompt.
+
+    baseline_reward: shaped reward of one greedy answer beside them, where the advantage estimator asks for it (remax).
+    """
 
     uid: str
     prompt: Prompt
     samples: tuple[Sample, ...]
+    baseline_reward: float | None = None
 
 
 @dataclass(frozen=True)

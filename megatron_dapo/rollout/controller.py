@@ -71,7 +71,8 @@ class Controller:
             reward.function, reward.kwargs, reward.num_workers, reward.timeout_s, reward.memory_limit_mb
         )
         retry = RetryPolicy(rollout.request_timeout_s, rollout.max_retries)
-        self._sampler = Sampler(self._servers, self._rewards, tokenizer, retry)
+        greedy_baseline = config.algorithm.adv_estimator == "remax"
+        self._sampler = Sampler(self._servers, self._rewards, tokenizer, retry, greedy_baseline)
         self._val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry)  # its retries are not the step's
         self._params = SamplingParams(
             max_new_tokens=data.max_response_length,

@@ -20,6 +20,7 @@ def group_to_plain(group: Group) -> dict:
         "uid": group.uid,
         "prompt": prompt_to_plain(group.prompt),
         "samples": [dict(vars(sample)) for sample in group.samples],
+        "baseline_reward": group.baseline_reward,
     }
 
 
@@ -27,4 +28,5 @@ def group_from_plain(plain: dict) -> Group:
     samples = (
         Sample(**{**sample, **{name: tuple(sample[name]) for name in _PER_TOKEN}}) for sample in plain["samples"]
     )
-    return Group(uid=plain["uid"], prompt=prompt_from_plain(plain["prompt"]), samples=tuple(samples))
+    prompt, baseline = prompt_from_plain(plain["prompt"]), plain.get("baseline_reward")
+    return Group(uid=plain["uid"], prompt=prompt, samples=tuple(samples), baseline_reward=baseline)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dapo.algorithms import OverlongShaping, shape
@@ -40,13 +40,24 @@ class RetryPolicy:
 
 
 class Sampler:
-    """Makes groups out of draws with the servers, the reward pool and the tokenizer of the run."""
+    """Makes groups out of draws with the servers, the reward pool and the tokenizer of the run.
 
-    def __init__(self, servers: ServerPool, rewards: RewardPool, tokenizer: Tokenizer, retry: RetryPolicy) -> None:
+    greedy_baseline: one greedy answer per prompt beside its samples, whose shaped reward is the group's baseline.
+    """
+
+    def __init__(
+        self,
+        servers: ServerPool,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        retry: RetryPolicy,
+        greedy_baseline: bool = False,
+    ) -> None:
         self._servers = servers
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._retry = retry
+        self._greedy_baseline = greedy_baseline
         self.counts: Counter = Counter()  # "retries": failed requests that were sent again
 
     async def group(self, draw: Draw, n: int, params: SamplingParams, shaping: OverlongShaping | None) -> Group:
@@ -54,8 +65,10 @@ class Sampler:
 
         Raises NeedsSync or RolloutError where the servers do not answer.
         """
-        samples = await run_all(self._sample(draw, params, shaping) for _ in range(n))
-        return Group(uid=draw.uid, prompt=draw.prompt, samples=tuple(samples))
+        greedy = [replace(params, temperature=0.0, top_p=1.0, top_k=-1)] if self._greedy_baseline else []
+        samples = await run_all(self._sample(draw, each, shaping) for each in [*[params] * n, *greedy])
+        baseline_reward = samples.pop().reward if greedy else None
+        return Group(uid=draw.uid, prompt=draw.prompt, samples=tuple(samples), baseline_reward=baseline_reward)
 
     async def _sample(self, draw: Draw, params: SamplingParams, shaping: OverlongShaping | None) -> Sample:
         generation = await self._generate(draw, params)
