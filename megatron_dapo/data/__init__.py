@@ -8,7 +8,7 @@ from megatron_dapo.data.batching import (
     shard_over_data_parallel,
     with_group_advantages,
 )
-from megatron_dapo.data.packing import MicroBatch, check_lengths, collate, schedule
+from megatron_dapo.data.packing import MicroBatch, check_lengths, collate, schedule, schedule_shards
 from megatron_dapo.data.prompts import FileReport, PromptCursor, PromptDataset, content_key
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
@@ -32,6 +32,7 @@ __all__ = [
     "load_tokenizer",
     "mini_batches",
     "schedule",
+    "schedule_shards",
     "shard_over_data_parallel",
     "with_group_advantages",
 ]

@@ -12,6 +12,7 @@ from megatron_dapo.config import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, longest_first, shard_over_data_parallel
 
 Bins = list[list[TrainSample]]
+ACTOR_CAP = "actor_rollout_ref.actor.max_tokens_per_microbatch"
 
 
 def schedule(
@@ -32,14 +33,35 @@ def schedule(
     first; a list is empty (a dummy micro-batch) only where a rank has fewer samples than micro-batches.
     Deterministic: depends on the samples' lengths and ids alone. Raises UserError for samples longer than the cap.
     """
-    check_lengths(samples, max_tokens, pad_multiple)
-    cost = cost or CostModel()
     shards = shard_over_data_parallel(samples, dp_size, cost)
+    return schedule_shards(
+        shards,
+        max_tokens=max_tokens,
+        pad_multiple=pad_multiple,
+        packed=packed,
+        num_microbatches_multiple=num_microbatches_multiple,
+        cost=cost,
+    )
+
+
+def schedule_shards(
+    shards: Sequence[Sequence[TrainSample]],
+    *,
+    max_tokens: int,
+    pad_multiple: int = 1,
+    packed: bool = True,
+    num_microbatches_multiple: int = 1,
+    cost: CostModel | None = None,
+    cap_key: str = ACTOR_CAP,
+) -> list[Bins]:
+    """As `schedule`, where it is decided already which rank has which samples. cap_key: the key that max_tokens is of."""
+    check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
+    cost = cost or CostModel()
     bins_of_rank = [first_fit_decreasing(shard, max_tokens, pad_multiple, packed) for shard in shards]
     num_bins = _round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
     capacity = max_tokens // pad_multiple * pad_multiple
 
-    def spread(shard: list[TrainSample], bins: Bins) -> Bins:
+    def spread(shard: Sequence[TrainSample], bins: Bins) -> Bins:
         # In a rectangle, mixing lengths costs more padding than balance wins: there the bins stay sorted by length.
         balanced = _balance(shard, num_bins, capacity, cost) if packed else None
         return sorted(balanced or _split(bins, num_bins, cost), key=lambda bin_: -_cost(bin_, cost))
@@ -47,14 +69,15 @@ def schedule(
     return [spread(shard, bins) for shard, bins in zip(shards, bins_of_rank, strict=True)]
 
 
-def check_lengths(samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1) -> None:
+def check_lengths(
+    samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1, cap_key: str = ACTOR_CAP
+) -> None:
     """Raises UserError if a sample, padded, does not fit into a micro-batch."""
     longest = max((sample.length for sample in samples), default=0)
     if _round_up(longest, pad_multiple) > max_tokens:
         raise UserError(
-            f"A sample of {longest} tokens does not fit into actor_rollout_ref.actor.max_tokens_per_microbatch="
-            f"{max_tokens}: raise it to at least {_round_up(longest, pad_multiple)}, or lower data.max_prompt_length "
-            "or data.max_response_length."
+            f"A sample of {longest} tokens does not fit into {cap_key}={max_tokens}: raise it to at least "
+            f"{_round_up(longest, pad_multiple)}, or lower data.max_prompt_length or data.max_response_length."
         )
 
 
@@ -115,7 +138,7 @@ class MicroBatch:
     """The tensors of one forward and backward pass; shape [1, T] packed, [B, S] not.
 
     tokens, position_ids, targets, segment_ids, weight_version (the oldest that wrote the sample): int64; loss_mask,
-    advantages, *_log_probs: float32, aligned to the position that predicts: entry t belongs to token t + 1 of the same
+    advantages, *_log_probs, values, returns: float32, aligned to the position that predicts: entry t belongs to token t + 1 of the same
     sequence, which is targets[t]. The last token of a sequence and padding have target 0 and mask 0. position_ids count
     from 0 in every segment.
     Packed: cu_seqlens [num_segments + 1] int32 covers all T; what T was padded with is one more segment, the last.
@@ -138,6 +161,8 @@ class MicroBatch:
     lengths: tuple[int, ...]  # of those samples
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    values: Tensor | None = None  # by the critic before its update, and the returns that it learns from
+    returns: Tensor | None = None
 
     @property
     def num_counted(self) -> int:
