@@ -54,7 +54,7 @@ def schedule_shards(
     cost: CostModel | None = None,
     cap_key: str = ACTOR_CAP,
 ) -> list[Bins]:
-    """As `schedule`, where it is decided already which rank has which samples. cap_key: the key that max_tokens is of."""
+    """As `schedule`, where it is decided already which rank has which samples. cap_key: the key of max_tokens."""
     check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
     cost = cost or CostModel()
     bins_of_rank = [first_fit_decreasing(shard, max_tokens, pad_multiple, packed) for shard in shards]
@@ -138,9 +138,9 @@ class MicroBatch:
     """The tensors of one forward and backward pass; shape [1, T] packed, [B, S] not.
 
     tokens, position_ids, targets, segment_ids, weight_version (the oldest that wrote the sample): int64; loss_mask,
-    advantages, *_log_probs, values, returns: float32, aligned to the position that predicts: entry t belongs to token t + 1 of the same
-    sequence, which is targets[t]. The last token of a sequence and padding have target 0 and mask 0. position_ids count
-    from 0 in every segment.
+    advantages, *_log_probs, values, returns: float32, aligned to the position that predicts: entry t belongs to token
+    t + 1 of the same sequence, which is targets[t]. The last token of a sequence and padding have target 0 and mask 0.
+    position_ids count from 0 in every segment.
     Packed: cu_seqlens [num_segments + 1] int32 covers all T; what T was padded with is one more segment, the last.
     Not packed: cu_seqlens is None, every row is a segment, padded at its right.
     """
