@@ -3,10 +3,17 @@
 No Megatron, no I/O, no config objects. Import from here.
 """
 
-from megatron_dapo.algorithms.advantages import group_advantages
+from megatron_dapo.algorithms.advantages import (
+    GROUP_ESTIMATORS,
+    TOKEN_ESTIMATORS,
+    GroupRewards,
+    group_advantages,
+    rloo_advantages,
+)
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
-from megatron_dapo.algorithms.filters import FILTER_MODES
+from megatron_dapo.algorithms.filters import FILTER_METRICS, FILTER_MODES, has_spread
+from megatron_dapo.algorithms.gae import discounted_returns, gae
 from megatron_dapo.algorithms.kl import (
     KL_CONTROLLERS,
     KL_PENALTIES,
@@ -28,17 +35,24 @@ from megatron_dapo.algorithms.metrics import (
 from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
 from megatron_dapo.algorithms.policy_loss import OFF_POLICY_LOSSES, Clip, LossSums, OffPolicy, policy_loss
 from megatron_dapo.algorithms.reward_shaping import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
+from megatron_dapo.algorithms.value_loss import VALUE_LOSSES, explained_variance_sums, value_loss
+from megatron_dapo.algorithms.whitening import mean_and_variance, moments, whiten
 
 __all__ = [
     "AGGREGATIONS",
+    "FILTER_METRICS",
     "FILTER_MODES",
+    "GROUP_ESTIMATORS",
     "KL_CONTROLLERS",
     "KL_PENALTIES",
     "OFF_POLICY_LOSSES",
+    "TOKEN_ESTIMATORS",
     "TRUNCATION_MODES",
+    "VALUE_LOSSES",
     "AdaptiveKLController",
     "Clip",
     "FixedKLController",
+    "GroupRewards",
     "LossConfig",
     "LossSums",
     "Maxima",
@@ -49,14 +63,21 @@ __all__ = [
     "TokenOutputs",
     "add_sums",
     "dapo_loss",
+    "discounted_returns",
+    "explained_variance_sums",
     "finalize",
+    "gae",
     "group_advantages",
+    "has_spread",
     "kl_penalty",
+    "mean_and_variance",
     "merge_maxima",
     "metric_names",
     "mismatch_sums",
+    "moments",
     "overlong_penalty",
     "policy_loss",
+    "rloo_advantages",
     "shape",
     "stack_maxima",
     "stack_sums",
@@ -64,4 +85,6 @@ __all__ = [
     "truncated_importance",
     "unstack_maxima",
     "unstack_sums",
+    "value_loss",
+    "whiten",
 ]

@@ -1,4 +1,7 @@
-"""Group-relative advantages."""
+"""Advantages of whole responses: group-relative, leave-one-out, against the greedy answer."""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,3 +23,33 @@ def group_advantages(rewards: Tensor, normalize_by_std: bool = True, eps: float 
         return centered
     std = torch.ones_like(rewards) if alone else rewards.std(unbiased=True)
     return centered / (std + eps)
+
+
+def rloo_advantages(rewards: Tensor) -> Tensor:
+    """A_i = R_i - mean of the others = n / (n - 1) * (R_i - mean(R)) (RLOO, arXiv 2402.14740). rewards: [n], as above.
+
+    A group of one has no others: its advantage is its reward.
+    """
+    num = rewards.numel()
+    return rewards if num == 1 else (rewards - rewards.mean()) * (num / (num - 1))
+
+
+class GroupRewards(NamedTuple):
+    """The rewards [n] of one group after shaping, and what an estimator may need beside them.
+
+    baseline: the shaped reward of one greedy answer to the same prompt (remax). by_std: see `group_advantages`.
+    """
+
+    rewards: Tensor
+    baseline: float | None = None
+    by_std: bool = True
+
+
+# algorithm.adv_estimator -> one number per response. remax: arXiv 2310.10505.
+GROUP_ESTIMATORS: dict[str, Callable[[GroupRewards], Tensor]] = {
+    "grpo": lambda group: group_advantages(group.rewards, group.by_std),
+    "rloo": lambda group: rloo_advantages(group.rewards),
+    "remax": lambda group: group.rewards - group.baseline,
+}
+# algorithm.adv_estimator -> a number per token, whitened over the rollout step
+TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus")

@@ -8,9 +8,20 @@ from torch import Tensor
 Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), float64 scalars on the device
 Maxima = dict[str, Tensor]  # name -> float64 scalar, never negative; 0 where nothing was counted
 
+
+def _explained_variance(mean: float, square: float, residual: float, residual_square: float) -> float:
+    variance = square - mean**2
+    is_constant = variance <= 1e-12 * square  # but for the rounding of the two means
+    return 0.0 if is_constant else 1.0 - (residual_square - residual**2) / variance
+
+
 # Metrics computed from finished means: name -> (means it needs, function). Means named with a leading "_" are dropped.
 DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "actor/rollout_ess": (("_rollout_weight", "_rollout_weight_squared"), lambda mean, square: mean**2 / square),
+    "critic/vf_explained_var": (
+        ("critic/returns/mean", "_return_squared", "_residual", "_residual_squared"),
+        _explained_variance,
+    ),
 }
 
 

@@ -1,0 +1,67 @@
+"""The loss of the critic."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_dapo.algorithms.metrics import Sums, masked_sum
+from megatron_dapo.algorithms.policy_loss import LossSums
+
+VALUE_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "l2": lambda values, returns: (values - returns).square(),
+    "huber": lambda values, returns: F.huber_loss(values, returns, reduction="none"),  # delta 1
+}
+VALUE_SUMS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
+EXPLAINED_VARIANCE_SUMS = ("critic/returns/mean", "_return_squared", "_residual", "_residual_squared")
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    weights: Tensor,
+    count: Tensor,
+    *,
+    clip: float | None = 0.2,
+    loss_type: str = "l2",
+) -> LossSums:
+    """Clipped value loss, summed, not averaged.
+
+    L = sum_t w_t * max(l(V_t, R_t), l(clamp(V_t, V_old - clip, V_old + clip), R_t)); l is l2 (V - R)^2, or huber
+    0.5 (V - R)^2 where |V - R| < 1 and |V - R| - 0.5 beyond, in both branches. clip None: l(V_t, R_t) alone. l2 has no
+    factor 1/2: the caller's coefficient is the only one. PPO's value clipping: arXiv 2005.12729.
+
+    All of one shape; weights and count from `token_weights` (all ones and the number of steps: their sum). Where
+    weights are 0 neither values nor NaN leak, and gradients are 0. Gradient flows through values alone.
+    Sums: vf_loss per `count`; vf_clipfrac (where the clipped branch is the larger) and vpred_mean per counted token.
+    """
+    counted = weights != 0
+    values = torch.where(counted, values, 0)
+    old_values, returns = (torch.where(counted, x.detach(), 0) for x in (old_values, returns))
+    loss = VALUE_LOSSES[loss_type]
+    losses, is_clipped = loss(values, returns), torch.zeros_like(counted)
+    if clip is not None:
+        clipped = loss(torch.clamp(values, old_values - clip, old_values + clip), returns)
+        is_clipped = clipped > losses
+        losses = torch.maximum(losses, clipped)
+    weighted = weights * losses
+    num_tokens = counted.sum(dtype=torch.float64)
+    pairs = (
+        (weighted.detach().sum(dtype=torch.float64), count.double()),
+        (masked_sum(is_clipped, counted), num_tokens),
+        (masked_sum(values, counted), num_tokens),
+    )
+    return LossSums(weighted.sum(), dict(zip(VALUE_SUMS, pairs, strict=True)), {})
+
+
+def explained_variance_sums(values: Tensor, returns: Tensor, counted: Tensor) -> Sums:
+    """What `finalize` makes critic/vf_explained_var = 1 - Var(R - V) / Var(R) of (0 where all returns are equal), and
+    the mean return. values: before the update, without gradient; all of one shape, counted: bool."""
+    returns, residual = returns.double(), (returns - values).double()
+    rows = (returns, returns.square(), residual, residual.square())
+    num_tokens = counted.sum(dtype=torch.float64)
+    return {
+        name: (masked_sum(row, counted), num_tokens) for name, row in zip(EXPLAINED_VARIANCE_SUMS, rows, strict=True)
+    }
