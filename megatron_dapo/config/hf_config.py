@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dapo.config.errors import UserError
@@ -49,6 +49,11 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     mixture: Mixture | None = None  # none = dense
+    value_head: bool = False  # a critic: one number per position in the place of the log-probs
+
+    def as_critic(self) -> "ModelSpec":
+        """The same body with a value head."""
+        return replace(self, tied_embeddings=False, value_head=True)
 
     @property
     def active_ffn_size(self) -> int:

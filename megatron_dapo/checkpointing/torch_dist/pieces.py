@@ -89,7 +89,8 @@ def model_boxes(model: ModelParts, layout: ParallelLayout) -> dict[torch.nn.Para
 def _box(part: ShardedTensor, parameter: torch.nn.Parameter, vocab_size: int) -> Box | None:
     """None where the part is padding only."""
     shape, global_shape = tuple(part.local_shape), tuple(part.global_shape)
-    if part.allow_shape_mismatch:  # Megatron's mark of what is as long as the padded vocabulary
+    # Megatron marks what is as long as the padded vocabulary, and a critic's head, which it takes for such
+    if part.allow_shape_mismatch and global_shape[0] > vocab_size:
         shape = (min(shape[0], vocab_size - part.global_offset[0]), *shape[1:])
         global_shape = (vocab_size, *global_shape[1:])
     if shape[0] <= 0:

@@ -1,0 +1,42 @@
+"""The head of the critic: one number per position in the place of Megatron's `output_layer`."""
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+# what its parameters are called in a checkpoint: an actor's output_layer is another thing
+NAME = "value_head."
+
+
+class ValueHead(torch.nn.Module):
+    """V = h . w + b. Zero until weights are loaded or learned: the first values are 0 in every layout.
+
+    Whole on every tensor-parallel rank. With sequence parallelism a rank sees its part of the positions, and what it
+    sends back is the gradient of that part: the parameters are marked, so that Megatron sums theirs over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel  # Megatron reads it off an output layer
+        self._group = group
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output=None) -> tuple[Tensor, None]:
+        """hidden: [S (/ tp with sequence parallelism), B, H]. Returns ([S, B, 1] float32, no bias)."""
+        assert weight is None, "a critic's head is tied to nothing"
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        if self.sequence_parallel:
+            # every rank computes the whole loss: each takes back the gradient of its own positions, nothing is summed
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self._group)
+        return values, None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        described = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix)
+        for part in described.values():
+            part.key = NAME + part.key.removeprefix(prefix)
+        return described
