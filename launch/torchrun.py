@@ -1,0 +1,52 @@
+"""torchrun for the trainer: signals reach the ranks, and the exit code is theirs (85: asked to stop, and saved).
+
+python -m launch.torchrun [torchrun's options] -m megatron_dapo train --config FILE [key=value ...]
+
+torchrun itself makes 1 of every exit code and reports it with a traceback; SIGUSR1 ends it and leaves the ranks behind,
+and after SIGTERM it kills them before a long step is over.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import psutil
+
+from megatron_dapo.config import SAVED_EXIT_CODE
+
+USER_ERROR_EXIT_CODE = 2
+# a rank saves at the end of its step, which may take long
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+_LEFT_TO_TORCHRUN = "SIGINT,SIGHUP,SIGQUIT"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the first rank of this node that did not end with 0; 128 + signal where a signal ended it."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    arguments = parse_args(argv)
+    arguments.signals_to_handle = _LEFT_TO_TORCHRUN
+    for number in _FORWARDED:
+        signal.signal(number, _forward)
+    try:
+        run(arguments)
+    except ChildFailedError as failure:
+        _, first = failure.get_first_failure()
+        if first.exitcode not in (SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE):  # those two the ranks have explained
+            print(failure, file=sys.stderr)
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    return 0
+
+
+def _forward(number: int, _: FrameType | None) -> None:
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        rank.send_signal(number)
+    if not ranks:  # not started yet: there is nothing to save
+        sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
