@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -21,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import in_turns, ratio_of
-from benchmarks.report import SCHEMA, commit, hardware, versions, write
+from benchmarks.report import written
 from benchmarks.synthetic_model import ModelSize, write_model
 from megatron_dapo.config import load_config
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import ParallelLayout, SingleRank
 
 SIZES = {
     "quick": ModelSize(hidden=64, ffn=128, layers=2, vocab=256),
@@ -100,7 +99,6 @@ def background(case: Case) -> dict[str, float]:
 
 
 def _saver(case: Case, background: bool) -> tuple:
-    from megatron_dapo.checkpointing.ranks import SingleRank
     from megatron_dapo.checkpointing.saver import Retention, Saver
     from megatron_dapo.checkpointing.torch_dist import save
 
@@ -136,19 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
             case.layout.shutdown()
     result = summary(name, case.num_bytes, rounds, samples)
     show(result)
-    content = {
-        "schema": SCHEMA,
-        "benchmark": "checkpoint",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        "results": [result],
-    }
-    if options.json:
-        write(options.json, content)
-        print(f"written: {options.json}")
-    return content
+    return written("checkpoint", torch.device("cpu"), [result], options.json)
 
 
 def summary(name: str, num_bytes: int, rounds: int, samples: dict[str, list[dict[str, float]]]) -> dict:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import SCHEMA, commit, hardware, versions, write
+from benchmarks.report import written
 from benchmarks.synthetic_model import ModelSize, write_model
 
 SIZES = {
@@ -87,19 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         ],
     }
     show(result)
-    content = {
-        "schema": SCHEMA,
-        "benchmark": "convert",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "hardware": hardware(torch.device("cpu")),
-        "versions": versions(),
-        "results": [result],
-    }
-    if options.json:
-        write(options.json, content)
-        print(f"written: {options.json}")
-    return content
+    return written("convert", torch.device("cpu"), [result], options.json)
 
 
 def _tool(name: str) -> list[str]:

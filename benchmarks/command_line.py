@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.measure import Seconds, in_turns, median_of, ratio_of
 from benchmarks.provider import Provider, select
-from benchmarks.report import Row, ShapeResult, as_json, show, write
+from benchmarks.report import Row, ShapeResult, show, written
 from benchmarks.shapes import GPU_SHAPES, QUICK, SHAPES, Shape
 
 LONG_ON_CPU = 1e11  # operations of one product
@@ -76,11 +76,7 @@ def run(
         show(benchmark, results[-1], unit)
     for left_out in skipped:
         print(f"not measured: {left_out['provider']} ({left_out['reason']})")
-    content = as_json(benchmark, options.device, results, skipped)
-    if options.json:
-        write(options.json, content)
-        print(f"written: {options.json}")
-    return content
+    return written(benchmark, options.device, [asdict(result) for result in results], options.json, skipped=skipped)
 
 
 def attempt(provider: Provider, work: Callable[[], object]) -> str | None:

@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -100,22 +100,25 @@ def commit() -> str | None:
     return name + ("+" if changes else "")
 
 
-def as_json(benchmark: str, device: torch.device, results: Sequence[ShapeResult], skipped: list[dict]) -> dict:
-    return {
+def written(
+    benchmark: str, device: torch.device, results: Sequence[dict], path: Path | None, **more: object
+) -> dict[str, object]:
+    """A benchmark's results with where and when it ran, which a test reads; written to the path, if there is one."""
+    content = {
         "schema": SCHEMA,
         "benchmark": benchmark,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "hardware": hardware(device),
         "versions": versions(),
-        "results": [asdict(result) for result in results],
-        "skipped": skipped,
+        "results": list(results),
+        **more,
     }
-
-
-def write(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        print(f"written: {path}")
+    return content
 
 
 def show(benchmark: str, result: ShapeResult, unit: str = "ms") -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpoints_tools.command_line import USER_ERROR_EXIT_CODE, exit_code, rank
 from megatron_dapo.config import ModelSpec, UserError
@@ -83,24 +83,31 @@ class Job:
 
         only_main: the others do nothing, and have none.
         """
+        from megatron_dapo.platform import JobError, together
+
+        results: list[Result] = []
+
+        def attempt() -> None:
+            try:
+                results.append(work())
+            except JobError as error:
+                raise UserError(
+                    f"The output was not written: {error}; free some space, or give another folder."
+                ) from error
+            except OSError as error:
+                place = f"`{error.filename}`" if error.filename else "A file"
+                raise UserError(f"{place} could not be read or written ({error.strerror or error}).") from error
+
+        together(self, "the conversion", attempt if self.is_main or not only_main else None)
+        return results[0] if results else None
+
+    def gather(self, mine: Any) -> list:
+        """What every process brings, on all of them. Collective."""
         import torch.distributed as dist
 
-        from megatron_dapo.checkpointing import CheckpointError
-
-        result, problem = None, None
-        try:
-            result = work() if self.is_main or not only_main else None
-        except UserError as error:
-            problem = error.sentences
-        except CheckpointError as error:
-            problem = [f"The output was not written: {error}; free some space, or give another folder."]
-        except OSError as error:
-            problem = [f"`{error.filename or 'A file'}` could not be read or written ({error.strerror or error})."]
         gathered: list = [None] * self.world_size
-        dist.all_gather_object(gathered, problem)
-        if found := [sentences for sentences in gathered if sentences is not None]:
-            raise UserError(found[0])
-        return result
+        dist.all_gather_object(gathered, mine)
+        return gathered
 
     @contextmanager
     def layout(self, spec: ModelSpec, tp: int | None, pp: int | None) -> "Iterator[ParallelLayout]":

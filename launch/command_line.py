@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from megatron_dapo.config import Config, UserError, load_and_validate
 
 USER_ERROR_EXIT_CODE = 2
+# Ctrl-C, an end that is asked for, a closed terminal, what schedulers send before a time limit
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:

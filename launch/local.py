@@ -10,8 +10,16 @@ import sys
 import time
 from collections.abc import Sequence
 
-from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, parser, require_one_node, show_log
-from launch.stop_signals import StopSignals
+from launch.command_line import (
+    STOP_SIGNALS,
+    USER_ERROR_EXIT_CODE,
+    checked_config,
+    parse,
+    parser,
+    require_one_node,
+    show_log,
+)
+from megatron_dapo.checkpointing import StopSignals
 from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, UserError, process_plan, to_yaml, write_whole
 
 log = logging.getLogger("launch")
@@ -56,7 +64,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))
     rollout = config.actor_rollout_ref.rollout
-    with show_log(run.log("launch")), StopSignals() as stop:
+    with show_log(run.log("launch")), StopSignals(STOP_SIGNALS) as stop:
         servers = None
         if not rollout.server_urls and not config.trainer.replay:
             servers = ServerSupervisor(config, run.logs, first_gpu=config.trainer.n_procs_per_node)

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, parser, show_log
-from launch.stop_signals import StopSignals
+from launch.command_line import STOP_SIGNALS, USER_ERROR_EXIT_CODE, checked_config, parse, parser, show_log
+from megatron_dapo.checkpointing import StopSignals
 from megatron_dapo.config import Config, RunFolder, UserError
 
 POLL_INTERVAL_S = 0.5
@@ -41,7 +41,7 @@ def serve(config: Config, log_dir: Path | None = None, first_port: int | None = 
     from megatron_dapo.rollout import ServerFailure, ServerSupervisor  # imports torch: after the config was checked
 
     log_dir = log_dir or RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name).logs
-    with show_log(log_dir / "servers.log"), StopSignals() as stop:
+    with show_log(log_dir / "servers.log"), StopSignals(STOP_SIGNALS) as stop:
         servers = ServerSupervisor(config, log_dir, first_port=first_port)
         was_told = False
         try:

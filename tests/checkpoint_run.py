@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from megatron_dapo.checkpointing.folders import remove_leftovers
-from megatron_dapo.checkpointing.ranks import SingleRank
 from megatron_dapo.checkpointing.resume import find_start
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.config import Config
+from megatron_dapo.platform import SingleRank
 
 NUM_FILES, FILE_BYTES = 5, 40_000
 
@@ -57,7 +57,7 @@ def read_weights(folder: Path) -> bytes:
 def run(root: Path, log: Path, num_steps: int = 10**9) -> None:
     """Append "resumed STEP" and "saved STEP" to the log; a step has about a millisecond of other work."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    start = find_start(root, Config())
+    start = find_start(root, Config(), SingleRank())
     remove_leftovers(root)
     state = read_weights(start.folder) if start.folder else weights_after(0)
     assert state == weights_after(start.step), "the weights are not those of their step"

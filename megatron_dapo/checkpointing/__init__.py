@@ -4,7 +4,6 @@ May be imported from here: what __all__ lists; none of it needs torch. Writing a
 `checkpointing.torch_dist`, which needs Megatron and is imported by its name.
 """
 
-from megatron_dapo.checkpointing.errors import CheckpointError
 from megatron_dapo.checkpointing.folders import (
     CONTROLLER_STATE,
     HF,
@@ -18,6 +17,7 @@ from megatron_dapo.checkpointing.folders import (
     staging,
 )
 from megatron_dapo.checkpointing.manifest import MANIFEST, Manifest, Verdict, read_manifest, verify, write_manifest
+from megatron_dapo.checkpointing.stop_signals import StopSignals
 
 __all__ = [
     "CONTROLLER_STATE",
@@ -25,8 +25,8 @@ __all__ = [
     "MANIFEST",
     "MEGATRON",
     "TRAINER_STATE",
-    "CheckpointError",
     "Manifest",
+    "StopSignals",
     "Verdict",
     "discard",
     "newest_first",

@@ -7,12 +7,15 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_dapo.config import UserError, write_whole
+
+Result = TypeVar("Result")
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -55,6 +58,9 @@ class Verdict:
     def is_whole(self) -> bool:
         return not self.damage
 
+    def with_damage(self, more: Iterable[str]) -> "Verdict":
+        return Verdict((*self.damage, *more), self.extra)
+
 
 def file_names(folder: Path) -> list[str]:
     """Every file below the folder but the manifest, as paths inside it, sorted."""
@@ -96,36 +102,42 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def verify(folder: str | Path, contents: bool = True) -> Verdict:
     """Compare a folder with its manifest. contents: read every file and compare checksums too, not only sizes."""
-    folder = Path(folder)
+    verdict, same_size = compare_sizes(Path(folder))
+    return verdict.with_damage(compare_contents(Path(folder), same_size)) if contents else verdict
+
+
+def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
+    """What is wrong as far as sizes tell, and what the manifest says of the files whose size is right."""
     manifest, fault = _read(folder)
     if manifest is None:
-        return Verdict((fault,))
+        return Verdict((fault,)), {}
     there = set(file_names(folder))
-    damage = [f"{name} is missing" for name in manifest.files if name not in there]
-    same_size = []
+    damage, same_size = [], {}
     for name, record in manifest.files.items():
-        if name not in there:
-            continue
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
-        if size is None:
+        if name not in there:
+            damage.append(f"{name} is missing")
+        elif size is None:
             damage.append(f"{name} is not a file")
         elif size != record.size:
             damage.append(f"{name} has {size} bytes instead of {record.size}")
         else:
-            same_size.append(name)
-    if contents:
+            same_size[name] = record
+    return Verdict(tuple(damage), tuple(sorted(there - manifest.files.keys()))), same_size
+
+
+def compare_contents(folder: Path, files: dict[str, FileRecord]) -> list[str]:
+    """Reads the files; a phrase for each that cannot be read, or is not what its record says."""
+
+    def fault(name: str) -> str | None:
         try:
-            now = _records(folder, same_size, flush=False)
+            now = _record(folder / name, flush=False)
         except OSError as error:
-            damage.append(f"{error.filename} cannot be read ({error.strerror})")
-            now = {}
-        damage += [
-            f"{name} has another content than was written (its sha256 differs)"
-            for name, record in now.items()
-            if record != manifest.files[name]
-        ]
-    return Verdict(tuple(damage), tuple(sorted(there - manifest.files.keys())))
+            return f"{name} cannot be read on {os.uname().nodename} ({error.strerror})"
+        return None if now == files[name] else f"{name} has another content than was written (its sha256 differs)"
+
+    return [found for found in _each(fault, files) if found]
 
 
 def sync_folder(folder: Path) -> None:
@@ -164,10 +176,15 @@ def _self_check(content: dict) -> str:
 
 def _records(folder: Path, names: Iterable[str], flush: bool) -> dict[str, FileRecord]:
     names = list(names)
+    return dict(zip(names, _each(lambda name: _record(folder / name, flush), names), strict=True))
+
+
+def _each(work: Callable[[str], Result], names: Collection[str]) -> list[Result]:
+    """Of every file, by several threads."""
     if not names:
-        return {}
+        return []
     with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
-        return dict(zip(names, pool.map(lambda name: _record(folder / name, flush), names), strict=True))
+        return list(pool.map(work, names))
 
 
 def _record(path: Path, flush: bool) -> FileRecord:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, matters
 from megatron_dapo.checkpointing.folders import newest_first, read_trainer_state
-from megatron_dapo.checkpointing.manifest import Verdict, read_manifest, verify
+from megatron_dapo.checkpointing.manifest import Verdict, compare_contents, compare_sizes, read_manifest
 from megatron_dapo.config import Config, UserError
+from megatron_dapo.platform import Ranks, tell, together
 
 # parts of a training checkpoint, by their names in the manifest
 CONTENTS = ("model", "optimizer", "lr_schedule", "rng", "counters", "controller")
@@ -30,28 +31,21 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find_start(root: Path, config: Config) -> Start:
-    """Choose by `trainer.resume` among the checkpoints in root. Reads every file of the one it takes.
+def find_start(root: Path, config: Config, ranks: Ranks) -> Start:
+    """Choose by `trainer.resume` among the checkpoints in root, the same on all ranks. Collective: the files of the one
+    that it takes are all read, each by one rank.
 
     auto: the newest whole one; without any checkpoint, the beginning. But where there are some and none is whole, the
     run does not begin anew: UserError that names each with its fault. required: UserError where there is none. never:
     the beginning; UserError where there are some, since two runs' checkpoints would mix. UserError too where a key
-    of the config changed that matters, or a part is missing that was not allowed.
+    of the config changed that matters, or a part is missing that was not allowed. Each on all ranks.
     """
-    trainer = config.trainer
-    folders = newest_first(root)
-    if trainer.resume == "never":
-        if folders:
-            raise UserError(
-                f"trainer.resume is never, but {root} holds checkpoints (the newest is {folders[0].name}), with which "
-                f"those of a new run would mix; choose another trainer.run_dir, move them away, or set resume to auto."
-            )
-        return Start()
+    what = f"choosing a checkpoint in {root}"
     skipped: list[str] = []
-    for folder in folders:
-        verdict = verify(folder)
+    for folder in tell(ranks, what, lambda: _candidates(root, config)):
+        verdict = verify_together(folder, ranks)
         if verdict.is_whole:
-            return _checked(folder, verdict, skipped, config)
+            return tell(ranks, what, lambda folder=folder, verdict=verdict: _checked(folder, verdict, skipped, config))
         skipped.append(f"{folder.name}: {_faults(verdict)}")
     if skipped:
         raise UserError(
@@ -61,11 +55,32 @@ def find_start(root: Path, config: Config) -> Start:
                 *skipped,
             ]
         )
-    if trainer.resume == "required":
+    return Start()
+
+
+def verify_together(folder: Path, ranks: Ranks) -> Verdict:
+    """What `verify` finds, on all ranks: each reads its share of the bytes. Collective."""
+    what = f"reading {folder}"
+    verdict, files = tell(ranks, what, lambda: compare_sizes(folder))
+    largest_first = sorted(files, key=lambda name: files[name].size, reverse=True)
+    share = {name: files[name] for name in largest_first[ranks.rank :: len(ranks.gather(None))]}
+    parts = together(ranks, what, lambda: compare_contents(folder, share))
+    return verdict.with_damage(sorted(phrase for part in parts for phrase in part))
+
+
+def _candidates(root: Path, config: Config) -> list[Path]:
+    """The checkpoints that may be taken, the newest first."""
+    resume, folders = config.trainer.resume, newest_first(root)
+    if resume == "never" and folders:
+        raise UserError(
+            f"trainer.resume is never, but {root} holds checkpoints (the newest is {folders[0].name}), with which "
+            f"those of a new run would mix; choose another trainer.run_dir, move them away, or set resume to auto."
+        )
+    if resume == "required" and not folders:
         raise UserError(
             f"trainer.resume is required, but {root} holds no checkpoint; correct trainer.run_dir, or set it to auto."
         )
-    return Start()
+    return folders
 
 
 def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config) -> Start:
@@ -98,6 +113,16 @@ def _cure(parts: list[str]) -> str:
 def _faults(verdict: Verdict) -> str:
     more = len(verdict.damage) - _NAMED_FAULTS
     return "; ".join(verdict.damage[:_NAMED_FAULTS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def not_kept(config: Config) -> list[str]:
+    """What no checkpoint holds of such a run; a line each for the report."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.fp8 == "none" or megatron.fp8_recipe != "delayed":
+        return []
+    return [
+        "FP8 scaling history: no checkpoint holds it; delayed scaling starts anew, and the next steps round differently"
+    ]
 
 
 def report_lines(start: Start, restored: list[str], not_restored: list[str]) -> list[str]:

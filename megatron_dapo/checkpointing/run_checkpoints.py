@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
 from megatron_dapo.checkpointing.folders import HF, MEGATRON, read_controller_state, remove_leftovers
-from megatron_dapo.checkpointing.ranks import JobRanks, tell
-from megatron_dapo.checkpointing.resume import Start, find_start, report_lines
+from megatron_dapo.checkpointing.resume import Start, find_start, not_kept, report_lines
 from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist import load, save
 from megatron_dapo.config import Config, RunFolder
 from megatron_dapo.models import ModelParts, copy_companions, export_hf
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import ParallelLayout, tell
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -43,13 +42,9 @@ class Trained:
 def choose_start(config: Config, run: RunFolder, layout: ParallelLayout) -> Start:
     """Where the run starts, the same on all ranks, before anything is built; see `resume.find_start`. Removes what a
     killed run left half written. Collective over all ranks. Raises UserError on all."""
-
-    def choose() -> Start:
-        start = find_start(run.checkpoints, config)
-        remove_leftovers(run.checkpoints)
-        return start
-
-    return tell(JobRanks(layout), f"choosing a checkpoint in {run.checkpoints}", choose)
+    start = find_start(run.checkpoints, config, layout)
+    tell(layout, f"tidying {run.checkpoints}", lambda: remove_leftovers(run.checkpoints))
+    return start
 
 
 class RunCheckpoints:
@@ -58,10 +53,9 @@ class RunCheckpoints:
 
     def __init__(self, config: Config, run: RunFolder, layout: ParallelLayout, trained: Trained, start: Start) -> None:
         self._config, self._run, self._layout, self._trained, self._start = config, run, layout, trained, start
-        self._ranks = JobRanks(layout)
         trainer = config.trainer
-        self._saver = Saver(self._ranks, self._write_tensors, Retention(trainer.keep_last, trainer.keep_every))
-        self._stop = StopRequest(run.stop, self._ranks)
+        self._saver = Saver(layout, self._write_tensors, Retention(trainer.keep_last, trainer.keep_every))
+        self._stop = StopRequest(run.stop, layout)
         self._num_optimizer_steps = start.state.get("num_optimizer_steps", 0)
 
     def restore(self) -> int:
@@ -73,19 +67,20 @@ class RunCheckpoints:
         if start.folder is None:
             return 0
         restored, not_restored = self._restore_tensors(start)
+        not_restored += not_kept(self._config)
         self._trained.kl_controller.load_state_dict(start.state["kl_controller"])
         restored += [f"{self._num_optimizer_steps} optimizer steps", f"weight version {start.step}", "KL controller"]
         if "controller" in start.missing:
             not_restored.append("prompt cursor and groups that waited: not in the checkpoint (accepted)")
         else:
-            restored += tell(self._ranks, f"restoring the rollout from {start.folder}", self._restore_rollout)
+            restored += tell(self._layout, f"restoring the rollout from {start.folder}", self._restore_rollout)
         if self._layout.rank == 0:
             self._report(report_lines(start, restored, not_restored))
         return start.step
 
     def after_step(self, step: int, num_optimizer_steps: int) -> bool:
-        """Saves where it is due; True where the run was asked to stop: then everything is saved. Raises CheckpointError
-        on all ranks where the last checkpoint could not be written."""
+        """Saves where it is due; True where the run was asked to stop: then everything is saved. Raises JobError on
+        all ranks where the last checkpoint could not be written."""
         self._num_optimizer_steps += num_optimizer_steps
         self._saver.poll()
         trainer = self._config.trainer
@@ -134,7 +129,7 @@ class RunCheckpoints:
         if self._config.trainer.save_hf:
             export_hf(trained.model, self._layout, source, folder / HF)
         else:
-            tell(self._ranks, f"writing {folder / HF}", lambda: _copy_companions(source, folder / HF))
+            tell(self._layout, f"writing {folder / HF}", lambda: _copy_companions(source, folder / HF))
         return save(
             folder / MEGATRON,
             trained.model,

@@ -1,6 +1,6 @@
 """Writes the checkpoints of a run, one at a time: into a hidden folder, then the manifest, then the rename.
 
-A kill at any moment leaves every checkpoint that was there. Needs no torch: who writes the tensors is given.
+A kill at any moment leaves every checkpoint that was there. Who writes the tensors is given.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from megatron_dapo.checkpointing.folders import (
     write_trainer_state,
 )
 from megatron_dapo.checkpointing.manifest import FileRecord, file_names, seal, write_manifest
-from megatron_dapo.checkpointing.ranks import Ranks, tell, together
 from megatron_dapo.checkpointing.resume import CONTENTS
+from megatron_dapo.platform import Ranks, tell, together
 
 
 class Pending(Protocol):
@@ -60,7 +60,7 @@ class Saver:
     def start(self, final: Path, trainer_state: dict, controller_state: Callable[[], dict]) -> None:
         """Begin a checkpoint; one that is still being written is finished first.
 
-        trainer_state and controller_state are used on rank 0. Raises CheckpointError on all ranks.
+        trainer_state and controller_state are used on rank 0. Raises JobError on all ranks.
         """
         self.finish()
 
@@ -82,7 +82,7 @@ class Saver:
             raise
 
     def poll(self) -> None:
-        """Once per step: carries on what is ready, waits for nothing. Raises CheckpointError on all ranks where a write
+        """Once per step: carries on what is ready, waits for nothing. Raises JobError on all ranks where a write
         failed since the last call."""
         saving = self._saving
         if saving is None:
@@ -94,7 +94,7 @@ class Saver:
             self._publish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is in its place. Raises CheckpointError on all ranks."""
+        """Wait until the checkpoint that is being written is in its place. Raises JobError on all ranks."""
         if self._saving is not None and self._saving.sealing is None:
             self._seal()
         if self._saving is not None:

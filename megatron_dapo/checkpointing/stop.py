@@ -1,14 +1,10 @@
 """A request to stop: SIGTERM or SIGUSR1 to a rank, or a file in the run folder. All ranks obey at one step's end."""
 
-import logging
 import signal
-import threading
 from pathlib import Path
-from types import FrameType
 
-from megatron_dapo.checkpointing.ranks import Ranks
-
-log = logging.getLogger(__name__)
+from megatron_dapo.checkpointing.stop_signals import StopSignals
+from megatron_dapo.platform import Ranks
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -21,21 +17,18 @@ class StopRequest:
 
     def __init__(self, file: Path, ranks: Ranks) -> None:
         self._file, self._ranks = file, ranks
-        self._received: str | None = None
-        self._previous: dict = {}
+        self._signals = StopSignals(STOP_SIGNALS, ends_at_once=signal.SIGTERM)
 
     def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
+        self._signals.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._signals.__exit__()
 
     def agreed(self) -> str | None:
         """What the first rank that was asked to stop was asked by, the same on all ranks; None = go on. Collective."""
-        mine = self._received
+        mine = self._signals.received.name if self._signals.received else None
         if mine is None and self._ranks.rank == 0 and self._file.exists():
             mine = f"the file {self._file}"
         return next(filter(None, self._ranks.gather(mine)), None)
@@ -44,9 +37,3 @@ class StopRequest:
         """Remove the file, so that the run can be started again."""
         if self._ranks.rank == 0:
             self._file.unlink(missing_ok=True)
-
-    def _remember(self, number: int, _: FrameType | None) -> None:
-        if self._received is not None and number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self._received = signal.Signals(number).name

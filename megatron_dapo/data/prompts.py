@@ -5,6 +5,8 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -261,7 +263,7 @@ def _checked(row: Any, place: str, prompt_key: str) -> _Row:
         messages=messages,
         ground_truth=_ground_truth(row, place),
         data_source=_optional(row, "data_source", str, "", place),
-        extra_info=_optional(row, "extra_info", dict, {}, place),
+        extra_info=_plain(_optional(row, "extra_info", dict, {}, place), "extra_info", place),
     )
 
 
@@ -297,6 +299,25 @@ def _optional(row: dict[str, Any], column: str, kind: type, default: Any, place:
         words = {str: "text", dict: "an object"}
         raise UserError(f"{place}, column {column!r}: expected {words[kind]}, {_seen(value)}.")
     return value
+
+
+def _plain(value: Any, column: str, place: str) -> Any:
+    """What a checkpoint can hold of a prompt that waits, so that it is the same before and after a resume: dates and
+    times as ISO text, decimals as text, tuples as lists. Raises UserError for what has no such form."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(name): _plain(item, f"{column}.{name}", place) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, column, place) for item in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise UserError(
+        f"{place}, column {column!r}: a checkpoint cannot hold {type(value).__name__} values; store text or numbers, "
+        f"or remove the column."
+    )
 
 
 def _seen(value: Any) -> str:

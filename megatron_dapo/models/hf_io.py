@@ -23,7 +23,7 @@ from megatron_dapo.models.safetensors_files import (
 )
 from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, Entry, hf_tensors, weight_entries
 from megatron_dapo.models.weight_source import WeightSource
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import ParallelLayout, tell, together
 
 # what belongs to a checkpoint besides the weights: configuration, tokenizer, chat template
 _COMPANIONS = (
@@ -126,24 +126,17 @@ def export_hf(
     dtype = dtype or model.config.params_dtype
     plan = plan or FilePlan.standard(model.spec, dtype)
     folder = StagedFolder(out, replace=replace)
-    is_main, problem = layout.rank == 0, None
+    is_main, what = layout.rank == 0, f"writing {out}"
     try:
-        if is_main:
-            try:
-                folder.open()
-            except UserError as error:
-                problem = str(error)
-        layout.raise_together(problem)
+        tell(layout, what, folder.open)
         export = _Export(WeightSource(model, layout), layout, plan, dtype, folder.staging, progress)
         export.write_files(hf_tensors(model.spec))
         if is_main and export.problem is None:
             export.attempt(lambda: copy_companions(source_path, folder.staging, dtype))
             if index := plan.index_json(export.num_bytes):
                 export.attempt(lambda: write_whole(folder.staging / INDEX, index))
-        layout.raise_together(export.problem)
-        if is_main:
-            export.attempt(folder.publish)
-        layout.raise_together(export.problem)
+        together(layout, what, export.check)
+        tell(layout, what, lambda: (export.attempt(folder.publish), export.check()))
     finally:
         if is_main:
             folder.discard()
@@ -191,6 +184,11 @@ class _Export:
                 f"`{self._folder.parent}` cannot be written ({error.strerror or error}); free some space, or give "
                 "another folder."
             )
+
+    def check(self) -> None:
+        """Raises UserError where something failed."""
+        if self.problem is not None:
+            raise UserError(self.problem)
 
     def write_files(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """All files of the plan. shapes: of the model's tensors. Those that need tensors of several stages come first:

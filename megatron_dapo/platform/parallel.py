@@ -3,11 +3,11 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import UserError
 from megatron_dapo.platform.device import collective_backend, device, is_gpu, prepare_megatron
 
 
@@ -109,20 +109,15 @@ class ParallelLayout:
             cpu_group=cpu_group,
         )
 
+    def gather(self, mine: Any) -> list:
+        """What every rank brings, in rank order, on all of them. Collective over all ranks."""
+        everybodys: list = [None] * self.world_size
+        dist.all_gather_object(everybodys, mine, group=self.cpu_group)
+        return everybodys
+
     def all_coordinates(self) -> list[tuple[int, int, int]]:
         """(dp_rank, pp_rank, tp_rank) of every global rank. Collective over all ranks."""
-        gathered: list = [None] * self.world_size
-        dist.all_gather_object(gathered, self.coordinates(), group=self.cpu_group)
-        return gathered
-
-    def raise_together(self, problem: str | None) -> None:
-        """Raise UserError on every rank, with the lowest rank's problem, where any rank has one. Collective over all
-        ranks: none is left waiting for one that failed."""
-        gathered: list = [None] * self.world_size
-        dist.all_gather_object(gathered, problem, group=self.cpu_group)
-        found = [problem for problem in gathered if problem is not None]
-        if found:
-            raise UserError(found[0])
+        return self.gather(self.coordinates())
 
     @staticmethod
     def release() -> None:

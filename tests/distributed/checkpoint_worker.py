@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.checkpointing import CheckpointError
+from megatron_dapo.checkpointing import manifest, resume
 from megatron_dapo.checkpointing.torch_dist import load, save, writer
 from megatron_dapo.config import UserError, load_config
 from megatron_dapo.models import WeightSource
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import JobError, ParallelLayout
 from megatron_dapo.training import Policy, StepDistributor
 from tests.distributed.layout_worker import gathered
 from tests.synthetic import synthetic_groups
@@ -118,6 +118,8 @@ def run_case(case: dict, layout: ParallelLayout) -> dict:
         from megatron.core import dist_checkpointing
 
         return dist_checkpointing.load_plain_tensors(case["load"])
+    if "verify" in case:
+        return {"ranks": _verified(Path(case["verify"]), layout)}
     run, result = Run(case, layout), {}
     training = {} if case.get("weights_only") else run.training
     if "load" in case:
@@ -147,6 +149,18 @@ def run_case(case: dict, layout: ParallelLayout) -> dict:
     return {**result, "metrics": metrics, "everything": run.everything()}
 
 
+def _verified(folder: Path, layout: ParallelLayout) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Of every rank: the damage that it knows of, and the files that it has read."""
+    read: list[str] = []
+
+    def compare_contents(folder: Path, files: dict) -> list[str]:
+        read.extend(files)
+        return manifest.compare_contents(folder, files)
+
+    resume.compare_contents = compare_contents
+    return layout.gather((resume.verify_together(folder, layout).damage, read))
+
+
 def _tracker_draw() -> float:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -162,7 +176,7 @@ def _failed_save(case: dict, run: Run, background: bool) -> list[str]:
     error = "nothing"
     try:
         save(folder, run.policy.model, run.layout, background=background, **run.training).finish()
-    except CheckpointError as failure:
+    except JobError as failure:
         error = str(failure)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     errors: list = [None] * run.layout.world_size

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dapo.checkpointing import write_manifest
 from tests.distributed.checkpoint_worker import MOMENTS
 from tests.helpers import run_torchrun
 from tests.tiny_models import make_tiny
@@ -74,6 +75,7 @@ def cases_of(world: int, folder: Path) -> list[dict]:
     if world == 2:
         tied = dict(sizes={"tp": 2}, steps=(0, STEPS), more=STEPS + 1, save=str(folder / "tied_ckpt"))
         cases.append(dict(tied, name="write/tied", model="tied"))
+        cases.append(dict(name="verified", model="start", sizes={}, verify=str(damaged_files(folder / "damaged"))))
         read = dict(sizes={"pp": 2}, steps=(STEPS, STEPS), more=STEPS + 1, load=str(folder / "tied_ckpt"))
         cases.append(dict(read, name="read/tied/pp2", model="other_tied"))
         cases.append(dict(name="failed", model="start", sizes={}, save=str(folder / "failed"), failing_rank=1))
@@ -107,6 +109,22 @@ def continuation(name: str, sizes: dict, sharded: bool, folder: Path) -> list[di
     if name in SAVED_AT_ONCE:
         cases.append(dict(resumed, name=f"resumed_blocking/{name}", load=f"{saved}_blocking"))
     return cases
+
+
+NUM_FILES, CUT, FLIPPED, GONE = 12, 3, (4, 5), 7
+
+
+def damaged_files(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(NUM_FILES):
+        (folder / f"file{number:02}").write_bytes(bytes([number]) * (100 + number))
+    write_manifest(folder, ["model"])
+    os.truncate(folder / f"file{CUT:02}", 50)
+    (folder / f"file{GONE:02}").unlink()
+    for number in FLIPPED:
+        with (folder / f"file{number:02}").open("r+b") as file:
+            file.write(b"x")
+    return folder
 
 
 def damage(folder: Path) -> None:
@@ -231,6 +249,13 @@ def test_failed_write_is_an_error_on_every_rank(results):
         assert len(ranks) == 2 and ranks[0] == ranks[1]
         assert "rank 1: [Errno 27] File too large" in ranks[0] and "rank 0" not in ranks[0]
         assert state == "incomplete"
+
+
+def test_ranks_share_the_reading_of_checksums_and_all_know_of_every_damaged_file(results):
+    (damage, first), (same, second) = results["verified"]["ranks"]
+    assert damage == same and [phrase.split()[0] for phrase in damage] == ["file03", "file07", "file04", "file05"]
+    readable = {f"file{number:02}" for number in range(NUM_FILES)} - {"file03", "file07"}
+    assert len(first) == len(second) == 5 and {*first, *second} == readable
 
 
 def test_weights_alone_can_be_saved_and_loaded(results):

@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from datetime import UTC, date, datetime
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -71,6 +73,33 @@ def test_verl_rows_become_prompts(write):
 def test_slime_rows_become_prompts(write):
     (prompt,) = load(write([{"prompt": "1+1=", "label": 2}])).prompts
     assert (prompt.text, prompt.ground_truth, prompt.data_source, prompt.extra_info) == ("1+1=", "2", "", {})
+
+
+def test_extra_info_of_parquet_is_what_a_checkpoint_gives_back(tmp_path):
+    """A prompt that waits goes through JSON: its reward function must see the same before and after a resume."""
+    extra_info = {
+        "when": datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+        "day": date(2026, 1, 2),
+        "price": Decimal("1.50"),
+        "nested": {"scores": [1, 2.5], "name": None},
+    }
+    path = write_parquet(tmp_path / "rows.parquet", [{**verl_row("p"), "extra_info": extra_info}])
+    (prompt,) = load(path).prompts
+    assert prompt.extra_info == {
+        "when": "2026-01-02T03:04:00+00:00",
+        "day": "2026-01-02",
+        "price": "1.50",
+        "nested": {"scores": [1, 2.5], "name": None},
+    }
+    assert json.loads(json.dumps(prompt.extra_info)) == prompt.extra_info
+
+
+def test_extra_info_that_no_checkpoint_can_hold_is_an_error_that_names_its_place(tmp_path):
+    rows = [verl_row("p"), {**verl_row("q"), "extra_info": {"index": "a2", "images": [b"\xff"]}}]
+    with pytest.raises(
+        UserError, match=r"row 2, column 'extra_info.images': .* bytes values; store text"
+    ):
+        load(write_parquet(tmp_path / "rows.parquet", rows))
 
 
 def test_the_prompt_column_may_have_another_name(write):

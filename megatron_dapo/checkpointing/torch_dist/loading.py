@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
@@ -24,10 +23,9 @@ from megatron_dapo.checkpointing.torch_dist.saving import (
     optimizer_pieces,
     written_with,
 )
-from megatron_dapo.checkpointing.torch_dist.writer import agree, describe
 from megatron_dapo.config import UserError
 from megatron_dapo.models import ModelParts
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import ParallelLayout, describe, together
 
 _MAX_NAMED = 4  # tensors that an error names
 
@@ -89,17 +87,22 @@ def load(
 
 def _read_index(folder: Path, layout: ParallelLayout) -> tuple[dict, dict]:
     """(name -> how it is stored, what all ranks have in common)."""
-    error, stored, common = None, {}, {}
-    try:
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-        common = dist_checkpointing.load_common_state_dict(str(folder))["common"]
-        if common["format"] != FORMAT:
-            error = f"it has format {common['format']}, this program reads {FORMAT}"
-    except Exception as failure:  # noqa: BLE001  unpickling a damaged file raises anything
-        error = describe(failure)
-    if errors := agree(error, layout):
-        raise UserError(f"{folder} is not a complete checkpoint of this program: {errors[0]}; choose another.")
-    return stored, common
+    index: list[dict] = []
+
+    def read() -> None:
+        try:
+            index.append(FileSystemReader(folder).read_metadata().state_dict_metadata)
+            index.append(dist_checkpointing.load_common_state_dict(str(folder))["common"])
+            fault = None
+        except Exception as failure:  # noqa: BLE001  unpickling a damaged file raises anything
+            fault = describe(failure)
+        if fault is None and index[1]["format"] != FORMAT:
+            fault = f"it has format {index[1]['format']}, this program reads {FORMAT}"
+        if fault:
+            raise UserError(f"{folder} is not a complete checkpoint of this program: {fault}; choose another.")
+
+    together(layout, f"reading {folder}", read)
+    return index[0], index[1]
 
 
 def _check_training_state(folder: Path, common: dict, model: ModelParts) -> None:
@@ -118,9 +121,7 @@ def _check_tensors(
 ) -> None:
     """Compares names and shapes with what all ranks together want. whole: the optimizer's tensors are wanted too."""
     wanted = {piece.key: tuple(piece.global_shape) for piece in pieces}
-    gathered: list = [None] * layout.world_size
-    dist.all_gather_object(gathered, wanted, group=layout.cpu_group)
-    wanted = {name: shape for part in gathered for name, shape in part.items()}
+    wanted = {name: shape for part in layout.gather(wanted) for name, shape in part.items()}
     there = {name: tuple(t.size) for name, t in stored.items() if isinstance(t, TensorStorageMetadata)}
     if not whole:
         there = {name: shape for name, shape in there.items() if not name.startswith(OPTIMIZER_PREFIX)}

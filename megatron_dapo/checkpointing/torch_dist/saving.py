@@ -12,14 +12,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.checkpointing.errors import CheckpointError
 from megatron_dapo.checkpointing.torch_dist.generators import derived_seed, generator_states
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
 from megatron_dapo.checkpointing.torch_dist.pieces import CONTENT, model_boxes
-from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, PlannedWrite, Planning, agree, all_done, describe
+from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, PlannedWrite, Planning
 from megatron_dapo.config import UserError
 from megatron_dapo.models import ModelParts
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import JobError, ParallelLayout, describe, tell, together
 
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer.state."
@@ -40,7 +39,7 @@ def save(
 
     With an optimizer the states of all generators are saved too. background: returns as soon as the state is safe from
     being changed; files are written by a forked process. Else the save is finished when this returns.
-    Raises UserError where the folder cannot be used, CheckpointError where writing failed, both on every rank.
+    Raises UserError where the folder cannot be used, JobError where writing failed, both on every rank.
     """
     folder = Path(folder)
     _prepare(folder, layout)
@@ -69,44 +68,34 @@ class PendingSave:
         self._folder, self._planned, self._layout = folder, planned, layout
         self._forked = ForkedWrite(planned) if background else None
         self._is_finished = False
-        self._failure: CheckpointError | None = None
+        self._failure: JobError | None = None
 
     def is_done(self) -> bool:
         """Whether every rank's writing has ended, well or not, so that `finish` does not wait. Collective over all."""
-        return all_done(self._forked is None or self._forked.is_done(), self._layout)
+        return all(self._layout.gather(self._forked is None or self._forked.is_done()))
 
     def finish(self) -> None:
         """Waits for the files and completes the checkpoint. Collective over all ranks.
 
-        Raises CheckpointError on every rank where one rank's writing failed, and again when called again. Otherwise a
+        Raises JobError on every rank where one rank's writing failed, and again when called again. Otherwise a
         second call does nothing.
         """
         if self._failure:
             raise self._failure
         if self._is_finished:
             return
-        results, error = [], None
+        results: list[WriteResult] = []
+        write = self._forked.result if self._forked else self._planned.write
         try:
-            results = self._forked.result() if self._forked else self._planned.write()
-        except Exception as failure:  # noqa: BLE001  told to all ranks below
-            error = describe(failure)
-        self._raise_together(error)
-        everybodys = [None] * self._layout.world_size if self._layout.rank == 0 else None
-        dist.gather_object(results, everybodys, dst=0, group=self._layout.cpu_group)
-        if self._layout.rank == 0:
-            try:
-                self._complete(everybodys)
-            except Exception as failure:  # noqa: BLE001
-                error = describe(failure)
-        self._raise_together(error)
+            together(self._layout, f"writing {self._folder}", lambda: results.extend(write()))
+            everybodys = [None] * self._layout.world_size if self._layout.rank == 0 else None
+            dist.gather_object(results, everybodys, dst=0, group=self._layout.cpu_group)
+            tell(self._layout, f"completing {self._folder}", lambda: self._complete(everybodys))
+        except JobError as failure:
+            self._failure = failure
+            raise
         self._is_finished = True
         self._planned = self._forked = None  # what it kept of the state
-
-    def _raise_together(self, error: str | None) -> None:
-        if errors := agree(error, self._layout):
-            listed = "; ".join(errors)
-            self._failure = CheckpointError(f"the checkpoint in {self._folder} could not be written: {listed}.")
-            raise self._failure
 
     def _complete(self, results: list[list[WriteResult]]) -> None:
         """The index of all tensors, then Megatron's mark of a complete checkpoint."""
@@ -158,9 +147,8 @@ def _training_state(
     optimizer: MegatronOptimizer, lr_schedule: OptimizerParamScheduler | None, layout: ParallelLayout
 ) -> dict:
     """What all ranks have in common."""
-    gathered: list = [None] * layout.world_size
     steps = {slot.num_steps for slot in slots(optimizer)}
-    dist.all_gather_object(gathered, (steps, derived_seed(generator_states())), group=layout.cpu_group)
+    gathered = layout.gather((steps, derived_seed(generator_states())))
     counts = set().union(*(steps for steps, _ in gathered))
     assert len(counts) == 1, f"the optimizer counts {counts} steps"
     return {
@@ -171,32 +159,37 @@ def _training_state(
 
 
 def _prepare(folder: Path, layout: ParallelLayout) -> None:
-    """Rank 0 makes the folder and tries to write there; the others must see it."""
-    error = None
-    if layout.rank == 0:
-        try:
-            error = _make(folder)
-        except OSError as failure:
-            error = f"the checkpoint cannot be written to {folder}: {describe(failure)}; free space or choose another."
-    box = [error]
-    dist.broadcast_object_list(box, src=0, group=layout.cpu_group)
-    if box[0]:
-        raise UserError(box[0])
-    unseen = agree(None if folder.is_dir() else f"{os.uname().nodename}", layout)
-    if unseen:
-        raise UserError(f"{folder} is not seen by {', '.join(unseen)}; save to storage that all nodes share.")
+    """Rank 0 makes the folder and tries to write there; the others must see it. Raises UserError on all ranks."""
+    what = f"beginning {folder}"
+    tell(layout, what, lambda: _make(folder))
+    together(layout, what, lambda: _see(folder))
 
 
-def _make(folder: Path) -> str | None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        return f"{folder} is not empty: a checkpoint is never written over another; name a new folder."
-    probe = folder / ".probe"
+def _make(folder: Path) -> None:
     try:
-        with probe.open("wb") as file:  # room for the small files that rank 0 writes first
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+        if is_empty:
+            _probe(folder / ".probe")
+    except OSError as failure:
+        raise UserError(
+            f"the checkpoint cannot be written to {folder}: {describe(failure)}; free space or choose another."
+        ) from failure
+    if not is_empty:
+        raise UserError(f"{folder} is not empty: a checkpoint is never written over another; name a new folder.")
+
+
+def _probe(path: Path) -> None:
+    """Is there room for the small files that rank 0 writes first? Raises OSError."""
+    try:
+        with path.open("wb") as file:
             file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     finally:
-        probe.unlink(missing_ok=True)
-    return None
+        path.unlink(missing_ok=True)
+
+
+def _see(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not seen by {os.uname().nodename}; save to storage that all nodes share.")

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -27,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import ParallelLayout, describe
 
 FILE_BYTES = 2**28  # about; a tensor is never cut
 _PR_SET_PDEATHSIG = 1
@@ -151,27 +150,3 @@ def _end_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def describe(error: BaseException) -> str:
-    """An error on one line; the operating system's own words where it began with them: torch reports a full disk as a
-    wrong position in a file."""
-    began: BaseException | None = error
-    while began is not None and not isinstance(began, OSError):
-        began = began.__cause__ or began.__context__
-    text = " ".join(str(began or error).split()) or type(error).__name__
-    return text if began is not None else f"{type(error).__name__}: {text}"
-
-
-def agree(error: str | None, layout: ParallelLayout) -> list[str]:
-    """The ranks' errors, each with its rank, on every rank; [] where there are none. Collective over all ranks."""
-    errors: list = [None] * layout.world_size
-    dist.all_gather_object(errors, error, group=layout.cpu_group)
-    return [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
-
-
-def all_done(done: bool, layout: ParallelLayout) -> bool:
-    """Whether it is true on every rank. Collective over all ranks."""
-    flag = torch.tensor([int(done)])
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=layout.cpu_group)
-    return bool(flag)
