@@ -7,12 +7,13 @@ from megatron_dapo.config.schema import Config
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes of the trainer; `dp` is what TP and PP leave of the world."""
+    """Parallel sizes of the trainer; `dp` is what TP and PP leave of the world. ep: of the TP x DP ranks of a stage."""
 
     tp: int
     pp: int
     vpp: int | None
     world: int
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -30,6 +31,7 @@ def layout(config: Config) -> Layout:
         pp=megatron.pipeline_model_parallel_size,
         vpp=megatron.virtual_pipeline_model_parallel_size,
         world=world_size(config),
+        ep=megatron.expert_model_parallel_size,
     )
 
 
@@ -76,6 +78,35 @@ def num_mini_batches(config: Config) -> int:
 
 def num_optimizer_steps_per_rollout_step(config: Config) -> int:
     return num_mini_batches(config) * config.actor_rollout_ref.actor.ppo_epochs
+
+
+def uses_critic(config: Config) -> bool:
+    """True where the advantages need values: only then a critic is built."""
+    return config.algorithm.adv_estimator == "gae"
+
+
+@dataclass(frozen=True)
+class CriticBatching:
+    """How the critic goes through a rollout step: groups per optimizer step, passes, tokens per micro-batch."""
+
+    ppo_mini_batch_size: int
+    ppo_epochs: int
+    max_tokens_per_microbatch: int
+
+
+def critic_batching(config: Config) -> CriticBatching:
+    """What the section `critic` says, and where it says nothing, the actor."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    return CriticBatching(
+        critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
+        critic.ppo_epochs or actor.ppo_epochs,
+        critic.max_tokens_per_microbatch or actor.max_tokens_per_microbatch,
+    )
+
+
+def critic_path(config: Config) -> str:
+    """Checkpoint that the critic starts from."""
+    return config.critic.model.path or config.actor_rollout_ref.model.path
 
 
 def effective_clip(config: Config) -> tuple[float, float]:

@@ -81,7 +81,8 @@ def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
         whole = difflib.SequenceMatcher(None, unknown, candidate).ratio()
         part = difflib.SequenceMatcher(None, unknown, suffix).ratio()
         same_last = unknown.rpartition(".")[2] == candidate.rpartition(".")[2]
-        return max(whole, part, SAME_LAST_COMPONENT * same_last), whole
+        # of several that end so, the first of the schema: the actor's before the critic's
+        return max(whole, part, SAME_LAST_COMPONENT * same_last), 1.0 if part == 1.0 else whole
 
     best = max(candidates, key=alike)
     return best if alike(best)[0] >= NEAREST_CUTOFF else None

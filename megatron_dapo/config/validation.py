@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.checks import CHECKS, MEGATRON
+from megatron_dapo.config.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.config.derived import world_size
 from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.hf_config import model_spec
@@ -47,9 +48,9 @@ def load_and_validate(
 def _mistakes(
     config: Config, model_json: dict[str, Any] | None, check_files: bool, num_processes: int | None
 ) -> list[str]:
-    sentences = [sentence for check in CHECKS for sentence in check(config)]
+    sentences = [sentence for check in (*CHECKS, *CRITIC_CHECKS) for sentence in check(config)]
     if model_json is not None:
-        sentences += [sentence for check in MODEL_CHECKS for sentence in check(config, model_json)]
+        sentences += [sentence for check in (*MODEL_CHECKS, own_model) for sentence in check(config, model_json)]
     if check_files:
         sentences += [sentence for check in MACHINE_CHECKS for sentence in check(config)]
     if num_processes is not None and num_processes != world_size(config):
@@ -100,6 +101,7 @@ def _checkpoints(config: Config) -> Iterator[str]:
     roles = {
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "actor_rollout_ref.ref.path": config.actor_rollout_ref.ref.path,
+        "critic.model.path": config.critic.model.path,
     }
     if not config.actor_rollout_ref.model.path:
         yield "actor_rollout_ref.model.path is empty; give the folder of a Hugging Face checkpoint, or of one of ours."

@@ -1,5 +1,6 @@
 """Megatron's data-parallel wrapper, AdamW (bf16 with fp32 main weights) and learning-rate schedule."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
-from megatron_dapo.config import ActorConfig
+from megatron_dapo.config import MegatronConfig, OptimConfig
 from megatron_dapo.models import ModelParts
 
 
@@ -20,21 +21,39 @@ class TrainingState:
     optimizer: MegatronOptimizer
     lr_schedule: OptimizerParamScheduler
 
+    @property
+    def lr(self) -> float:
+        return max(group["lr"] for group in self.optimizer.param_groups)
+
+    def zero_gradients(self) -> None:
+        for stage in self.stages:
+            stage.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self) -> float:
+        """One optimizer step with the accumulated gradients; their norm before clipping. A norm that is not finite is
+        the same on all ranks: all of them stop, before such weights reach a server."""
+        succeeded, norm, _ = self.optimizer.step()
+        if not succeeded or not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm of a mini-batch is {norm}; the run stops here")
+        return float(norm)
+
 
 def half_precision(model: ModelParts) -> list[torch.nn.Module]:
     """The chunks as they run: in half precision Megatron converts at the first and the last stage."""
     return [Float16Module(model.config, chunk) for chunk in model.chunks] if model.config.bf16 else list(model.chunks)
 
 
-def make_training_state(model: ModelParts, actor: ActorConfig, num_rollout_steps: int) -> TrainingState:
+def make_training_state(
+    model: ModelParts, megatron: MegatronConfig, optim: OptimConfig, num_rollout_steps: int
+) -> TrainingState:
     """Wraps the loaded model for training. Sets the callbacks that Megatron's schedules read from its config."""
-    megatron, optim = actor.megatron, actor.optim
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
         overlap_grad_reduce=megatron.overlap_grad_reduce,
-        # it would stop the host once per bucket, and one rank while the others wait for it: `Policy` stops on the norm,
-        # which is the same on all ranks
+        # it would stop the host once per bucket, and one rank while the others wait for it: `TrainingState.step` stops
+        # on the norm, which is the same on all ranks
         check_for_nan_in_grad=False,
     )
     stages = [
@@ -63,11 +82,10 @@ def make_training_state(model: ModelParts, actor: ActorConfig, num_rollout_steps
     if megatron.overlap_grad_reduce:
         no_sync = [stage.no_sync for stage in stages]
         model.config.no_sync_func = no_sync if len(stages) > 1 else no_sync[0]
-    return TrainingState(stages, optimizer, _lr_schedule(optimizer, actor, num_rollout_steps))
+    return TrainingState(stages, optimizer, _lr_schedule(optimizer, optim, num_rollout_steps))
 
 
-def _lr_schedule(optimizer: MegatronOptimizer, actor: ActorConfig, num_rollout_steps: int) -> OptimizerParamScheduler:
-    optim = actor.optim
+def _lr_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, num_rollout_steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,6 +1,5 @@
 """The actor: old log-probs, and one optimizer step per mini-batch."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -33,7 +32,8 @@ class Policy:
         spec = read_model_spec(path)
         self.model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
         load(self.model, path, layout)
-        self.state = make_training_state(self.model, actor, config.trainer.total_training_steps)
+        num_steps = config.trainer.total_training_steps - config.trainer.critic_warmup
+        self.state = make_training_state(self.model, actor.megatron, actor.optim, num_steps)
         self.loss_config = loss_config(config)
         self._agg_mode = actor.loss_agg_mode
         self._max_response_length = config.data.max_response_length
@@ -65,29 +65,18 @@ class Policy:
         parts, norms = [], []
         for _ in range(self._num_epochs):
             for mini_batch in mini_batches:
-                part, norm = self._optimizer_step(mini_batch)
-                parts.append(part)
-                norms.append(norm)
+                parts.append(self.accumulate_gradients(mini_batch))
+                norms.append(self.state.step())
         metrics = self._reduce(MetricSums.together(parts))
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
-        metrics["actor/lr"] = max(group["lr"] for group in self.state.optimizer.param_groups)
+        metrics["actor/lr"] = self.state.lr
         metrics["actor/num_optimizer_steps"] = float(len(norms))
         return metrics
-
-    def _optimizer_step(self, mini_batch: MiniBatch) -> tuple[MetricSums | None, float]:
-        part = self.accumulate_gradients(mini_batch)
-        succeeded, norm, _ = self.state.optimizer.step()
-        # the norm is the same on all ranks: all of them stop, before such weights reach a server
-        if not succeeded or not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm of a mini-batch is {norm}; the run stops here")
-        return part, float(norm)
 
     def accumulate_gradients(self, mini_batch: MiniBatch) -> MetricSums | None:
         """Gradients of one mini-batch in main_grad, reduced over the ranks. Returns this rank's own metric sums, on the
         last stage."""
-        for stage in self.state.stages:
-            stage.zero_grad_buffer()
-        self.state.optimizer.zero_grad()
+        self.state.zero_gradients()
         return self._schedule.forward_backward(mini_batch, self._tokens, self.loss_config)
 
     def _tokens(self, batch: MicroBatch) -> TokenBatch:

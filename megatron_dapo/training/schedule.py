@@ -1,4 +1,4 @@
-"""Runs micro-batches through the model on Megatron's pipeline schedules, and takes answers from the log-prob head."""
+"""Runs micro-batches through a model on Megatron's pipeline schedules, and takes answers from its head."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -93,23 +93,43 @@ class Schedule:
         finish: Callable,
         forward_only: bool,
     ) -> list:
-        for stage in self.stages:
-            stage.train(not forward_only)
-
-        def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module):
-            batch = next(iterator)
-            if self.model.head is not None and stage is self.stages[-1]:
+        def give_task(batch: MicroBatch) -> None:
+            if self.model.head is not None:
                 self.model.head.task = task(batch)
-            output = stage(batch.tokens, batch.position_ids, None, packed_seq_params=packed_seq_params(batch))
-            return output, lambda answers, non_loss_data=False: finish(answers, batch)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in self.stages],
-            model=self.stages,
-            num_microbatches=len(batches),
-            seq_length=max(batch.tokens.size(1) for batch in batches),  # stages tell each other the real one
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        return run_micro_batches(self.stages, batches, finish, forward_only=forward_only, before_head=give_task)
+
+
+def run_micro_batches(
+    stages: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    finish: Callable[[Tensor, MicroBatch], object],
+    *,
+    forward_only: bool,
+    before_head: Callable[[MicroBatch], None] = lambda batch: None,
+) -> list:
+    """What `finish(head's output, micro-batch)` returns of every micro-batch, on the last stage.
+
+    With backward it returns Megatron's (loss sum, count, {}), and the gradient, divided by the global count, is added
+    to the parameters' main_grad. before_head: called before each pass through this rank's last chunk.
+    """
+    for stage in stages:
+        stage.train(not forward_only)
+
+    def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module):
+        batch = next(iterator)
+        if stage is stages[-1]:
+            before_head(batch)
+        output = stage(batch.tokens, batch.position_ids, None, packed_seq_params=packed_seq_params(batch))
+        return output, lambda answers, non_loss_data=False: finish(answers, batch)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in stages],
+        model=list(stages),
+        num_microbatches=len(batches),
+        seq_length=max(batch.tokens.size(1) for batch in batches),  # stages tell each other the real one
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )

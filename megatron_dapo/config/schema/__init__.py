@@ -23,6 +23,7 @@ from megatron_dapo.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from megatron_dapo.config.schema.base import Section
+from megatron_dapo.config.schema.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
 from megatron_dapo.config.schema.run import DataConfig, RewardConfig, TrainerConfig, WeightSyncConfig
 
 __all__ = [
@@ -30,6 +31,9 @@ __all__ = [
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
     "Config",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CriticOptimConfig",
     "DapoConfig",
     "DataConfig",
     "DynamicSamplingConfig",
@@ -54,6 +58,7 @@ class Config(Section):
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()

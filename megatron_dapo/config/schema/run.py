@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron_dapo.config.schema.base import PositiveFloat, PositiveInt, Section
+from megatron_dapo.config.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class DataConfig(Section):
@@ -69,6 +69,8 @@ class TrainerConfig(Section):
     """Trainer processes (GPUs) per node."""
     total_training_steps: PositiveInt = 100
     """Rollout steps of the run."""
+    critic_warmup: NonNegativeInt = 0
+    """Rollout steps at the beginning in which the critic alone is updated."""
     test_freq: int = -1
     """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
     logger: list[Literal["console", "jsonl", "tensorboard"]] = ["console", "jsonl", "tensorboard"]

@@ -1,0 +1,95 @@
+"""What the critic's keys demand of each other, of the actor's, and of the critic's own config.json."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
+from megatron_dapo.config.keys import known_keys, show
+from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, positions
+from megatron_dapo.config.model_folder import ModelFolder
+from megatron_dapo.config.schema import Config
+
+
+def without_a_critic(config: Config) -> Iterator[str]:
+    """Its keys do nothing then."""
+    if uses_critic(config):
+        return
+    for name, key in known_keys().items():
+        if name.startswith("critic.") or name == "trainer.critic_warmup":
+            value = _value(config, name)
+            if value != key.default:
+                yield (
+                    f"{name} is {show(value)}, but there is no critic while algorithm.adv_estimator is "
+                    f"{config.algorithm.adv_estimator}; set adv_estimator to gae, or remove {name}."
+                )
+
+
+def batching(config: Config) -> Iterator[str]:
+    if not uses_critic(config):
+        return
+    groups, sizes, critic = config.data.train_batch_size, critic_batching(config), config.critic
+    if critic.ppo_mini_batch_size and groups % critic.ppo_mini_batch_size:
+        yield (
+            f"critic.ppo_mini_batch_size is {critic.ppo_mini_batch_size}, which does not divide data.train_batch_size "
+            f"{groups}; choose a divisor of {groups}, or null for the actor's."
+        )
+    needed = longest_micro_batch_sample(config)
+    if critic.max_tokens_per_microbatch and sizes.max_tokens_per_microbatch < needed:
+        yield (
+            f"critic.max_tokens_per_microbatch is {sizes.max_tokens_per_microbatch}, too small for one sample of "
+            f"{needed} tokens (data.max_prompt_length {config.data.max_prompt_length} + data.max_response_length "
+            f"{config.data.max_response_length}, padded); raise it, or set null for the actor's."
+        )
+
+
+def schedule(config: Config) -> Iterator[str]:
+    if not uses_critic(config):
+        return
+    optim, trainer = config.critic.optim, config.trainer
+    if optim.min_lr > optim.lr:
+        yield f"critic.optim.min_lr is {optim.min_lr:g}, above critic.optim.lr {optim.lr:g}; lower it."
+    if optim.lr_warmup_steps >= trainer.total_training_steps:
+        yield (
+            f"critic.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but must be below trainer.total_training_steps "
+            f"{trainer.total_training_steps}, or the critic's learning rate never reaches its peak."
+        )
+    if trainer.critic_warmup >= trainer.total_training_steps:
+        yield (
+            f"trainer.critic_warmup is {trainer.critic_warmup}, but must be below trainer.total_training_steps "
+            f"{trainer.total_training_steps}, or the policy is never updated."
+        )
+
+
+def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
+    """A critic of another size than the actor's: the same demands, and the same tokens."""
+    path = config.critic.model.path
+    critic_json = _model_json(path) if path and uses_critic(config) else None
+    if critic_json is None:
+        return
+    for check in (divisible_by_tp, divisible_by_pp, positions):
+        yield from (f"critic.model.path {path}: {sentence}" for sentence in check(config, critic_json))
+    ours, theirs = actor_json.get("vocab_size"), critic_json.get("vocab_size")
+    if ours != theirs:
+        yield (
+            f"critic.model.path is {path}, whose vocab_size is {theirs}, but the actor's is {ours}: both must read the "
+            f"same tokens; choose a critic of the actor's family."
+        )
+
+
+def _model_json(path: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(ModelFolder.of(path).config_json.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _value(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+CRITIC_CHECKS = (without_a_critic, batching, schedule)
