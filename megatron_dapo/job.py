@@ -140,6 +140,7 @@ def running_job(config: Config) -> Iterator[Job]:
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
         vpp=megatron.virtual_pipeline_model_parallel_size,
+        ep=megatron.expert_model_parallel_size,
         sp=megatron.sequence_parallel,
         seed=config.trainer.seed,
         timeout_s=megatron.timeout_s,

@@ -13,6 +13,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
@@ -24,12 +26,13 @@ _FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
 def make_tiny(
     path: str | Path,
-    family: Literal["qwen2", "qwen3", "llama"],
+    family: Literal["qwen2", "qwen3", "llama", "qwen3_moe"],
     *,
     tied: bool = False,
     vocab: int = 64,
@@ -37,6 +40,9 @@ def make_tiny(
     hidden: int = 64,
     heads: int = 4,
     kv_heads: int = 2,
+    num_experts: int = 8,
+    experts_per_token: int = 2,
+    norm_topk_prob: bool = True,
     seed: int = 0,
 ) -> Path:
     """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`; returns the path.
@@ -45,6 +51,12 @@ def make_tiny(
     """
     path = Path(path)
     config_class, model_class = _FAMILIES[family]
+    mixture = dict(
+        num_experts=num_experts,
+        num_experts_per_tok=experts_per_token,
+        moe_intermediate_size=hidden // 2,
+        norm_topk_prob=norm_topk_prob,
+    )
     config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -58,6 +70,7 @@ def make_tiny(
         pad_token_id=PAD_ID,
         bos_token_id=None,
         eos_token_id=EOS_ID,
+        **(mixture if family == "qwen3_moe" else {}),
     )
     model = model_class(config).float()
     generator = torch.Generator().manual_seed(seed)

@@ -19,6 +19,7 @@ _FREE = (
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
     "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
     "actor_rollout_ref.actor.megatron.sequence_parallel",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size",
     "actor_rollout_ref.actor.megatron.use_distributed_optimizer",
     "actor_rollout_ref.actor.megatron.overlap_grad_reduce",
     "actor_rollout_ref.actor.megatron.recompute_granularity",

@@ -14,6 +14,7 @@ class Layout:
     vpp: int | None
     world: int
     ep: int = 1
+    ep: int = 1
 
     @property
     def dp(self) -> int:

@@ -39,6 +39,7 @@ def process_plan(config: Config) -> str:
 def _trainer(config: Config) -> Iterator[str]:
     sizes, trainer = layout(config), config.trainer
     parallel = f"TP {sizes.tp}, PP {sizes.pp}, DP {sizes.dp}"
+    parallel += f", EP {sizes.ep}" if sizes.ep > 1 else ""
     parallel += f", {sizes.vpp} chunks per stage" if sizes.vpp else ""
     parallel += ", sequence parallel" if config.actor_rollout_ref.actor.megatron.sequence_parallel else ""
     yield f"{_count(sizes.world, 'rank')} ({_count(trainer.nnodes, 'node')} x {trainer.n_procs_per_node}): {parallel}"

@@ -6,14 +6,14 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.config import MegatronConfig, ModelSpec, UserError
-from megatron_dapo.models.layers import RMSNorm, local_layer_spec
+from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary
+from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.platform import ParallelLayout, is_gpu, model_dtype
 
 
@@ -57,6 +57,7 @@ def build_model(
             chunk.output_layer = LogProbHead(chunk.output_layer, spec.vocab_size, head_chunk_size, fused_head)
         if is_gpu():
             chunk.cuda()
+        _mark_experts(chunk)
     return ModelParts(chunks, config, spec, use_te)
 
 
@@ -76,7 +77,33 @@ def _fp8(megatron: MegatronConfig) -> dict:
     return {} if megatron.fp8 == "none" else dict(fp8=megatron.fp8, fp8_recipe=megatron.fp8_recipe)
 
 
-def _recompute(megatron: MegatronConfig) -> dict:
+def _mark_experts(chunk: GPTModel) -> None:
+    """Experts are whole on their rank and have groups of their own to be reduced over. Megatron marks them so only
+    where EP > 1: with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
+    for parameter in expert_parameters(chunk):
+        parameter.allreduce = False
+        parameter.tensor_model_parallel = True  # no other rank of the groups that the norm is summed over has it
+
+
+def _mixture(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
+    """No token is dropped, and nothing but the policy's loss balances the load."""
+    if spec.mixture is None:
+        return {}
+    return dict(
+        num_moe_experts=spec.mixture.num_experts,
+        moe_router_topk=spec.mixture.experts_per_token,
+        moe_ffn_hidden_size=spec.ffn_size,
+        # softmax over the chosen experts alone is the softmax over all, divided by the sum of the chosen
+        moe_router_pre_softmax=not spec.mixture.norm_topk_prob,
+        moe_router_load_balancing_type="none",
+        moe_grouped_gemm=use_te,
+        moe_permute_fusion=use_te,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
     if megatron.recompute_granularity == "full":
         return dict(
             recompute_granularity="full",
@@ -84,7 +111,9 @@ def _recompute(megatron: MegatronConfig) -> dict:
             recompute_num_layers=megatron.recompute_num_layers,
         )
     if megatron.recompute_granularity == "selective":
-        return dict(recompute_granularity="selective", recompute_modules=list(megatron.recompute_modules))
+        names = {"mlp": "moe"} if spec.mixture else {}
+        modules = [names.get(name, name) for name in megatron.recompute_modules]
+        return dict(recompute_granularity="selective", recompute_modules=modules)
     return {}
 
 
@@ -121,7 +150,7 @@ def _transformer_config(
         perform_initialization=for_training,
         # micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # dense models have none, but the default one refuses the line above
+        moe_token_dispatcher_type="alltoall",  # for dense models too: the default one refuses the line above
         # the loss function returns (sum, count): Megatron divides the gradients by the global count, nothing else does
         calculate_per_token_loss=True,
         # fused paths need CUDA extensions; Transformer Engine brings its own
@@ -133,16 +162,23 @@ def _transformer_config(
         apply_rope_fusion=use_te,
         # interleaved pipelining on gloo and NCCL alike: separate sends and receives
         **(dict(overlap_p2p_comm=True, batch_p2p_comm=False) if layout.vpp else {}),
-        **_recompute(megatron),
+        **_mixture(spec, layout, use_te),
+        **_recompute(megatron, spec),
         **_fp8(megatron),
     )
 
 
 def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, vp_stage: int | None):
+    num_experts = spec.mixture.num_experts if spec.mixture else None
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=bool(num_experts), qk_layernorm=spec.qk_norm
+        )
+        if num_experts:
+            layer.submodules.mlp.submodules.router = Router
+        return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layer: ModuleSpec = local_layer_spec(spec.qk_norm, Rotary(spec, config))
+    layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, config))
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 

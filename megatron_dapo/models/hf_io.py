@@ -169,7 +169,7 @@ class _Export:
         """Tensor -> the rank that has it whole once it is gathered. The same on all ranks."""
         layout = self._layout
         gathered: list = [None] * layout.world_size
-        mine = list(self._mine) if (layout.dp_rank, layout.tp_rank) == (0, 0) else []
+        mine = list(self._mine) if layout.is_source else []
         dist.all_gather_object(gathered, mine, group=layout.cpu_group)
         return {name: rank for rank, names in enumerate(gathered) for name in names}
 
@@ -199,7 +199,7 @@ class _Export:
             for file, names in self._plan.files.items()
         }
         self.num_bytes = sum(spec.num_bytes for specs in tensors.values() for spec in specs)
-        if self._layout.dp_rank != 0:
+        if not self._layout.gathers:
             return
         owners = {file: [self._owner[spec.name] for spec in specs] for file, specs in tensors.items()}
         mine = {file for file, ranks in owners.items() if ranks[0] == self._layout.rank}

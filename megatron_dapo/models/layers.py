@@ -1,4 +1,4 @@
-"""The parts of a layer that Megatron has only through Transformer Engine: RMSNorm and packed attention."""
+"""The parts of a layer that Megatron has only through Transformer Engine: RMSNorm, packed attention, the router."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -102,11 +103,24 @@ class PackedAttention(MegatronModule):
         )  # fmt: skip
 
 
-def local_layer_spec(qk_norm: bool, rotary: Rotary) -> ModuleSpec:
-    """Megatron's layer without Transformer Engine, with the two parts above in their places. The attention rotates by
-    itself: the model around it is built without position embeddings."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+class Router(TopKRouter):
+    """Chooses the experts of a token and their weights.
+
+    Logits in the model's type, softmax over them and weights in float32, as Hugging Face and the servers compute them:
+    tokens between two experts fall alike. Megatron's own logits need Transformer Engine (megatron-core 0.16.1).
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight).float()
+
+
+def local_layer_spec(qk_norm: bool, num_experts: int | None, rotary: Rotary) -> ModuleSpec:
+    """Megatron's layer without Transformer Engine, with the parts above in their places. The attention rotates by
+    itself: the model around it is built without position embeddings. num_experts: none = dense."""
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
+    if num_experts:
+        layer.mlp.submodules.router = Router
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary})

@@ -4,9 +4,11 @@ Loading a checkpoint, exporting one and sending weights to the servers all go th
 
 A row's transform knows three things: along which axis tensor-parallel ranks hold slices of the HF tensors (`dim`; None:
 everybody holds all), how a rank's slices are joined into its Megatron shard, and how the shard is split into them.
-So a full HF tensor is always the concatenation of the ranks' slices along `dim`.
+So a full HF tensor is always the concatenation of the ranks' slices along `dim`. An expert is whole on the
+expert-parallel rank that has it, and absent on the others.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -45,6 +47,7 @@ ROWS = Transform(0, REPLICATED.join, REPLICATED.split)
 COLUMNS = Transform(1, REPLICATED.join, REPLICATED.split)
 QKV = Transform(0, _join_qkv, _split_qkv)
 GATE_UP = Transform(0, lambda parts, spec: torch.cat(parts), lambda shard, spec: list(shard.chunk(2)))
+WHOLE_GATE_UP = Transform(None, GATE_UP.join, GATE_UP.split)
 
 
 Shapes = Callable[[ModelSpec], list[tuple[int, ...]]]
@@ -53,7 +56,9 @@ Shapes = Callable[[ModelSpec], list[tuple[int, ...]]]
 @dataclass(frozen=True)
 class Row:
     """megatron: parameter name inside a chunk; alias: its name where Transformer Engine fuses the norm into the linear
-    layer. `{l}` stands for the layer. shapes: of the HF tensors, in their order. where: a condition on the model."""
+    layer, or all experts into one module. `{l}` stands for the layer, `{e}` for the expert: in a Megatron name counted
+    on its rank, in a Hugging Face name in the model. shapes: of the HF tensors, in their order. where: a condition on
+    the model."""
 
     megatron: str
     hf: tuple[str, ...]
@@ -65,6 +70,7 @@ class Row:
 
 _HF_LAYER = "model.layers.{l}."
 _QKV = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
+_HF_EXPERT = _HF_LAYER + "mlp.experts.{e}."
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -88,8 +94,24 @@ def _qkv(m: ModelSpec) -> list[tuple[int, ...]]:
     return [(*rows, m.hidden_size) for rows in _qkv_bias(m)]
 
 
+def _gate_up(m: ModelSpec) -> list[tuple[int, ...]]:
+    return [(m.ffn_size, m.hidden_size)] * 2
+
+
+def _down(m: ModelSpec) -> list[tuple[int, ...]]:
+    return [(m.hidden_size, m.ffn_size)]
+
+
+def _is_dense(m: ModelSpec) -> bool:
+    return m.mixture is None
+
+
+def _is_mixture(m: ModelSpec) -> bool:
+    return m.mixture is not None
+
+
 # fmt: off
-DENSE_DECODER = (
+DECODER = (
     Row("embedding.word_embeddings.weight", (EMBEDDING,), ROWS, _vocabulary),
     Row("decoder.layers.{l}.input_layernorm.weight", (_HF_LAYER + "input_layernorm.weight",), REPLICATED, _norm,
         alias="decoder.layers.{l}.self_attention.linear_qkv.layer_norm_weight"),
@@ -106,9 +128,16 @@ DENSE_DECODER = (
         _norm, alias="decoder.layers.{l}.mlp.linear_fc1.layer_norm_weight"),
     Row("decoder.layers.{l}.mlp.linear_fc1.weight",
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"), GATE_UP,
-        lambda m: [(m.ffn_size, m.hidden_size)] * 2),
-    Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS,
-        lambda m: [(m.hidden_size, m.ffn_size)]),
+        _gate_up, where=_is_dense),
+    Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS, _down,
+        where=_is_dense),
+    Row("decoder.layers.{l}.mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), REPLICATED,
+        lambda m: [(m.mixture.num_experts, m.hidden_size)], where=_is_mixture),
+    Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight",
+        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), WHOLE_GATE_UP, _gate_up, where=_is_mixture,
+        alias="decoder.layers.{l}.mlp.experts.linear_fc1.weight{e}"),
+    Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",),
+        REPLICATED, _down, where=_is_mixture, alias="decoder.layers.{l}.mlp.experts.linear_fc2.weight{e}"),
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _norm),
     Row("output_layer.weight", (LM_HEAD,), ROWS, _vocabulary, where=lambda m: not m.tied_embeddings),
     # tied, and the pipeline has several stages: the last one holds a copy of the embedding
@@ -117,49 +146,81 @@ DENSE_DECODER = (
 # fmt: on
 
 WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
-    "Qwen2ForCausalLM": DENSE_DECODER,
-    "Qwen3ForCausalLM": DENSE_DECODER,
-    "LlamaForCausalLM": DENSE_DECODER,
+    "Qwen2ForCausalLM": DECODER,
+    "Qwen3ForCausalLM": DECODER,
+    "LlamaForCausalLM": DECODER,
+    "Qwen3MoeForCausalLM": DECODER,
 }
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of the model."""
-    rows = [row for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
-    is_layer = ["{l}" in row.megatron for row in rows]
-    first, last = is_layer.index(True), len(rows) - is_layer[::-1].index(True)
-    layers = [(row, layer) for layer in range(spec.num_layers) for row in rows[first:last]]
-    ordered = [*((row, None) for row in rows[:first]), *layers, *((row, None) for row in rows[last:])]
+    rows: list[tuple[Row, dict[str, int]]] = [(row, {}) for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
+    if spec.mixture:
+        rows = _repeated(rows, "e", spec.mixture.num_experts)
     return {
-        name.format(l=layer): shape
-        for row, layer in ordered
+        name.format(**numbers): shape
+        for row, numbers in _repeated(rows, "l", spec.num_layers)
         for name, shape in zip(row.hf, row.shapes(spec), strict=True)
     }
 
 
+def _repeated(rows: list[tuple[Row, dict[str, int]]], what: str, number: int) -> list[tuple[Row, dict[str, int]]]:
+    """The rows, with those of a layer (or expert), which follow one another, once for each of them."""
+    is_inside = [f"{{{what}}}" in row.megatron for row, _ in rows]
+    first, last = is_inside.index(True), len(rows) - is_inside[::-1].index(True)
+    inside = [(row, {**numbers, what: i}) for i in range(number) for row, numbers in rows[first:last]]
+    return [*rows[:first], *inside, *rows[last:]]
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter of this rank and the HF tensors it holds slices of."""
+    """One Megatron parameter of this rank and the HF tensors it holds slices of.
+
+    is_copy: a second copy of a tensor that another stage owns: loaded, never exported. expert: which of the model's it
+    belongs to, if any, and num_local_experts: how many of them this rank has.
+    """
 
     parameter: torch.nn.Parameter
     hf_names: tuple[str, ...]
     transform: Transform
-    is_copy: bool  # a second copy of a tensor that another stage owns: loaded, never exported
+    is_copy: bool
+    expert: int | None = None
+    num_local_experts: int = 0
+
+    def hf_names_on(self, ep_rank: int) -> tuple[str, ...]:
+        """The names where this parameter lies on another expert-parallel rank."""
+        number = ep_rank * self.num_local_experts + self.expert % self.num_local_experts
+        return tuple(name.replace(f".experts.{self.expert}.", f".experts.{number}.") for name in self.hf_names)
 
 
 def _match(name: str, row: Row) -> bool:
     return name in (row.megatron, row.alias)
 
 
-def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-    """(name with `{l}` for the layer, layer's number in the whole model, parameter)."""
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
+
+
+def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, dict[str, int], list[int], torch.nn.Parameter]]:
+    """(name with `{l}` for the layer and `{e}` for the expert, their numbers in the whole model, numbers of all experts
+    of this rank, parameter)."""
     for name, parameter in chunk.named_parameters():
-        if name.startswith("decoder.layers."):
-            local, _, rest = name.removeprefix("decoder.layers.").partition(".")
-            layer = chunk.decoder.layers[int(local)].layer_number - 1  # Megatron numbers layers from 1
-            yield f"decoder.layers.{{l}}.{rest}", layer, parameter
-        else:
-            yield name, None, parameter
+        if not name.startswith("decoder.layers."):
+            yield name, {}, [], parameter
+            continue
+        local, _, rest = name.removeprefix("decoder.layers.").partition(".")
+        layer = chunk.decoder.layers[int(local)]
+        numbers, experts = {"l": layer.layer_number - 1}, []  # Megatron numbers layers from 1
+        if found := _EXPERT.search(rest):
+            experts = layer.mlp.local_expert_indices
+            numbers["e"] = experts[int(found[0])]
+            rest = _EXPERT.sub("{e}", rest)
+        yield f"decoder.layers.{{l}}.{rest}", numbers, experts, parameter
+
+
+def expert_parameters(chunk: GPTModel) -> Iterator[torch.nn.Parameter]:
+    """Those that belong to one expert."""
+    return (parameter for _, numbers, _, parameter in _named_parameters(chunk) if "e" in numbers)
 
 
 def weight_entries(chunks: list[GPTModel], spec: ModelSpec) -> list[Entry]:
@@ -167,9 +228,10 @@ def weight_entries(chunks: list[GPTModel], spec: ModelSpec) -> list[Entry]:
     rows = [row for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
     entries = []
     for chunk in chunks:
-        for name, layer, parameter in _named_parameters(chunk):
+        for name, numbers, experts, parameter in _named_parameters(chunk):
             row = next((row for row in rows if _match(name, row)), None)
             assert row is not None, f"parameter {name} has no row in the weight map of {spec.family}"
             is_copy = name == "output_layer.weight" and spec.tied_embeddings
-            entries.append(Entry(parameter, tuple(hf.format(l=layer) for hf in row.hf), row.transform, is_copy))
+            names = tuple(hf.format(**numbers) for hf in row.hf)
+            entries.append(Entry(parameter, names, row.transform, is_copy, numbers.get("e"), len(experts)))
     return entries

@@ -1,5 +1,6 @@
 """This pipeline stage's weights as full Hugging Face tensors: for the servers, and for a checkpoint."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,13 +16,17 @@ from megatron_dapo.platform import ParallelLayout
 
 @dataclass(frozen=True)
 class _Slot:
+    """part: which of the entry's HF tensors. owner: expert-parallel rank that has it, where it is of an expert; entry
+    is then the one in its place here."""
+
     entry: Entry
-    part: int  # which of the entry's HF tensors
+    part: int
     local_shape: tuple[int, ...]
+    owner: int | None
 
 
 class WeightSource:
-    """specs(): the tensors of this stage, the same on all its tensor-parallel ranks. gather(): their values.
+    """specs(): the tensors of this stage, the same on all its ranks. gather(): their values.
 
     value: what is gathered of each parameter, of its shape (the weights themselves; or their gradients).
     """
@@ -38,10 +43,14 @@ class WeightSource:
         for entry in weight_entries(model.chunks, model.spec):
             if entry.is_copy:
                 continue
-            for part, local in enumerate(entry.transform.split(entry.parameter.detach(), model.spec)):
-                name = entry.hf_names[part]
-                self._slots[name] = _Slot(entry, part, tuple(local.shape))
-                self._specs.append(TensorSpec(name, self._full_shape(entry, tuple(local.shape), name), local.dtype))
+            locals_ = entry.transform.split(entry.parameter.detach(), model.spec)
+            # experts of different ranks beside one another: so each bucket comes from all of them
+            for owner in [None] if entry.expert is None else range(layout.ep):
+                names = entry.hf_names if owner is None else entry.hf_names_on(owner)
+                for part, (name, local) in enumerate(zip(names, locals_, strict=True)):
+                    shape = tuple(local.shape)
+                    self._slots[name] = _Slot(entry, part, shape, owner)
+                    self._specs.append(TensorSpec(name, self._full_shape(entry, shape, name), local.dtype))
 
     def _full_shape(self, entry: Entry, local: tuple[int, ...], name: str) -> tuple[int, ...]:
         shape = list(local)
@@ -56,26 +65,49 @@ class WeightSource:
 
     @torch.no_grad()
     def gather(self, specs: list[TensorSpec]) -> list[Tensor] | None:
-        """Full tensors on tensor-parallel rank 0, None on the others. Collective over the tensor-parallel group.
+        """Full tensors on the stage's source rank, None on the others. Collective over its ranks that gather
+        (`layout.gathers`); the others may call it, which does nothing.
 
-        All local slices travel in one flat all-gather; replicated tensors do not travel.
+        All slices travel in one flat all-gather, other ranks' experts in one all-to-all; the rest does not travel.
         """
-        slots = [self._slots[spec.name] for spec in specs]
-        split = {id(slot.entry): self._split(slot.entry) for slot in slots}  # q, k and v come from one parameter
-        local = [split[id(slot.entry)][slot.part] for slot in slots]
-        if self._layout.tp == 1:
-            return [tensor[: spec.shape[0]] for tensor, spec in zip(local, specs, strict=True)]
-        cut = [i for i, slot in enumerate(slots) if slot.entry.transform.dim is not None]
-        ranks = self._exchange([local[i] for i in cut])
-        if self._layout.tp_rank != 0:
+        layout = self._layout
+        if not layout.gathers:
             return None
-        full = dict(enumerate(local))
-        for i, slices in zip(cut, ranks, strict=True):
-            full[i] = torch.cat(slices, dim=slots[i].entry.transform.dim)[: specs[i].shape[0]]
-        return [full[i] for i in range(len(specs))]
+        slots = [self._slots[spec.name] for spec in specs]
+        here = [i for i, slot in enumerate(slots) if slot.owner in (None, layout.ep_rank)]
+        split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
+        full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
+        if layout.tp > 1 and layout.dp_rank == 0:
+            cut = [i for i, slot in enumerate(slots) if slot.entry.transform.dim is not None]
+            for i, slices in zip(cut, self._exchange([full[i] for i in cut]), strict=True):
+                full[i] = torch.cat(slices, dim=slots[i].entry.transform.dim)
+        if layout.ep > 1 and layout.stage_rank < layout.ep:
+            experts = [i for i, slot in enumerate(slots) if slot.owner is not None]
+            full |= self._fetch({i: slots[i] for i in experts}, full)
+        if not layout.is_source:
+            return None
+        return [full[i][: spec.shape[0]] for i, spec in enumerate(specs)]
 
     def _split(self, entry: Entry) -> list[Tensor]:
         return entry.transform.split(self._value(entry.parameter), self._model.spec)
+
+    def _fetch(self, slots: dict[int, _Slot], here: dict[int, Tensor]) -> dict[int, Tensor]:
+        """On the source rank the tensors of the slots that are not here, from the ranks that have them."""
+        if not slots:
+            return {}
+        ep, is_source = self._layout.ep, self._layout.is_source
+        by_owner = [[i for i, slot in slots.items() if slot.owner == rank] for rank in range(ep)]
+        mine = [] if is_source else [here[i].reshape(-1) for i in by_owner[self._layout.ep_rank]]
+        like = self._value(next(iter(slots.values())).entry.parameter)
+        flat = torch.cat(mine) if mine else like.new_empty(0)
+        wanted = [i for rank in range(1, ep) for i in by_owner[rank]] if is_source else []
+        lengths = {i: math.prod(slots[i].local_shape) for i in wanted}
+        counts = [sum(lengths.get(i, 0) for i in indices) for indices in by_owner]
+        received = like.new_empty(sum(counts))
+        to_source = [flat.numel(), *[0] * (ep - 1)]
+        dist.all_to_all_single(received, flat, counts, to_source, group=self._layout.ep_group)
+        parts = received.split([lengths[i] for i in wanted])
+        return {i: part.view(slots[i].local_shape) for i, part in zip(wanted, parts, strict=True)}
 
     def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """For each tensor its slices on all ranks, in rank order."""

@@ -65,6 +65,20 @@ def _fork_cpu_generator(original: Callable) -> Callable:
     return fork
 
 
+class _HostStream(torch.cpu.Stream):
+    """Work on it is done when it was asked for."""
+
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
+def _move_to_host(original: Callable) -> Callable:
+    def move(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return move
+
+
 # fmt: off
 ADAPTATIONS = (
     Adaptation("torch.cuda.current_device", "tensor factories: device=torch.cuda.current_device()",
@@ -73,6 +87,10 @@ ADAPTATIONS = (
                lambda original: lambda device=None: None),
     Adaptation("torch.cuda.current_stream", "gradient reduction asks for the stream it runs on (megatron-core 0.19)",
                lambda original: lambda device=None: torch.cpu.current_stream()),
+    Adaptation("torch.cuda.Stream", "the dispatcher of tokens to experts copies their counts on a stream of its own",
+               lambda original: _HostStream),
+    Adaptation("torch.cuda.stream", "the dispatcher enters that stream",
+               lambda original: lambda stream: torch.cpu.stream(stream)),
     Adaptation("torch.cuda.manual_seed", "model_parallel_cuda_manual_seed seeds the generator of dropout and init",
                lambda original: lambda seed: torch.manual_seed(seed)),
     Adaptation("torch.cuda.get_rng_state", "activation recompute restores the generator",
@@ -90,6 +108,8 @@ ADAPTATIONS = (
                lambda original: lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)),
     Adaptation("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
                "upstream warns on every use that the CPU generator changed: here it should", _fork_cpu_generator),
+    Adaptation("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+               "counts become the numbers that an all-to-all takes only on their way from a GPU", _move_to_host),
 )
 # fmt: on
 
@@ -116,7 +136,8 @@ def _import_megatron_without_compiling() -> None:
             warnings.simplefilter("ignore")
             import megatron.core
             import megatron.core.jit
-            import megatron.core.tensor_parallel.random  # noqa: F401  the generators adapted below
+            import megatron.core.tensor_parallel.random  # the generators adapted below
+            import megatron.core.transformer.moe.token_dispatcher  # noqa: F401  adapted below
     finally:
         torch.compile = compile_
     megatron.core.jit.disable_jit_fuser()

@@ -15,8 +15,10 @@ from megatron_dapo.platform.device import collective_backend, device, is_gpu, pr
 class ParallelLayout:
     """Sizes and ranks of tensor (tp), pipeline (pp, virtual vpp), data (dp) parallelism; sp = sequence parallel.
 
-    tp_group, dp_group, pp_group: Megatron's groups. cpu_group: all ranks over gloo, for Python objects and for
-    collectives that wait for the rollout.
+    ep: expert parallelism. The experts of a mixture are spread over ep neighbouring ranks of a stage, of its tp x dp,
+    and are the same in each of its expert_dp such groups; none of them is cut.
+    tp_group, dp_group, pp_group, ep_group: Megatron's groups. cpu_group: all ranks over gloo, for Python objects and
+    for collectives that wait for the rollout.
     """
 
     rank: int
@@ -33,6 +35,8 @@ class ParallelLayout:
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
+    ep: int = 1
+    ep_group: dist.ProcessGroup | None = None
 
     @property
     def is_last_stage(self) -> bool:
@@ -51,6 +55,34 @@ class ParallelLayout:
     def num_model_chunks(self) -> int:
         return self.vpp or 1
 
+    @property
+    def stage_rank(self) -> int:
+        """Place among the tp x dp ranks of the stage."""
+        return self.dp_rank * self.tp + self.tp_rank
+
+    @property
+    def ep_rank(self) -> int:
+        return self.stage_rank % self.ep
+
+    @property
+    def expert_dp(self) -> int:
+        """How many ranks hold the same experts."""
+        return self.tp * self.dp // self.ep
+
+    @property
+    def expert_dp_rank(self) -> int:
+        return self.stage_rank // self.ep
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank has the stage's weights whole, once they are gathered."""
+        return self.stage_rank == 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether this rank takes part in gathering the stage's weights: all slices and all experts are there once."""
+        return self.stage_rank < max(self.tp, self.ep)
+
     def coordinates(self) -> tuple[int, int, int]:
         """(dp_rank, pp_rank, tp_rank)."""
         return self.dp_rank, self.pp_rank, self.tp_rank
@@ -62,6 +94,7 @@ class ParallelLayout:
         tp: int = 1,
         pp: int = 1,
         vpp: int | None = None,
+        ep: int = 1,
         sp: bool = False,
         seed: int = 1,
         timeout_s: float = 600.0,
@@ -88,6 +121,8 @@ class ParallelLayout:
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vpp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
         torch.manual_seed(seed)
@@ -107,6 +142,8 @@ class ParallelLayout:
             pp_group=parallel_state.get_pipeline_model_parallel_group(),
             dp_group=parallel_state.get_data_parallel_group(),
             cpu_group=cpu_group,
+            ep=ep,
+            ep_group=parallel_state.get_expert_model_parallel_group(),
         )
 
     def gather(self, mine: Any) -> list:

@@ -35,7 +35,7 @@ class StepDistributor:
         self._dp_rank_of = [dp_rank for dp_rank, _, _ in layout.all_coordinates()]
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
-            ffn_size=spec.ffn_size,
+            ffn_size=spec.active_ffn_size,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,

@@ -123,7 +123,8 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     with pytest.raises(AttributeError, match="post_process"):  # of None, the model that is not built here
         build_model(read_model_spec(model_path), layout, megatron)
     (((config, layer), options),) = asked
-    assert layer == ("its layer", {"qk_layernorm": True}) and options["position_embedding_type"] == "rope"
+    assert layer == ("its layer", {"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False})
+    assert options["position_embedding_type"] == "rope"
     assert config.apply_rope_fusion and config.normalization == "RMSNorm" and not config.fp8_param
     assert config.fp8 == (None if kind == "none" else kind)
     assert kind == "none" or config.fp8_recipe == megatron.fp8_recipe

@@ -52,6 +52,8 @@ class MegatronConfig(Section):
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and main weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
