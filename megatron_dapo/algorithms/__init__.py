@@ -35,11 +35,18 @@ from megatron_dapo.algorithms.metrics import (
 from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
 from megatron_dapo.algorithms.policy_loss import OFF_POLICY_LOSSES, Clip, LossSums, OffPolicy, policy_loss
 from megatron_dapo.algorithms.reward_shaping import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
-from megatron_dapo.algorithms.value_loss import VALUE_LOSSES, explained_variance_sums, value_loss
+from megatron_dapo.algorithms.value_loss import (
+    EXPLAINED_VARIANCE_SUMS,
+    VALUE_LOSSES,
+    VALUE_SUMS,
+    explained_variance_sums,
+    value_loss,
+)
 from megatron_dapo.algorithms.whitening import mean_and_variance, moments, whiten
 
 __all__ = [
     "AGGREGATIONS",
+    "EXPLAINED_VARIANCE_SUMS",
     "FILTER_METRICS",
     "FILTER_MODES",
     "GROUP_ESTIMATORS",
@@ -49,6 +56,7 @@ __all__ = [
     "TOKEN_ESTIMATORS",
     "TRUNCATION_MODES",
     "VALUE_LOSSES",
+    "VALUE_SUMS",
     "AdaptiveKLController",
     "Clip",
     "FixedKLController",

@@ -18,8 +18,8 @@ def _explained_variance(mean: float, square: float, residual: float, residual_sq
 # Metrics computed from finished means: name -> (means it needs, function). Means named with a leading "_" are dropped.
 DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
     "actor/rollout_ess": (("_rollout_weight", "_rollout_weight_squared"), lambda mean, square: mean**2 / square),
-    "critic/vf_explained_var": (
-        ("critic/returns/mean", "_return_squared", "_residual", "_residual_squared"),
+    "critic/explained_variance": (
+        ("critic/return_mean", "_return_squared", "_residual", "_residual_squared"),
         _explained_variance,
     ),
 }

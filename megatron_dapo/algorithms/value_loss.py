@@ -13,8 +13,8 @@ VALUE_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "l2": lambda values, returns: (values - returns).square(),
     "huber": lambda values, returns: F.huber_loss(values, returns, reduction="none"),  # delta 1
 }
-VALUE_SUMS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
-EXPLAINED_VARIANCE_SUMS = ("critic/returns/mean", "_return_squared", "_residual", "_residual_squared")
+VALUE_SUMS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/value_mean")
+EXPLAINED_VARIANCE_SUMS = ("critic/return_mean", "_return_squared", "_residual", "_residual_squared")
 
 
 def value_loss(
@@ -35,7 +35,7 @@ def value_loss(
 
     All of one shape; weights and count from `token_weights` (all ones and the number of steps: their sum). Where
     weights are 0 neither values nor NaN leak, and gradients are 0. Gradient flows through values alone.
-    Sums: vf_loss per `count`; vf_clipfrac (where the clipped branch is the larger) and vpred_mean per counted token.
+    Sums: vf_loss per `count`; vf_clipfrac (where the clipped branch is the larger) and value_mean per counted token.
     """
     counted = weights != 0
     values = torch.where(counted, values, 0)
@@ -57,7 +57,7 @@ def value_loss(
 
 
 def explained_variance_sums(values: Tensor, returns: Tensor, counted: Tensor) -> Sums:
-    """What `finalize` makes critic/vf_explained_var = 1 - Var(R - V) / Var(R) of (0 where all returns are equal), and
+    """What `finalize` makes critic/explained_variance = 1 - Var(R - V) / Var(R) of (0 where all returns are equal), and
     the mean return. values: before the update, without gradient; all of one shape, counted: bool."""
     returns, residual = returns.double(), (returns - values).double()
     rows = (returns, returns.square(), residual, residual.square())

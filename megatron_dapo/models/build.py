@@ -1,4 +1,4 @@
-"""Builds this rank's part of a model: Megatron's GPTModel with our layer parts and the log-prob head."""
+"""Builds this rank's part of a model: Megatron's GPTModel with our layer parts, and a log-prob or a value head."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from megatron_dapo.config import MegatronConfig, ModelSpec, UserError
 from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary
+from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.platform import ParallelLayout, is_gpu, model_dtype
 
@@ -27,8 +28,8 @@ class ModelParts:
     uses_transformer_engine: bool
 
     @property
-    def head(self) -> LogProbHead | None:
-        """The log-prob head, on the last pipeline stage."""
+    def head(self) -> LogProbHead | ValueHead | None:
+        """What answers, on the last pipeline stage."""
         last = self.chunks[-1]
         return last.output_layer if last.post_process else None
 
@@ -42,7 +43,8 @@ def build_model(
     fused_head: bool = True,
     for_training: bool = True,
 ) -> ModelParts:
-    """This rank's part with meaningless values, on its device; load weights next (`load_hf_weights`).
+    """This rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a critic's
+    spec: with a value head, which is 0.
 
     for_training: false saves time and memory where there will be no gradients.
     """
@@ -53,7 +55,9 @@ def build_model(
         for stage in range(layout.num_model_chunks)
     ]
     for chunk in chunks:
-        if chunk.post_process:
+        if chunk.post_process and spec.value_head:
+            chunk.output_layer = ValueHead(config, chunk.output_layer.tp_group)
+        elif chunk.post_process:
             chunk.output_layer = LogProbHead(chunk.output_layer, spec.vocab_size, head_chunk_size, fused_head)
         if is_gpu():
             chunk.cuda()

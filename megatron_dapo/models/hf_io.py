@@ -21,7 +21,7 @@ from megatron_dapo.models.safetensors_files import (
     TensorSpec,
     byte_view,
 )
-from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, Entry, hf_tensors, weight_entries
+from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, VALUE_HEAD, Entry, hf_tensors, weight_entries
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform import ParallelLayout, tell, together
 
@@ -39,13 +39,16 @@ Progress = Callable[[int, int], None]
 def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
     """Raises UserError where the tensors of a checkpoint are not exactly those of its model.
 
-    Allowed besides: a second copy of a tied embedding, when it is one, and the tables of old rotary embeddings.
+    Allowed besides: a second copy of a tied embedding, when it is one, and the tables of old rotary embeddings. A
+    critic may start from the body of a policy, whose head it leaves: its own may be missing, and is then new.
     """
 
     def may_have(name: str) -> bool:
-        return name.endswith(".rotary_emb.inv_freq") or (spec.tied_embeddings and name == LM_HEAD)
+        is_unused_head = name == LM_HEAD and (spec.tied_embeddings or spec.value_head)
+        return name.endswith(".rotary_emb.inv_freq") or is_unused_head
 
-    folder.check(hf_tensors(spec), may_have)
+    expected = {name: shape for name, shape in hf_tensors(spec).items() if not _is_new(name, folder)}
+    folder.check(expected, may_have)
     if spec.tied_embeddings and LM_HEAD in folder.names and not folder.equal(LM_HEAD, EMBEDDING):
         raise UserError(
             f"{folder.path}: config.json says tie_word_embeddings, but {LM_HEAD} differs from {EMBEDDING}; set "
@@ -56,6 +59,10 @@ def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
 def exportable(spec: ModelSpec) -> set[str]:
     """Names of the tensors that `export_hf` can write: the model's, and a tied head, which is the embedding."""
     return {*hf_tensors(spec), LM_HEAD}
+
+
+def _is_new(name: str, folder: SafetensorsFolder) -> bool:
+    return name in VALUE_HEAD and name not in folder.names
 
 
 def _read_entry(folder: SafetensorsFolder, entry: Entry, model: ModelParts, layout: ParallelLayout) -> Tensor:
@@ -77,6 +84,7 @@ def load_hf_weights(
     folder = path if isinstance(path, SafetensorsFolder) else SafetensorsFolder(path)
     check_hf_weights(folder, model.spec)
     entries = weight_entries(model.chunks, model.spec)
+    entries = [entry for entry in entries if not _is_new(entry.hf_names[0], folder)]
     done, total = 0, sum(entry.parameter.nbytes for entry in entries)
     for entry in entries:
         try:

@@ -72,6 +72,7 @@ _HF_LAYER = "model.layers.{l}."
 _QKV = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
 _HF_EXPERT = _HF_LAYER + "mlp.experts.{e}."
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD = ("score.weight", "score.bias")  # as in Hugging Face's token classification with one label
 
 
 def _norm(m: ModelSpec) -> list[tuple[int, ...]]:
@@ -139,7 +140,11 @@ DECODER = (
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",),
         REPLICATED, _down, where=_is_mixture, alias="decoder.layers.{l}.mlp.experts.linear_fc2.weight{e}"),
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _norm),
-    Row("output_layer.weight", (LM_HEAD,), ROWS, _vocabulary, where=lambda m: not m.tied_embeddings),
+    Row("output_layer.weight", VALUE_HEAD[:1], REPLICATED, lambda m: [(1, m.hidden_size)],
+        where=lambda m: m.value_head),
+    Row("output_layer.bias", VALUE_HEAD[1:], REPLICATED, lambda m: [(1,)], where=lambda m: m.value_head),
+    Row("output_layer.weight", (LM_HEAD,), ROWS, _vocabulary,
+        where=lambda m: not (m.tied_embeddings or m.value_head)),
     # tied, and the pipeline has several stages: the last one holds a copy of the embedding
     Row("output_layer.weight", (EMBEDDING,), ROWS, _vocabulary, where=lambda m: m.tied_embeddings),
 )

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from megatron_dapo.algorithms import TokenBatch, finalize, metric_names, token_weights, unstack_maxima, unstack_sums
 from megatron_dapo.config import Config, needs_old_log_probs
 from megatron_dapo.data import MicroBatch
@@ -67,7 +65,9 @@ class Policy:
             for mini_batch in mini_batches:
                 parts.append(self.accumulate_gradients(mini_batch))
                 norms.append(self.state.step())
-        metrics = self._reduce(MetricSums.together(parts))
+        sizes = tuple(map(len, metric_names(self.loss_config)))
+        device = next(self.model.chunks[0].parameters()).device
+        metrics = self.metrics_of(MetricSums.over_ranks(MetricSums.together(parts), sizes, self.layout, device))
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.state.lr
         metrics["actor/num_optimizer_steps"] = float(len(norms))
@@ -97,15 +97,6 @@ class Policy:
         """Named means and maxima."""
         sum_names, max_names = metric_names(self.loss_config)
         return finalize(unstack_sums(part.sums.cpu(), sum_names), unstack_maxima(part.maxima.cpu(), max_names))
-
-    def _reduce(self, part: MetricSums | None) -> dict[str, float]:
-        """Each token once: the last stage's first tensor-parallel rank of every data-parallel rank contributes."""
-        if part is None or self.layout.tp_rank != 0:
-            device = next(self.model.chunks[0].parameters()).device
-            part = MetricSums.zeros(*map(len, metric_names(self.loss_config)), device)
-        dist.all_reduce(part.sums)
-        dist.all_reduce(part.maxima, op=dist.ReduceOp.MAX)
-        return self.metrics_of(part)
 
 
 def with_log_probs(schedule: Schedule, mini_batches: Sequence[MiniBatch], which: str) -> list[MiniBatch]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from megatron_dapo.algorithms import LossConfig, TokenBatch
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import HeadTask, ModelParts
+from megatron_dapo.platform import ParallelLayout
 
 
 def packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:
@@ -39,6 +41,20 @@ class MetricSums(NamedTuple):
         if not parts:
             return None
         return cls(torch.stack([p.sums for p in parts]).sum(0), torch.stack([p.maxima for p in parts]).amax(0))
+
+    @classmethod
+    def over_ranks(
+        cls, part: "MetricSums | None", sizes: tuple[int, int], layout: ParallelLayout, device: torch.device
+    ) -> "MetricSums":
+        """Each token once: the last stage's first tensor-parallel rank of every data-parallel rank contributes.
+
+        sizes: numbers of sums and maxima. Collective over all ranks, and the same on all of them.
+        """
+        if part is None or layout.tp_rank != 0:
+            part = cls.zeros(*sizes, device)
+        dist.all_reduce(part.sums)
+        dist.all_reduce(part.maxima, op=dist.ReduceOp.MAX)
+        return part
 
 
 @dataclass(frozen=True)
