@@ -1,0 +1,125 @@
+"""The critic: values of every counted token, and one optimizer step of the value loss per mini-batch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.algorithms import (
+    EXPLAINED_VARIANCE_SUMS,
+    VALUE_SUMS,
+    explained_variance_sums,
+    finalize,
+    stack_sums,
+    token_weights,
+    unstack_sums,
+    value_loss,
+)
+from megatron_dapo.config import Config, critic_batching, critic_path
+from megatron_dapo.data import MicroBatch
+from megatron_dapo.models import build_model, load_hf_weights, read_model_spec
+from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.training.distribute import StepShard
+from megatron_dapo.training.optimizer import make_training_state
+from megatron_dapo.training.policy import MiniBatch, WeightLoader
+from megatron_dapo.training.schedule import MetricSums, run_micro_batches
+
+_SUMS = (*VALUE_SUMS, *EXPLAINED_VARIANCE_SUMS)
+
+
+class Critic:
+    """A model with a value head in the actor's layout, with an optimizer of its own.
+
+    Every method is collective over all ranks. The critic cuts a rank's share of the samples into micro-batches of its
+    own (`StepShard.critic_mini_batches`); values and returns go from one cut to the other sample by sample.
+    """
+
+    def __init__(self, config: Config, layout: ParallelLayout, load: WeightLoader = load_hf_weights) -> None:
+        megatron, path = config.actor_rollout_ref.actor.megatron, critic_path(config)
+        self.layout = layout
+        self.model = build_model(read_model_spec(path).as_critic(), layout, megatron)
+        load(self.model, path, layout)
+        self.state = make_training_state(self.model, megatron, config.critic.optim, config.trainer.total_training_steps)
+        self._config = config.critic
+        self._num_epochs = critic_batching(config).ppo_epochs
+
+    @torch.no_grad()
+    def score(self, shard: StepShard) -> StepShard:
+        """The shard with values in the actor's micro-batches: on the last stage, as all that the loss needs."""
+        batches = [batch for mini_batch in shard.critic_mini_batches for batch in mini_batch]
+
+        def finish(answers: Tensor, batch: MicroBatch) -> Tensor:
+            return torch.where(batch.loss_mask != 0, answers[..., 0], 0.0)
+
+        answers = run_micro_batches(self.state.stages, batches, finish, forward_only=True)
+        if self.model.head is None:
+            return shard
+        values = _by_sample(zip(batches, answers, strict=True))
+        return shard.with_mini_batches(
+            [[replace(batch, values=batch.from_samples(values)) for batch in mini] for mini in shard.mini_batches]
+        )
+
+    def update(self, shard: StepShard) -> dict[str, float]:
+        """One optimizer step per mini-batch and epoch, towards the shard's returns. The critic's metrics over all of
+        them, on every rank; explained_variance is of the values before the update."""
+        self.state.lr_schedule.step(increment=1)
+        parts, norms = [], []
+        mini_batches = self.with_targets(shard)
+        for _ in range(self._num_epochs):
+            for mini_batch in mini_batches:
+                parts.append(self.accumulate_gradients(mini_batch))
+                norms.append(self.state.step())
+        metrics = self.metrics_of(MetricSums.together(parts))
+        metrics["critic/grad_norm"] = sum(norms) / len(norms)
+        metrics["critic/lr"] = self.state.lr
+        return metrics
+
+    def with_targets(self, shard: StepShard) -> list[MiniBatch]:
+        """The critic's mini-batches with the old values and returns of the actor's, where the loss is: on the last
+        stage."""
+        if self.model.head is None:
+            return shard.critic_mini_batches
+        batches = [batch for mini_batch in shard.mini_batches for batch in mini_batch]
+        values = _by_sample((batch, batch.values) for batch in batches)
+        returns = _by_sample((batch, batch.returns) for batch in batches)
+
+        def filled(batch: MicroBatch) -> MicroBatch:
+            return replace(batch, values=batch.from_samples(values), returns=batch.from_samples(returns))
+
+        return [[filled(batch) for batch in mini_batch] for mini_batch in shard.critic_mini_batches]
+
+    def accumulate_gradients(self, mini_batch: MiniBatch) -> MetricSums | None:
+        """Gradients of one mini-batch in main_grad, reduced over the ranks: of the mean over its counted tokens.
+        Returns this rank's own metric sums, on the last stage."""
+        self.state.zero_gradients()
+        parts: list[MetricSums] = []
+
+        def finish(answers: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
+            loss_sum, count, part = self._loss(answers[..., 0], batch)
+            parts.append(part)
+            return loss_sum, count.int(), {}
+
+        run_micro_batches(self.state.stages, mini_batch, finish, forward_only=False)
+        return MetricSums.together(parts)
+
+    def _loss(self, values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
+        """(summed loss, tokens, metric sums) of one micro-batch."""
+        weights, count = token_weights("token-mean", batch.loss_mask, batch.segment_ids, batch.num_segments, 1)
+        clip, kind = self._config.cliprange_value, self._config.loss_type
+        loss = value_loss(values, batch.values, batch.returns, weights, count, clip=clip, loss_type=kind)
+        sums = loss.sums | explained_variance_sums(batch.values, batch.returns, weights != 0)
+        no_maxima = values.new_zeros(0, dtype=torch.float64)
+        part = MetricSums(stack_sums(sums, _SUMS, values.device), no_maxima)
+        return self._config.value_loss_coef * loss.loss_sum, count, part
+
+    def metrics_of(self, part: MetricSums | None) -> dict[str, float]:
+        """Named means, over all ranks."""
+        device = next(self.model.chunks[0].parameters()).device
+        part = MetricSums.over_ranks(part, (len(_SUMS), 0), self.layout, device)
+        return finalize(unstack_sums(part.sums.cpu(), _SUMS))
+
+
+def _by_sample(pairs: Iterator[tuple[MicroBatch, Tensor]]) -> dict[int, Tensor]:
+    """sample_id -> [L], of (micro-batch, values of the shape of its tokens)."""
+    return {sample: cut for batch, values in pairs for sample, cut in batch.by_sample(values).items()}
