@@ -5,16 +5,10 @@ sampling is not repeatable. What of the rollout a checkpoint keeps is the real b
 """
 
 import json
-import random
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -22,8 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launch.local import run_local
 from megatron_dapo.checkpointing import CONTROLLER_STATE, newest_first, read_trainer_state, verify, write_manifest
-from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate, to_yaml
-from tests.helpers import REPOSITORY
+from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate
 from tests.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -176,72 +169,3 @@ def test_a_model_without_its_optimizer_is_taken_only_where_that_is_accepted(whol
     told = capfd.readouterr().out
     assert f"Resumed after step {NUM_STEPS}" in told and "not restored: optimizer and generators" in told
     assert model.read_bytes() == trained
-
-
-NUM_KILLS = 3
-
-
-def test_a_killed_trainer_goes_on_from_its_newest_checkpoint(given, tmp_path):
-    """kill -9 of one rank or both at random moments, a checkpoint after every step; many more kills of the same writer
-    are in tests/unit/test_resume.py."""
-    run, moments, num_steps = RunFolder(tmp_path / "run"), random.Random(3), 1000
-    for step in range(1, num_steps + 1):
-        batch_file(tmp_path / "batches", step).parent.mkdir(exist_ok=True)
-        batch_file(tmp_path / "batches", step).touch()
-    constant = "actor_rollout_ref.actor.optim.lr_decay_style=constant"
-    overrides = [f"trainer.replay={tmp_path / 'batches'}", f"trainer.total_training_steps={num_steps}", constant]
-    config = config_of(given, run.path, "trainer.save_interval=1", "trainer.keep_last=3", *overrides)
-    newest = 0
-    for kill in range(NUM_KILLS):
-        with launcher(config, tmp_path / "config.yaml") as ranks:
-            wait_until(lambda reached=newest + 2: steps_saved(run)[:1] >= [reached], 120)
-            assert resumed_after(run) == ([newest] if kill else []), "it did not go on from the newest checkpoint"
-            time.sleep(moments.uniform(0.0, 0.5))
-            for rank in moments.choice([ranks, ranks[:1], ranks[1:]]):
-                rank.kill()
-        whole = [folder for folder in newest_first(run.checkpoints) if verify(folder).is_whole]
-        assert whole == newest_first(run.checkpoints) and len(whole) >= 2
-        newest = read_trainer_state(whole[0])["step"]
-        run.log("checkpoints").unlink(missing_ok=True)
-    steps = [line["step"] for line in metrics_of(run.path)]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= newest
-
-
-@contextmanager
-def launcher(config: Config, file: Path) -> Iterator[list[psutil.Process]]:
-    """The ranks of a run that a process of its own launches; at the end that process has ended and so have they."""
-    file.write_text(to_yaml(config))
-    trainer = [sys.executable, "-m", "tests.e2e.scripted_trainer", "0", "SIGTERM", "--config", str(file)]
-    code = "import sys; from launch.local import run_local; from megatron_dapo.config import load_config; "
-    code += f"sys.exit(run_local(load_config({str(file)!r}), {trainer!r}))"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
-    family: list[psutil.Process] = []
-    try:
-        wait_until(lambda: len(psutil.Process(process.pid).children()) == 2, 30)
-        ranks = psutil.Process(process.pid).children()
-        yield ranks
-        assert process.wait(60) not in (0, 2, 85)
-        family = ranks
-    finally:
-        family = [*family, *psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else family
-        process.kill()
-        process.wait()
-        for member in family:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-
-
-def steps_saved(run: RunFolder) -> list[int]:
-    return [int(folder.name[5:]) for folder in newest_first(run.checkpoints)]
-
-
-def resumed_after(run: RunFolder) -> list[int]:
-    told = run.log("checkpoints").read_text().splitlines() if run.log("checkpoints").exists() else []
-    return [int(line.split()[3]) for line in told if line.startswith("Resumed after step")]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)

@@ -1,0 +1,73 @@
+"""Starts trainers by forking: everything is imported once, and a new one trains after a second.
+
+python -m tests.e2e.trainer_nursery CONFIG LOG NUM_RANKS   What the ranks print goes to LOG. Commands are lines of its
+input, and it says "done" after each: `start`: the ranks of one more trainer; `kill RANK ...`: kill -9; `end`: of those
+that are left, as launch.local does when one is gone.
+"""
+
+import os
+import signal
+import socket
+import sys
+
+import torch._dynamo  # noqa: F401  torch's optimizers import it, which takes longer than all the rest of a start
+
+import megatron_dapo.trainer  # noqa: F401
+from megatron_dapo import job
+from megatron_dapo.__main__ import main
+from tests.e2e.scripted_trainer import ScriptedRollout
+
+
+def fork_rank(rank: int, num_ranks: int, port: int, config: str, log: str) -> int:
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        job.start_rollout = lambda config: ScriptedRollout()
+        code = main(["train", "--config", config])
+    finally:
+        os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Nursery:
+    def __init__(self, config: str, log: str, num_ranks: str) -> None:
+        self._config, self._log, self._num_ranks = config, log, int(num_ranks)
+        self._alive: dict[int, int] = {}
+
+    def start(self) -> None:
+        port = free_port()
+        for rank in range(self._num_ranks):
+            self._alive[rank] = fork_rank(rank, self._num_ranks, port, self._config, self._log)
+
+    def kill(self, *ranks: str) -> None:
+        """Of processes that have not been waited for: their numbers are still theirs."""
+        for rank in ranks:
+            os.kill(self._alive[int(rank)], signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill(*map(str, self._alive))
+        for process in self._alive.values():
+            os.waitpid(process, 0)
+        self._alive.clear()
+
+
+if __name__ == "__main__":
+    nursery = Nursery(*sys.argv[1:])
+    for line in sys.stdin:
+        command, *ranks = line.split()
+        getattr(nursery, command)(*ranks)
+        print("done", flush=True)
+    nursery.end()
