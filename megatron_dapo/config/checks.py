@@ -95,6 +95,11 @@ def parallel_layout(config: Config) -> Iterator[str]:
             f"{config.trainer.n_procs_per_node}), not a multiple of {sizes.tp * sizes.pp} ({MEGATRON}."
             f"tensor_model_parallel_size {sizes.tp} x pipeline_model_parallel_size {sizes.pp}); change one of the four."
         )
+    if sizes.tp * sizes.dp % sizes.ep:
+        yield (
+            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the {sizes.tp * sizes.dp} "
+            f"ranks of a pipeline stage (TP {sizes.tp} x DP {sizes.dp}); choose a divisor."
+        )
     if megatron.sequence_parallel and sizes.tp == 1:
         yield (
             f"{MEGATRON}.sequence_parallel is true, but tensor_model_parallel_size is 1; raise it, or set "

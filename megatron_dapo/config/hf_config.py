@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.model_folder import ModelFolder
@@ -162,16 +163,24 @@ REQUIRED = (
 )  # fmt: skip
 
 
+def num_experts_of(hf: dict) -> Any:
+    """Of a parsed config.json; none where it names none. Newer transformers write it under another name."""
+    return hf.get("num_experts", hf.get("num_local_experts"))
+
+
 def _mixture(hf: dict, source: str) -> tuple[Mixture | None, list[str]]:
     """The experts, and what is wrong there."""
-    # newer transformers write the number of experts under another name
-    num_experts, per_token = hf.get("num_experts", hf.get("num_local_experts")), hf.get("num_experts_per_tok")
+    num_experts, per_token, norm = num_experts_of(hf), hf.get("num_experts_per_tok"), hf.get("norm_topk_prob", False)
     found = {"num_experts": num_experts, "num_experts_per_tok": per_token}
     if missing := [f"{source}: `{key}` is missing" for key, value in found.items() if value is None]:
         return None, missing
     if not 1 <= per_token <= num_experts:
         return None, [f"{source}: `num_experts_per_tok: {per_token}` is not between 1 and num_experts {num_experts}"]
-    return Mixture(num_experts, per_token, hf.get("norm_topk_prob", False)), []
+    if per_token == 1 and norm:
+        return None, [
+            f"{source}: `norm_topk_prob: true` with num_experts_per_tok 1 is not supported: every weight is 1"
+        ]
+    return Mixture(num_experts, per_token, norm), []
 
 
 def _rope(hf: dict, source: str) -> tuple[dict, list[str]]:

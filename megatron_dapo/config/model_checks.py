@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_dapo.config.checks import MEGATRON, ROLLOUT
 from megatron_dapo.config.derived import layout
+from megatron_dapo.config.hf_config import num_experts_of
 from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.schema import Config
 
@@ -31,7 +32,8 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
         "num_attention_heads": heads,
         "num_key_value_heads": _size(model, "num_key_value_heads") or heads,
         "hidden_size": _size(model, "hidden_size"),
-        "intermediate_size": _size(model, "intermediate_size"),
+        # experts are not cut
+        "intermediate_size": None if num_experts_of(model) else _size(model, "intermediate_size"),
     }
     for name, size in sizes.items():
         if size and size % tp:
@@ -56,10 +58,49 @@ def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[str]:
         yield from _recompute(config, layers // chunks)
 
 
+def experts(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    sizes, megatron, num_experts = layout(config), config.actor_rollout_ref.actor.megatron, num_experts_of(model)
+    if not num_experts:
+        if sizes.ep > 1:
+            yield (
+                f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but the model has no experts "
+                f"({_architecture(model)}); set it to 1."
+            )
+        return
+    if isinstance(num_experts, int) and num_experts % sizes.ep:
+        yield (
+            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the model's num_experts "
+            f"{num_experts}; choose a divisor of {num_experts}."
+        )
+    if sizes.tp > 1 and not megatron.sequence_parallel:
+        yield (
+            f"{MEGATRON}.sequence_parallel is false with tensor_model_parallel_size {sizes.tp}, but a model with "
+            f"experts ({_architecture(model)}) needs it there; set it to true."
+        )
+    if megatron.fp8 != "none":
+        yield (
+            f"{MEGATRON}.fp8 is {megatron.fp8}, which a model with experts ({_architecture(model)}) has not yet; "
+            f"set fp8 to none."
+        )
+    server_tp, size = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size, _size(model, _EXPERT_SIZE)
+    if not config.actor_rollout_ref.rollout.server_urls and size and size % server_tp:
+        yield (
+            f"{ROLLOUT}.server.tensor_model_parallel_size is {server_tp}, but does not divide the model's "
+            f"{_EXPERT_SIZE} {size}; choose a divisor of {size}."
+        )
+
+
+_EXPERT_SIZE = "moe_intermediate_size"
+
+
+def _architecture(model: dict[str, Any]) -> str:
+    return (model.get("architectures") or ["unknown"])[0]
+
+
 def fp8(config: Config, model: dict[str, Any]) -> Iterator[str]:
     megatron, tp = config.actor_rollout_ref.actor.megatron, layout(config).tp
     heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
-    if megatron.fp8 == "none" or not heads or not hidden:
+    if megatron.fp8 == "none" or not heads or not hidden or num_experts_of(model):
         return
     multiple = 32 if megatron.fp8_recipe == "mxfp8" else 16
     dim = _size(model, "head_dim") or hidden // heads
@@ -122,4 +163,4 @@ def _size(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-MODEL_CHECKS = (divisible_by_tp, divisible_by_pp, fp8, positions, servers, vocabulary)
+MODEL_CHECKS = (divisible_by_tp, divisible_by_pp, experts, fp8, positions, servers, vocabulary)

@@ -14,6 +14,7 @@ SHORT = {
     "tp": "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
     "pp": "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
     "vpp": "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
+    "ep": "actor_rollout_ref.actor.megatron.expert_model_parallel_size",
     "buffer": "algorithm.dapo.overlong_reward_shaping.buffer_len",
     "actor.": "actor_rollout_ref.actor.",
     "megatron.": "actor_rollout_ref.actor.megatron.",
@@ -139,6 +140,40 @@ MODEL_CONTRADICTIONS = [
     ("megatron.fp8=e4m3 megatron.fp8_recipe=mxfp8", ["fp8 is e4m3", "multiples of 32", "hidden_size is 112"],
      {"hidden_size": 112, "head_dim": 8}),
 ]  # fmt: skip
+
+
+MIXTURE_JSON = MODEL_JSON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "intermediate_size": 255,  # of no layer: it need not divide
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+MIXTURE_CONTRADICTIONS = [
+    ("trainer.n_procs_per_node=16 ep=16", ["expert_model_parallel_size is 16", "num_experts 8"]),
+    ("trainer.n_procs_per_node=8 tp=2 pp=2 megatron.sequence_parallel=true ep=8",
+     ["expert_model_parallel_size is 8", "4 ranks of a pipeline stage (TP 2 x DP 2)"]),
+    ("trainer.n_procs_per_node=2 tp=2", ["sequence_parallel is false", "tensor_model_parallel_size 2", "Qwen3Moe"]),
+    ("megatron.fp8=hybrid", ["fp8 is hybrid", "Qwen3MoeForCausalLM", "fp8 to none"]),
+    ("rollout.server.tensor_model_parallel_size=3", ["server.tensor_model_parallel_size is 3", "moe_intermediate"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), MIXTURE_CONTRADICTIONS)
+def test_a_contradiction_with_a_mixture_of_experts_is_one_sentence(text, words):
+    (sentence,) = mistakes(text, model_json=MIXTURE_JSON | {"moe_intermediate_size": 64})
+    assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize("num_experts", ["num_experts", "num_local_experts"])
+def test_experts_are_spread_over_tensor_and_data_parallel_ranks(num_experts):
+    model = {**MIXTURE_JSON, "num_experts": None, num_experts: 8}
+    if num_experts != "num_experts":
+        del model["num_experts"]
+    for text in ("", "tp=2 megatron.sequence_parallel=true ep=8", "pp=2 ep=4", "ep=2"):
+        assert mistakes(f"trainer.n_procs_per_node=8 {text}", model_json=model) == []
+    (sentence,) = mistakes("trainer.n_procs_per_node=2 ep=2")
+    assert "expert_model_parallel_size is 2" in sentence and "no experts (Qwen2ForCausalLM)" in sentence
 
 
 def test_a_sound_config_passes():

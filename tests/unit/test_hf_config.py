@@ -1,11 +1,13 @@
 """A config.json is read whole or refused by name."""
 
 import json
+import math
 
 import pytest
 
 from megatron_dapo.config import UserError
-from megatron_dapo.config.hf_config import RopeScaling, model_spec, read_model_spec
+from megatron_dapo.config.hf_config import Mixture, RopeScaling, model_spec, read_model_spec
+from megatron_dapo.models import hf_tensors
 
 pytestmark = pytest.mark.unit
 
@@ -50,6 +52,47 @@ def test_what_is_not_supported_is_named(change, named):
     with pytest.raises(UserError) as error:
         model_spec({**QWEN2, **change})
     assert all(word in str(error.value) for word in named)
+
+
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_qwen3_30b_a3b_is_read_as_published():
+    spec = model_spec(QWEN3_MOE)
+    assert spec.mixture == Mixture(num_experts=128, experts_per_token=8, norm_topk_prob=True)
+    assert (spec.ffn_size, spec.active_ffn_size) == (768, 8 * 768)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 4, 128) and spec.qk_norm and not spec.qkv_bias
+    # 30.5 billion parameters, as its name and model card say
+    assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 30_532_122_624
+    newer = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 128}
+    assert model_spec(newer) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step: 2"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers: [0]"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size: 512"),
+        ({"num_experts": None}, "`num_experts` is missing"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok: 129"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob: true"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "num_experts: 128` is not supported for Qwen3ForCausalLM"),
+    ],
+)
+def test_what_is_not_supported_of_a_mixture_is_named(change, named):
+    with pytest.raises(UserError) as error:
+        model_spec(QWEN3_MOE | change)
+    (sentence,) = error.value.sentences
+    assert named in sentence
 
 
 def test_everything_wrong_is_reported_together():

@@ -96,9 +96,7 @@ def test_extra_info_of_parquet_is_what_a_checkpoint_gives_back(tmp_path):
 
 def test_extra_info_that_no_checkpoint_can_hold_is_an_error_that_names_its_place(tmp_path):
     rows = [verl_row("p"), {**verl_row("q"), "extra_info": {"index": "a2", "images": [b"\xff"]}}]
-    with pytest.raises(
-        UserError, match=r"row 2, column 'extra_info.images': .* bytes values; store text"
-    ):
+    with pytest.raises(UserError, match=r"row 2, column 'extra_info.images': .* bytes values; store text"):
         load(write_parquet(tmp_path / "rows.parquet", rows))
 
 
