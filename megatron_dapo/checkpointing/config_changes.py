@@ -5,7 +5,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_dapo.config import Config, UserError
+from megatron_dapo.config import Config, UserError, uses_critic
 
 # Keys, and sections of them, that change where and how fast the run computes, what it writes and when it stops, but not
 # what is learned: layout and memory (results do not depend on how a batch is cut), servers, time-outs, evaluation.
@@ -14,6 +14,7 @@ _FREE = (
     "actor_rollout_ref.model.use_remove_padding",
     "actor_rollout_ref.actor.max_tokens_per_microbatch",
     "actor_rollout_ref.actor.calculate_entropy",
+    "critic.max_tokens_per_microbatch",
     "actor_rollout_ref.actor.log_prob_chunk_size",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
@@ -59,7 +60,6 @@ _FREE = (
     "trainer.replay",
 )
 _STEPS = "trainer.total_training_steps"
-_DECAY = "actor_rollout_ref.actor.optim.lr_decay_style"
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,26 @@ def check_changes(changes: list[ConfigChange], now: Config, accepted: Collection
     """Raise UserError, a sentence per key, for changes that matter and are not accepted."""
     refused = [change for change in changes if matters(change, now) and change.key not in accepted]
     if refused:
-        raise UserError(_refusal(change, accepted, source) for change in refused)
+        raise UserError(_refusal(change, now, accepted, source) for change in refused)
 
 
 def matters(change: ConfigChange, now: Config) -> bool:
     """Whether what is learned depends on it. The length of the run does where the learning rate decays over it."""
     if change.key == _STEPS:
-        return now.actor_rollout_ref.actor.optim.lr_decay_style != "constant"
+        return bool(_decaying(now))
     return not any(change.key == free or change.key.startswith(f"{free}.") for free in _FREE)
 
 
-def _refusal(change: ConfigChange, accepted: Collection[str], source: str) -> str:
-    why = f", over which the learning rate decays ({_DECAY})" if change.key == _STEPS else ""
+def _decaying(config: Config) -> list[str]:
+    """Keys that make a learning rate depend on the length of the run."""
+    optims = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim}
+    if uses_critic(config):
+        optims["critic.optim"] = config.critic.optim
+    return [f"{name}.lr_decay_style" for name, optim in optims.items() if optim.lr_decay_style != "constant"]
+
+
+def _refusal(change: ConfigChange, now: Config, accepted: Collection[str], source: str) -> str:
+    why = f", over which the learning rate decays ({', '.join(_decaying(now))})" if change.key == _STEPS else ""
     keys = ", ".join([*accepted, change.key])
     if change.now is None:
         return (

@@ -6,14 +6,19 @@ from pathlib import Path
 from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, matters
 from megatron_dapo.checkpointing.folders import newest_first, read_trainer_state
 from megatron_dapo.checkpointing.manifest import Verdict, compare_contents, compare_sizes, read_manifest
-from megatron_dapo.config import Config, UserError
+from megatron_dapo.config import Config, UserError, uses_critic
 from megatron_dapo.platform import Ranks, tell, together
 
 # parts of a training checkpoint, by their names in the manifest
 CONTENTS = ("model", "optimizer", "lr_schedule", "rng", "counters", "controller")
 # what `trainer.accept_missing` allows: without the optimizer's state its schedule and generators mean nothing
-_ALLOWS = {"optimizer": ("optimizer", "lr_schedule", "rng"), "controller": ("controller",)}
+_ALLOWS = {"optimizer": ("optimizer", "lr_schedule", "rng"), "controller": ("controller",), "critic": ("critic",)}
 _NAMED_FAULTS = 3
+
+
+def contents_of(config: Config) -> tuple[str, ...]:
+    """The parts of this run's checkpoints. critic: its model, optimizer and schedule."""
+    return (*CONTENTS, "critic") if uses_critic(config) else CONTENTS
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def _candidates(root: Path, config: Config) -> list[Path]:
 def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config) -> Start:
     trainer = config.trainer
     contents = read_manifest(folder).contents
-    missing = tuple(part for part in CONTENTS if part not in contents)
+    missing = tuple(part for part in contents_of(config) if part not in contents)
     allowed = {part for name in trainer.accept_missing for part in _ALLOWS[name]}
     not_allowed = [part for part in missing if part not in allowed]
     if not_allowed:

@@ -3,7 +3,7 @@
 A kill at any moment leaves every checkpoint that was there. Who writes the tensors is given.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +51,16 @@ class _Saving:
 class Saver:
     """Every method is collective over all ranks; each rank brings its own part of the tensors."""
 
-    def __init__(self, ranks: Ranks, write_tensors: Callable[[Path], Pending], retention: Retention) -> None:
-        """write_tensors(folder): starts writing model, optimizer and random state into a checkpoint folder."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        write_tensors: Callable[[Path], Pending],
+        retention: Retention,
+        contents: Sequence[str] = CONTENTS,
+    ) -> None:
+        """write_tensors(folder): starts writing model, optimizer and random state into a checkpoint folder. contents:
+        the parts that the manifest names."""
+        self._contents = contents
         self._ranks, self._write_tensors, self._retention = ranks, write_tensors, retention
         self._saving: _Saving | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint-checksums")
@@ -125,7 +133,7 @@ class Saver:
 
     def _put_in_place(self, files: dict[str, FileRecord]) -> None:
         saving = self._saving
-        write_manifest(saving.staged, CONTENTS, files)
+        write_manifest(saving.staged, self._contents, files)
         publish(saving.staged, saving.final)
         retire(saving.final.parent, self._retention.keep_last, self._retention.keep_every)
 

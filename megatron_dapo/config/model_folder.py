@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-# parts of a checkpoint of this program: weights in torch_dist; config.json, tokenizer and the like
+# parts of a checkpoint of this program: weights in torch_dist, of the policy and of its critic; config.json, tokenizer
+# and the like
 MEGATRON = "megatron"
+CRITIC = "critic"
 HF = "hf"
 
 

@@ -19,10 +19,12 @@ from megatron_dapo.models.hf_io import (  # noqa: E402
 )
 from megatron_dapo.models.log_prob_head import HeadTask, LogProbHead  # noqa: E402
 from megatron_dapo.models.safetensors_files import SafetensorsFolder, TensorSpec  # noqa: E402
+from megatron_dapo.models.value_head import VALUE_HEAD_PREFIX  # noqa: E402
 from megatron_dapo.models.weight_map import hf_tensors  # noqa: E402
 from megatron_dapo.models.weight_source import WeightSource  # noqa: E402
 
 __all__ = [
+    "VALUE_HEAD_PREFIX",
     "FilePlan",
     "HeadTask",
     "LogProbHead",

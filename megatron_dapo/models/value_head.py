@@ -7,7 +7,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 # what its parameters are called in a checkpoint: an actor's output_layer is another thing
-NAME = "value_head."
+VALUE_HEAD_PREFIX = "value_head."
 
 
 class ValueHead(torch.nn.Module):
@@ -38,5 +38,5 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         described = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix)
         for part in described.values():
-            part.key = NAME + part.key.removeprefix(prefix)
+            part.key = VALUE_HEAD_PREFIX + part.key.removeprefix(prefix)
         return described

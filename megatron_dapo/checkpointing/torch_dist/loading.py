@@ -24,7 +24,7 @@ from megatron_dapo.checkpointing.torch_dist.saving import (
     written_with,
 )
 from megatron_dapo.config import UserError
-from megatron_dapo.models import ModelParts
+from megatron_dapo.models import VALUE_HEAD_PREFIX, ModelParts
 from megatron_dapo.platform import ParallelLayout, describe, together
 
 _MAX_NAMED = 4  # tensors that an error names
@@ -50,12 +50,17 @@ def load(
 ) -> LoadReport:
     """Fill the model, and what else is given, in place. Collective over all ranks; any layout may have written it.
 
-    Without an optimizer only the weights are read, before one is made: it copies them. Raises UserError on every rank,
-    naming what is missing, unexpected or of another shape; the model is then to be thrown away.
+    Without an optimizer only the weights are read, before one is made: it copies them; a critic then takes the body of
+    a policy. Raises UserError on every rank, naming what is missing, unexpected or of another shape; the model is then
+    to be thrown away.
     """
     folder = Path(folder)
     stored, common = _read_index(folder, layout)
-    state = by_number(model_pieces(model, layout), "model")
+    pieces = model_pieces(model, layout)
+    if model.spec.value_head and optimizer is None:
+        stored.pop("output_layer.weight", None)  # the policy's head
+        pieces = (piece for piece in pieces if piece.key in stored or not piece.key.startswith(VALUE_HEAD_PREFIX))
+    state = by_number(pieces, "model")
     if optimizer is not None:
         _check_training_state(folder, common, model)
         state |= by_number(optimizer_pieces(optimizer, model, layout), "optimizer")

@@ -91,8 +91,9 @@ class TrainerConfig(Section):
     """Go on from the newest complete checkpoint of the run folder: where there is one, always, or never."""
     accept_changes: list[str] = []
     """Keys that may differ from the run that wrote the checkpoint, although they matter to what is learned."""
-    accept_missing: list[Literal["optimizer", "controller"]] = []
-    """Parts that a checkpoint may lack: the optimizer's state, the prompt cursor with the groups that wait."""
+    accept_missing: list[Literal["optimizer", "controller", "critic"]] = []
+    """Parts that a checkpoint may lack: the optimizer's state, the prompt cursor with the groups that wait, the critic,
+    which then starts from critic.model.path."""
     dump_batches: bool = False
     """Write every finished batch to batches/step_NNNNNN.json.gz of the run folder, for `replay`; off in a replay."""
     replay: str | None = None
