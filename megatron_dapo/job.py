@@ -9,13 +9,13 @@ import torch.distributed as dist
 from megatron_dapo.algorithms import KL_CONTROLLERS
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, choose_start
-from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, uses_kl_in_reward, write_whole
+from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, write_whole
 from megatron_dapo.data import Group
 from megatron_dapo.models import export_hf
 from megatron_dapo.platform import ParallelLayout, device
 from megatron_dapo.rollout import NeedsSync, Replay, RolloutError, RolloutHandle, SGLangClient, start_rollout
 from megatron_dapo.telemetry import NullTelemetry, Telemetry
-from megatron_dapo.training import Policy, Reference, StepDistributor, StepShard, apply_kl_in_reward
+from megatron_dapo.training import Policy, Reference, StepDistributor, StepShard, estimate_advantages
 from megatron_dapo.weight_sync import WeightSync
 
 Answer = TypeVar("Answer")
@@ -75,16 +75,14 @@ class Job:
             return self.distributor(step, groups)
 
     def score(self, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
-        """The shard with the log-probs that its loss needs, and metrics of the KL in the reward."""
+        """The shard with the log-probs and advantages that its loss needs, and metrics of them."""
         with self.telemetry.phase("old_log_probs"):
             shard = shard.with_mini_batches(self.policy.score(shard.mini_batches))
-        if self.reference is None:
-            return shard, {}
-        with self.telemetry.phase("ref_log_probs"):
-            shard = shard.with_mini_batches(self.reference.score(shard.mini_batches))
-            if not uses_kl_in_reward(self.config):
-                return shard, {}
-            return apply_kl_in_reward(shard, self.kl_controller, self.config.algorithm, self.layout)
+        if self.reference is not None:
+            with self.telemetry.phase("ref_log_probs"):
+                shard = shard.with_mini_batches(self.reference.score(shard.mini_batches))
+        with self.telemetry.phase("advantages"):
+            return estimate_advantages(shard, self.kl_controller, self.config, self.layout)
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Sends the current weights to every server; seconds per phase of it. A replay has no servers."""

@@ -3,17 +3,11 @@
 No Megatron, no I/O, no config objects. Import from here.
 """
 
-from megatron_dapo.algorithms.advantages import (
-    GROUP_ESTIMATORS,
-    TOKEN_ESTIMATORS,
-    GroupRewards,
-    group_advantages,
-    rloo_advantages,
-)
+from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS, GroupRewards, group_advantages, rloo_advantages
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
 from megatron_dapo.algorithms.filters import FILTER_METRICS, FILTER_MODES, has_spread
-from megatron_dapo.algorithms.gae import discounted_returns, gae
+from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, gae, last_counted
 from megatron_dapo.algorithms.kl import (
     KL_CONTROLLERS,
     KL_PENALTIES,
@@ -69,15 +63,16 @@ __all__ = [
     "Sums",
     "TokenBatch",
     "TokenOutputs",
+    "TokenRewards",
     "add_sums",
     "dapo_loss",
-    "discounted_returns",
     "explained_variance_sums",
     "finalize",
     "gae",
     "group_advantages",
     "has_spread",
     "kl_penalty",
+    "last_counted",
     "mean_and_variance",
     "merge_maxima",
     "metric_names",

@@ -51,5 +51,3 @@ GROUP_ESTIMATORS: dict[str, Callable[[GroupRewards], Tensor]] = {
     "rloo": lambda group: rloo_advantages(group.rewards),
     "remax": lambda group: group.rewards - group.baseline,
 }
-# algorithm.adv_estimator -> a number per token, whitened over the rollout step
-TOKEN_ESTIMATORS = ("gae", "reinforce_plus_plus")

@@ -1,5 +1,8 @@
 """Generalized advantage estimation over sequences and over episodes, as one linear recurrence."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -40,9 +43,39 @@ def gae(
     return advantages, advantages + values
 
 
-def discounted_returns(rewards: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
-    """G_t = r_t + gamma * G_next over the steps that count (REINFORCE): `gae` without a critic, with lam = 1."""
-    return gae(rewards, torch.zeros_like(rewards), gamma=gamma, lam=1.0, mask=mask)[0]
+class TokenRewards(NamedTuple):
+    """The rewards of a micro-batch token by token, and what an estimator may need beside them; one shape [..., T].
+
+    is_end: the last counted token of each response. A row may hold several responses one after another.
+    """
+
+    rewards: Tensor
+    counted: Tensor
+    is_end: Tensor
+    values: Tensor | None = None
+    gamma: float = 1.0
+    lam: float = 1.0
+
+
+# algorithm.adv_estimator -> (advantages per token before whitening, returns). reinforce_plus_plus: discounted returns
+# (arXiv 2501.03262), which are GAE without a critic and with lam = 1.
+TOKEN_ESTIMATORS: dict[str, Callable[[TokenRewards], tuple[Tensor, Tensor]]] = {
+    "gae": lambda t: gae(t.rewards, t.values, gamma=t.gamma, lam=t.lam, mask=t.counted, done=t.is_end),
+    "reinforce_plus_plus": lambda t: gae(
+        t.rewards, torch.zeros_like(t.rewards), gamma=t.gamma, lam=1.0, mask=t.counted, done=t.is_end
+    ),
+}
+
+
+def last_counted(counted: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
+    """bool, true at the last counted token of each segment; a segment without any has none.
+
+    counted (bool), segment_ids (in [0, num_segments)): of one shape, segments whole and in order within it.
+    """
+    flat, places = counted.reshape(-1), torch.arange(counted.numel(), device=counted.device)
+    last = torch.full((num_segments,), -1, device=counted.device)
+    last.scatter_reduce_(0, segment_ids.reshape(-1), torch.where(flat, places, -1), "amax")
+    return (flat & (places == last[segment_ids.reshape(-1)])).view_as(counted)
 
 
 def _backward_recurrence(terms: Tensor, factors: Tensor, last: Tensor) -> Tensor:

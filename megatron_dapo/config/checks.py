@@ -15,6 +15,7 @@ from megatron_dapo.config.derived import (
     longest_micro_batch_sample,
     needs_reference,
 )
+from megatron_dapo.config.estimator_checks import estimators
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema import Config
@@ -364,6 +365,7 @@ CHECKS = (
     clipping,
     dapo_switches,
     overlong_shaping,
+    estimators,
     kl,
     rollout_correction,
     optimizer,

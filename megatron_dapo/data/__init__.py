@@ -2,11 +2,12 @@
 
 from megatron_dapo.data.batching import (
     CostModel,
+    Outcome,
     TrainSample,
     assemble,
+    group_estimates,
     mini_batches,
     shard_over_data_parallel,
-    with_group_advantages,
 )
 from megatron_dapo.data.packing import MicroBatch, check_lengths, collate, schedule, schedule_shards
 from megatron_dapo.data.prompts import FileReport, PromptCursor, PromptDataset, content_key
@@ -18,6 +19,7 @@ __all__ = [
     "FileReport",
     "Group",
     "MicroBatch",
+    "Outcome",
     "Prompt",
     "PromptCursor",
     "PromptDataset",
@@ -29,10 +31,10 @@ __all__ = [
     "check_lengths",
     "collate",
     "content_key",
+    "group_estimates",
     "load_tokenizer",
     "mini_batches",
     "schedule",
     "schedule_shards",
     "shard_over_data_parallel",
-    "with_group_advantages",
 ]

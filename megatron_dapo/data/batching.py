@@ -1,14 +1,17 @@
 """From finished groups to training samples, to mini-batches, to data-parallel shards. Pure and deterministic."""
 
+import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_dapo.algorithms import group_advantages
+from megatron_dapo.algorithms import GROUP_ESTIMATORS, GroupRewards
+from megatron_dapo.config import UserError
 from megatron_dapo.data.types import Group, Sample
 
 
@@ -29,10 +32,23 @@ class TrainSample:
     advantage: float  # the same for every token of the response
     correct: bool
     weight_version: int  # the oldest that wrote a token of it; 0 for an empty response
+    baseline_reward: float | None = None  # the group's: see Outcome
 
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def outcome(self) -> "Outcome":
+        return Outcome(self.uid, self.reward, self.baseline_reward)
+
+
+class Outcome(NamedTuple):
+    """What a sample earned: all that an estimate over its group needs of it."""
+
+    uid: str  # the group's
+    reward: float  # after shaping
+    baseline: float | None = None  # shaped reward of one greedy answer to the group's prompt (remax)
 
 
 @dataclass(frozen=True)
@@ -56,26 +72,55 @@ class CostModel:
 
 
 def assemble(
-    groups: Iterable[Group], *, normalize_by_std: bool = True, filter_truncated: bool = False
+    groups: Iterable[Group],
+    *,
+    estimator: str = "grpo",
+    normalize_by_std: bool = True,
+    filter_truncated: bool = False,
 ) -> list[TrainSample]:
-    """The samples of all groups, in order, with their group advantages on shaped rewards.
+    """The samples of all groups, in order, with advantages by `estimator` on shaped rewards, group by group. Of an
+    estimator per token (TOKEN_ESTIMATORS) the advantages are 0 here: it needs what the models say of the tokens.
 
     filter_truncated (overlong filtering): the tokens of truncated responses get no loss; their rewards still belong to
-    the group's mean and deviation.
+    the group's mean and deviation. Raises UserError for a reward that is no finite number, and for remax without the
+    reward of a greedy answer.
     """
-    flat = [sample for group in groups for sample in group.samples]
-    samples = [_train_sample(index, sample, filter_truncated) for index, sample in enumerate(flat)]
-    return with_group_advantages(samples, normalize_by_std=normalize_by_std)
-
-
-def with_group_advantages(samples: Sequence[TrainSample], *, normalize_by_std: bool = True) -> list[TrainSample]:
-    """The same samples with advantages computed afresh from their rewards, group by group (equal uid)."""
-    advantages: dict[int, float] = {}
-    for members in _by_group(samples).values():
-        rewards = torch.tensor([sample.reward for sample in members], dtype=torch.float64)
-        values = group_advantages(rewards, normalize_by_std).tolist()
-        advantages.update(zip((sample.sample_id for sample in members), values, strict=True))
+    flat = [(sample, group.baseline_reward) for group in groups for sample in group.samples]
+    samples = [_train_sample(index, *pair, filter_truncated) for index, pair in enumerate(flat)]
+    outcomes = {sample.sample_id: sample.outcome for sample in samples}
+    for outcome in outcomes.values():
+        _check_outcome(outcome, estimator)
+    if estimator not in GROUP_ESTIMATORS:
+        return samples
+    advantages = group_estimates(outcomes, estimator, normalize_by_std)
     return [replace(sample, advantage=advantages[sample.sample_id]) for sample in samples]
+
+
+def group_estimates(outcomes: Mapping[int, Outcome], estimator: str, normalize_by_std: bool) -> dict[int, float]:
+    """sample_id -> advantage, by an estimator of GROUP_ESTIMATORS; the samples of a group have one uid."""
+    members: dict[str, list[int]] = {}
+    for sample_id, outcome in outcomes.items():
+        members.setdefault(outcome.uid, []).append(sample_id)
+    advantages: dict[int, float] = {}
+    for ids in members.values():
+        rewards = torch.tensor([outcomes[i].reward for i in ids], dtype=torch.float64)
+        group = GroupRewards(rewards, outcomes[ids[0]].baseline, normalize_by_std)
+        advantages.update(zip(ids, GROUP_ESTIMATORS[estimator](group).tolist(), strict=True))
+    return advantages
+
+
+def _check_outcome(outcome: Outcome, estimator: str) -> None:
+    if estimator == "remax" and outcome.baseline is None:
+        raise UserError(
+            f"Group {outcome.uid} has no reward of a greedy answer, which algorithm.adv_estimator=remax compares with; "
+            f"sample it again with remax, or choose another estimator for this batch."
+        )
+    for reward in (outcome.reward, outcome.baseline):
+        if reward is not None and not math.isfinite(reward):
+            raise UserError(
+                f"A response of group {outcome.uid} has the reward {reward}: no advantage can be computed from it; "
+                f"correct the function that reward.function names, so that it returns finite numbers only."
+            )
 
 
 def mini_batches(
@@ -125,7 +170,7 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
     return groups
 
 
-def _train_sample(index: int, sample: Sample, filter_truncated: bool) -> TrainSample:
+def _train_sample(index: int, sample: Sample, baseline_reward: float | None, filter_truncated: bool) -> TrainSample:
     assert sample.prompt_tokens, f"sample {sample.uid}: without a prompt nothing predicts the first token"
     num_prompt, num_response = len(sample.prompt_tokens), len(sample.response_tokens)
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == num_response, (
@@ -148,4 +193,5 @@ def _train_sample(index: int, sample: Sample, filter_truncated: bool) -> TrainSa
         advantage=0.0,
         correct=sample.correct,
         weight_version=min(sample.weight_versions, default=0),
+        baseline_reward=baseline_reward,
     )

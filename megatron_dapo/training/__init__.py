@@ -7,9 +7,9 @@ from megatron_dapo.platform import prepare_megatron
 
 prepare_megatron()  # everything below imports megatron.core, which must not come first
 
+from megatron_dapo.training.advantages import estimate_advantages  # noqa: E402
 from megatron_dapo.training.distribute import StepDistributor, StepShard  # noqa: E402
-from megatron_dapo.training.kl_in_reward import apply_kl_in_reward  # noqa: E402
 from megatron_dapo.training.policy import Policy  # noqa: E402
 from megatron_dapo.training.reference import Reference  # noqa: E402
 
-__all__ = ["Policy", "Reference", "StepDistributor", "StepShard", "apply_kl_in_reward"]
+__all__ = ["Policy", "Reference", "StepDistributor", "StepShard", "estimate_advantages"]

@@ -5,8 +5,19 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from megatron_dapo.config import Config, tokens_multiple
-from megatron_dapo.data import CostModel, Group, MicroBatch, TrainSample, assemble, collate, mini_batches, schedule
+from megatron_dapo.algorithms import TOKEN_ESTIMATORS
+from megatron_dapo.config import Config, tokens_multiple, uses_kl_in_reward
+from megatron_dapo.data import (
+    CostModel,
+    Group,
+    MicroBatch,
+    Outcome,
+    TrainSample,
+    assemble,
+    collate,
+    mini_batches,
+    schedule,
+)
 from megatron_dapo.models import ModelSpec
 from megatron_dapo.platform import ParallelLayout, device
 
@@ -15,12 +26,12 @@ from megatron_dapo.platform import ParallelLayout, device
 class StepShard:
     """This rank's part of a rollout step.
 
-    mini_batches: one list of micro-batches per optimizer step. rewards: sample_id -> (uid, shaped reward) of ALL
-    samples, where the KL penalty in the reward needs them (group advantages are then computed again).
+    mini_batches: one list of micro-batches per optimizer step. outcomes: of ALL samples, by sample_id, where the
+    advantages wait for what the models say of the tokens (see `estimate_advantages`).
     """
 
     mini_batches: list[list[MicroBatch]]
-    rewards: dict[int, tuple[str, float]]
+    outcomes: dict[int, Outcome]
 
     def with_mini_batches(self, mini_batches: list[list[MicroBatch]]) -> "StepShard":
         return replace(self, mini_batches=mini_batches)
@@ -46,30 +57,32 @@ class StepDistributor:
         outgoing = self._cut(step, groups) if groups is not None else None
         mine: list = [None]
         dist.scatter_object_list(mine, outgoing, src=0, group=self._layout.cpu_group)
-        bins_of_mini_batch, rewards = mine[0]
+        bins_of_mini_batch, outcomes = mine[0]
         packed = self._config.actor_rollout_ref.model.use_remove_padding
         return StepShard(
             [
                 [collate(bin_, pad_multiple=self._pad_multiple, packed=packed).to(device()) for bin_ in bins]
                 for bins in bins_of_mini_batch
             ],
-            rewards,
+            outcomes,
         )
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
-        """Per global rank: (samples by [mini-batch][micro-batch], rewards of all samples where needed)."""
+        """Per global rank: (samples by [mini-batch][micro-batch], outcomes of all samples where needed)."""
         config = self._config
         shaping = config.algorithm.dapo.overlong_reward_shaping
         samples = assemble(
             groups,
+            estimator=config.algorithm.adv_estimator,
             normalize_by_std=config.algorithm.norm_adv_by_std_in_grpo,
             filter_truncated=config.algorithm.dapo.enable and shaping.enable and shaping.filter_truncated,
         )
         actor = config.actor_rollout_ref.actor
         seed = f"{config.trainer.seed}:{step}" if actor.shuffle else None
         schedules = [self._schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
-        rewards = {s.sample_id: (s.uid, s.reward) for s in samples} if config.algorithm.use_kl_in_reward else {}
-        return [([plan[dp_rank] for plan in schedules], rewards) for dp_rank in self._dp_rank_of]
+        waits = uses_kl_in_reward(config) or config.algorithm.adv_estimator in TOKEN_ESTIMATORS
+        outcomes = {sample.sample_id: sample.outcome for sample in samples} if waits else {}
+        return [([plan[dp_rank] for plan in schedules], outcomes) for dp_rank in self._dp_rank_of]
 
     def _schedule(self, mini_batch: Sequence[TrainSample]) -> list[list[list[TrainSample]]]:
         layout = self._layout

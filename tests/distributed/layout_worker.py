@@ -6,15 +6,17 @@ Arguments: a JSON file with {"model": path, "out": path, "layouts": [[name, size
 import json
 import sys
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import FixedKLController
-from megatron_dapo.config import load_config, needs_reference, uses_kl_in_reward
+from megatron_dapo.config import load_config, needs_reference
+from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import WeightSource
 from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Policy, Reference, StepDistributor, apply_kl_in_reward
+from megatron_dapo.training import Policy, Reference, StepDistributor, estimate_advantages
 from tests.synthetic import synthetic_groups
 
 COMMON = [
@@ -51,20 +53,43 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     groups = synthetic_groups(policy.model.spec.vocab_size) if layout.rank == 0 else None
     shard = StepDistributor(config, layout, policy.model.spec)(0, groups)
     scored = policy.score(shard.mini_batches)
-    extra = {}
     if needs_reference(config):
         scored = Reference(config, layout).score(scored)
-    if uses_kl_in_reward(config):
-        controller = FixedKLController(config.algorithm.kl_ctrl.kl_coef)
-        shard, extra = apply_kl_in_reward(shard.with_mini_batches(scored), controller, config.algorithm, layout)
-        scored = shard.mini_batches
+    if config.algorithm.adv_estimator == "gae":
+        scored = [[replace(batch, values=stand_in_values(batch)) for batch in mini] for mini in scored]
+    controller = FixedKLController(config.algorithm.kl_ctrl.kl_coef)
+    shard, extra = estimate_advantages(shard.with_mini_batches(scored), controller, config, layout)
+    scored = shard.mini_batches
     result = {"num_micro_batches": [len(mini) for mini in scored], "first": first_step(policy, scored[0])}
     if not config.actor_rollout_ref.actor.megatron.use_distributed_optimizer:
         gradients = WeightSource(policy.model, layout, value=lambda p: p.main_grad)
         result["gradients"] = gathered(gradients, layout)
+    result["estimates"] = estimates_by_sample(scored, layout)
     result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     result["weights"] = gathered(policy.weight_source(), layout)
     return result
+
+
+def stand_in_values(batch: MicroBatch) -> torch.Tensor:
+    """Of the tokens alone, so that they do not depend on the layout; NaN where a critic's would mean nothing."""
+    values = torch.sin(batch.tokens.float()) + 0.1 * batch.position_ids
+    return torch.where(batch.loss_mask != 0, values, torch.nan)
+
+
+def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLayout) -> dict[str, torch.Tensor]:
+    """ "advantages/sample" and, of estimators per token, "returns/sample", [L], from every rank of the last stage."""
+    mine = {}
+    if layout.is_last_stage:
+        for batch in (batch for mini in mini_batches for batch in mini):
+            for name in ("advantages", "returns"):
+                if (values := getattr(batch, name)) is not None:
+                    values = torch.where(batch.loss_mask != 0, values, 0)
+                    mine |= {f"{name}/{i}": row.clone() for i, row in batch.by_sample(values).items()}
+    found: dict[str, torch.Tensor] = {}
+    for name, values in (pair for part in layout.gather(mine) for pair in part.items()):
+        assert name not in found or torch.equal(found[name], values), f"tensor ranks differ in {name}"
+        found[name] = values
+    return found
 
 
 def first_step(policy: Policy, mini_batch) -> dict[str, float]:

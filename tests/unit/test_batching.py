@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.config import UserError
 from megatron_dapo.data.batching import (
     CostModel,
     assemble,
+    group_estimates,
     mini_batches,
     shard_over_data_parallel,
-    with_group_advantages,
 )
 from megatron_dapo.data.packing import schedule
 from megatron_dapo.data.types import Group, Prompt, Sample
@@ -83,9 +84,37 @@ def test_equal_rewards_have_no_advantage_despite_rounding():
 
 def test_new_rewards_give_new_advantages():
     samples = assemble([make_group("a", [1, 0]), make_group("b", [0, 1])])
-    lowered = [replace(s, reward=s.reward - 2.0 * s.sample_id) for s in samples]
-    again = with_group_advantages(lowered, normalize_by_std=False)
-    np.testing.assert_allclose([s.advantage for s in again], [1.5, -1.5, 0.5, -0.5])
+    lowered = {s.sample_id: s.outcome._replace(reward=s.reward - 2.0 * s.sample_id) for s in samples}
+    again = group_estimates(lowered, "grpo", normalize_by_std=False)
+    assert again == pytest.approx({0: 1.5, 1: -1.5, 2: 0.5, 3: -0.5})
+
+
+def test_every_estimator_compares_with_what_its_paper_says():
+    groups = [replace(make_group("a", [3, 1, 2]), baseline_reward=1.5), make_group("b", [7])]
+    groups[1] = replace(groups[1], baseline_reward=9.0)
+    by_name = {name: [s.advantage for s in assemble(groups, estimator=name)] for name in ("grpo", "rloo", "remax")}
+    assert by_name["grpo"] == pytest.approx(
+        [1, -1, 0, 7], rel=1e-5
+    )  # std of 1, 2, 3 is 1; a group of one: mean 0, std 1
+    assert by_name["rloo"] == pytest.approx([1.5, -1.5, 0, 7])  # minus the mean of the others
+    assert by_name["remax"] == pytest.approx([1.5, -0.5, 0.5, -2])
+    for estimator in ("gae", "reinforce_plus_plus"):
+        assert {s.advantage for s in assemble(groups, estimator=estimator)} == {0.0}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "gae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_no_number_is_refused_by_group(estimator, bad):
+    fine = replace(make_group("a", [1, 0]), baseline_reward=0.0)
+    with pytest.raises(UserError, match=f"group b has the reward {bad}.*reward.function"):
+        assemble([fine, replace(make_group("b", [1.0, bad]), baseline_reward=0.0)], estimator=estimator)
+
+
+def test_remax_without_a_greedy_answer_is_refused_by_group():
+    with pytest.raises(UserError, match="Group a has no reward of a greedy answer.*remax"):
+        assemble([make_group("a", [1, 0])], estimator="remax")
+    with pytest.raises(UserError, match="reward nan"):
+        assemble([replace(make_group("a", [1, 0]), baseline_reward=float("nan"))], estimator="remax")
 
 
 def test_truncated_responses_lose_their_loss_but_stay_in_the_statistics():

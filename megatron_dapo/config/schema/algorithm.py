@@ -2,7 +2,14 @@
 
 from typing import Literal
 
-from megatron_dapo.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_dapo.config.schema.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class DynamicSamplingConfig(Section):
@@ -59,10 +66,14 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo"] = "grpo"
-    """Advantage estimator: group-relative."""
+    adv_estimator: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "grpo"
+    """Advantage estimator, per token (gae, reinforce_plus_plus) or per response: see docs/algorithms.md."""
+    gamma: Fraction = 1.0
+    """Discount per token, of gae and reinforce_plus_plus."""
+    lam: Fraction = 1.0
+    """Lambda of gae: 1 = what was earned minus the value, 0 = one-step errors (arXiv 1506.02438)."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation (false = Dr. GRPO)."""
+    """Divide by the group's standard deviation (false = Dr. GRPO); of adv_estimator grpo alone."""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards."""
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"

@@ -1,0 +1,150 @@
+"""Advantages that need what the models say of the tokens: the KL penalty inside the reward, and estimates per token.
+
+Estimates over a group without a KL penalty are finished when the groups are assembled (data/batching.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.algorithms import (
+    TOKEN_ESTIMATORS,
+    FixedKLController,
+    TokenRewards,
+    kl_penalty,
+    last_counted,
+    mean_and_variance,
+    moments,
+    whiten,
+)
+from megatron_dapo.config import Config, uses_kl_in_reward
+from megatron_dapo.data import MicroBatch, group_estimates
+from megatron_dapo.platform import ParallelLayout, device
+from megatron_dapo.training.distribute import StepShard
+
+
+def estimate_advantages(
+    shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
+) -> tuple[StepShard, dict[str, float]]:
+    """The shard with the advantages (and returns) that its loss needs, and metrics; moves the controller of the KL
+    coefficient. Collective over all ranks.
+
+    Needs old and reference log-probs with a KL penalty in the reward, and the critic's values for gae, on the last
+    stage, where the loss is. Neither the advantages nor the metrics depend on how the step was cut.
+    """
+    if config.algorithm.adv_estimator in TOKEN_ESTIMATORS:
+        return _per_token(shard, controller, config, layout)
+    if uses_kl_in_reward(config):
+        return _per_group(shard, controller, config, layout)
+    return shard, {}
+
+
+def _per_token(
+    shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
+) -> tuple[StepShard, dict[str, float]]:
+    """r_t = -beta * KL_t, plus the shaped reward at the response's last counted token; then the estimator, whitened
+    over all counted tokens of the rollout step."""
+    penalised = uses_kl_in_reward(config)
+    coefficient = controller.value if penalised else 0.0
+    estimates: list[tuple[Tensor, Tensor]] = []
+    sums = torch.zeros(6, dtype=torch.float64, device=device())  # three moments; KL, its tokens and samples
+    if layout.is_last_stage:
+        for batch in _batches(shard):
+            kl = _kl(batch, config.algorithm.kl_penalty) if penalised else torch.zeros_like(batch.loss_mask).double()
+            estimates.append(_estimate(batch, kl, coefficient, shard, config))
+            if layout.tp_rank == 0:  # each token once
+                counted = batch.loss_mask != 0
+                sums[:3] += moments(estimates[-1][0], counted)
+                sums[3:5] += torch.stack([kl.sum(), counted.sum()])
+                sums[5] += len(batch.sample_ids)
+    dist.all_reduce(sums)
+    mean, variance = mean_and_variance(sums[:3])
+    metrics = {"actor/advantage_mean": float(mean), "actor/advantage_std": float(variance.sqrt())}
+    if penalised:
+        kl_sum, num_tokens, num_samples = sums[3:].tolist()
+        metrics |= _move(controller, kl_sum / max(num_tokens, 1.0), int(num_samples))
+    return (_with_estimates(shard, estimates, sums[:3]) if estimates else shard), metrics
+
+
+def _estimate(
+    batch: MicroBatch, kl: Tensor, coefficient: float, shard: StepShard, config: Config
+) -> tuple[Tensor, Tensor]:
+    """Advantages before whitening, and returns: float64, of the shape of the batch's tokens."""
+    algorithm, counted = config.algorithm, batch.loss_mask != 0
+    is_end = last_counted(counted, batch.segment_ids, batch.num_segments)
+    reward_of_segment = kl.new_zeros(batch.num_segments)
+    earned = [shard.outcomes[i].reward for i in batch.sample_ids]
+    reward_of_segment[: len(earned)] = kl.new_tensor(earned)  # padding is the last segment
+    rewards = torch.where(is_end, reward_of_segment[batch.segment_ids], 0) - coefficient * kl
+    values = None if batch.values is None else batch.values.double()
+    tokens = TokenRewards(rewards, counted, is_end, values, algorithm.gamma, algorithm.lam)
+    return TOKEN_ESTIMATORS[algorithm.adv_estimator](tokens)
+
+
+def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], total: Tensor) -> StepShard:
+    """The estimates of all micro-batches, in order, whitened and put in their places."""
+    remaining = iter(estimates)
+
+    def filled(batch: MicroBatch) -> MicroBatch:
+        advantages, returns = next(remaining)
+        whitened = torch.where(batch.loss_mask != 0, whiten(advantages, total), 0)
+        return replace(batch, advantages=whitened.float(), returns=returns.float())
+
+    return shard.with_mini_batches([[filled(batch) for batch in mini] for mini in shard.mini_batches])
+
+
+def _per_group(
+    shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
+) -> tuple[StepShard, dict[str, float]]:
+    """R_i - beta * sum_t KL_t, then the estimator over the group again. The KL of a sample is summed over its counted
+    tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over all tokens."""
+    kl_of_sample: dict[int, tuple[float, float]] = {}  # sample -> (sum over its tokens, number of tokens)
+    if layout.is_last_stage and layout.tp_rank == 0:
+        for batch in _batches(shard):
+            kl_of_sample.update(_kl_by_sample(batch, config.algorithm.kl_penalty))
+    kl_of_sample = {sample: kl for part in layout.gather(kl_of_sample) for sample, kl in part.items()}
+    penalised = {
+        sample: outcome._replace(reward=outcome.reward - controller.value * kl_of_sample[sample][0])
+        for sample, outcome in shard.outcomes.items()
+    }
+    algorithm = config.algorithm
+    advantages = group_estimates(penalised, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)
+    num_tokens = sum(tokens for _, tokens in kl_of_sample.values())
+    mean_kl = sum(kl for kl, _ in kl_of_sample.values()) / max(num_tokens, 1.0)
+    metrics = _move(controller, mean_kl, len(kl_of_sample))
+    moved = [[_with_advantages(batch, advantages) for batch in mini_batch] for mini_batch in shard.mini_batches]
+    return shard.with_mini_batches(moved), metrics
+
+
+def _move(controller: FixedKLController, mean_kl: float, num_samples: int) -> dict[str, float]:
+    """The metrics of the step's penalty; the next step's coefficient is the controller's."""
+    metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": controller.value}
+    controller.update(mean_kl, num_samples)
+    return metrics
+
+
+def _kl(batch: MicroBatch, kind: str) -> Tensor:
+    """Per token, float64, 0 where a token does not count."""
+    kl = kl_penalty(kind, batch.old_log_probs.double(), batch.ref_log_probs.double())
+    return torch.where(batch.loss_mask != 0, kl, 0.0)
+
+
+def _kl_by_sample(batch: MicroBatch, kind: str) -> dict[int, tuple[float, float]]:
+    tokens = batch.by_sample((batch.loss_mask != 0).double())
+    kl = batch.by_sample(_kl(batch, kind))
+    return {i: (float(values.sum()), float(tokens[i].sum())) for i, values in kl.items()}
+
+
+def _with_advantages(batch: MicroBatch, advantages: dict[int, float]) -> MicroBatch:
+    per_sample: dict[int, Tensor] = {
+        i: torch.full((length,), advantages[i], device=batch.tokens.device)
+        for i, length in zip(batch.sample_ids, batch.lengths, strict=True)
+    }
+    return replace(batch, advantages=batch.from_samples(per_sample))
+
+
+def _batches(shard: StepShard) -> Iterator[MicroBatch]:
+    return (batch for mini_batch in shard.mini_batches for batch in mini_batch)
