@@ -1,0 +1,220 @@
+"""Worker processes that run code which may hang, crash or eat memory: started, asked, killed and replaced.
+
+A worker belongs to one asker at a time. The event loop never blocks, and none of that code runs in it.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from megatron_dapo.config import UserError
+from megatron_dapo.rewards.worker_process import Message
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+_PIPE_LIMIT_BYTES = 1 << 20
+_WORKER_ERRORS = (OSError, EOFError, TypeError, ValueError)  # no pipe, no reply, no JSON either way
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLost(RuntimeError):
+    """The process ended, did not start, or did not speak the protocol."""
+
+
+class Worker:
+    """One worker process and its pipe.
+
+    module: run with `python -m`; it calls worker_process.serve. settings: the first message to it; hello: its answer.
+    """
+
+    def __init__(self, module: str, settings: Message) -> None:
+        self.module, self.settings = module, settings
+        self.hello: Message = {}
+        self.num_served = 0
+        self._is_asked = False
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it runs and is not in the middle of a request, as it is after a cancelled one."""
+        return self._process is not None and self._process.returncode is None and not self._is_asked
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Raises UserError where the worker refuses its settings, WorkerLost where it does not start."""
+        self.num_served = 0
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", self.module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=_clean_environment(),
+            limit=_PIPE_LIMIT_BYTES,
+            start_new_session=True,  # its own process group: killed with all it started, untouched by Ctrl-C
+        )
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                self.hello = await self._exchange(self.settings)
+        except TimeoutError:
+            await self.stop()
+            raise WorkerLost(f"{self.module} {self.pid} was not ready within {_START_TIMEOUT_S:g} s") from None
+        if "user_error" in self.hello:
+            await self.stop()
+            raise UserError(self.hello["user_error"])
+
+    async def ask(self, message: Message, timeout_s: float) -> Message:
+        """The reply. Raises TimeoutError, or WorkerLost; after either, or when cancelled, the worker is not ready."""
+        self.num_served += 1
+        async with asyncio.timeout(timeout_s):
+            return await self._exchange(message)
+
+    def kill(self) -> None:
+        """Kills the process and all it started."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):  # gone already
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Kills, waits until the process is gone, and closes its pipes. No request may be in flight."""
+        self.kill()
+        process, self._process = self._process, None
+        self._is_asked = False
+        if process is None:
+            return
+        process.stdin.close()
+        with suppress(ConnectionError, TimeoutError):  # a grandchild in a session of its own may hold the pipe open
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.stdin.wait_closed()
+                await process.stdout.read()
+        await process.wait()
+
+    async def _exchange(self, message: Message) -> Message:
+        process, self._is_asked = self._process, True
+        try:
+            process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+            await process.stdin.drain()
+            line = await process.stdout.readline()
+            if not line.endswith(b"\n"):
+                raise EOFError(f"it ended with code {await process.wait()}")
+            reply = json.loads(line)
+        except TimeoutError:
+            raise
+        except _WORKER_ERRORS as error:
+            raise WorkerLost(f"{self.module} {self.pid}: {error}") from error
+        self._is_asked = False
+        return reply
+
+
+class WorkerPool:
+    """`num_workers` workers of one module.
+
+    requests_per_worker: then it is replaced; None = never. farewell: asked of a worker that comes back, within
+    farewell_timeout_s, before the next asker gets it; None = nothing.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        settings: Message,
+        num_workers: int,
+        requests_per_worker: int | None = None,
+        farewell: Message | None = None,
+        farewell_timeout_s: float = 0.0,
+    ) -> None:
+        self._workers = [Worker(module, settings) for _ in range(num_workers)]
+        self._requests_per_worker = requests_per_worker
+        self._farewell, self._farewell_timeout_s = farewell, farewell_timeout_s
+        self._free: asyncio.Queue[Worker] = asyncio.Queue()
+        self._tasks: set[asyncio.Task] = set()
+        self._open = False
+
+    @property
+    def hello(self) -> Message:
+        """What the workers answered to their settings."""
+        return self._workers[0].hello
+
+    async def start(self) -> None:
+        """Raises UserError where the workers refuse their settings, WorkerLost where one does not start."""
+        outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:
+            await asyncio.gather(*(worker.stop() for worker in self._workers))
+            raise errors[0]
+        for worker in self._workers:
+            self._free.put_nowait(worker)
+        self._open = True
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[Worker]:
+        """A worker of one's own; waits until one is free. One that is not ready afterwards is replaced.
+
+        Raises WorkerLost where it does not start, RuntimeError outside start() ... close().
+        """
+        self._check_open()
+        worker = await self._free.get()
+        try:
+            self._check_open()
+            if not worker.is_ready:  # its replacement failed
+                await worker.start()
+            yield worker
+        finally:  # also on cancellation
+            self._give_back(worker)
+
+    async def close(self) -> None:
+        """Ends all workers; requests in flight raise WorkerLost. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        for worker in self._workers:
+            worker.kill()
+        for _ in self._workers:
+            await self._free.get()  # each comes back once its request or its replacement is over
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("the worker pool is not started, or closed")
+
+    def _give_back(self, worker: Worker) -> None:
+        if not self._open or (self._is_usable(worker) and self._farewell is None):
+            self._free.put_nowait(worker)
+            return
+        task = asyncio.get_running_loop().create_task(self._renew(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _is_usable(self, worker: Worker) -> bool:
+        return worker.is_ready and (self._requests_per_worker is None or worker.num_served < self._requests_per_worker)
+
+    async def _renew(self, worker: Worker) -> None:
+        """Says farewell, replaces the worker where it is not usable, and lets the next asker have it."""
+        try:
+            if worker.is_ready and self._farewell is not None:
+                with suppress(WorkerLost, TimeoutError):  # not ready then
+                    await worker.ask(self._farewell, self._farewell_timeout_s)
+            if not self._is_usable(worker):
+                await worker.stop()
+                if self._open:
+                    await worker.start()
+        except (WorkerLost, OSError) as error:
+            if self._open:  # the next asker tries again
+                logger.error("a worker did not come back: %s", error)
+        finally:
+            self._free.put_nowait(worker)
+
+
+def _clean_environment() -> dict[str, str]:
+    """The environment without secrets; one thread; the parent's import paths, for code by import path."""
+    kept = {
+        name: value for name, value in os.environ.items() if not any(word in name.upper() for word in _SECRET_WORDS)
+    }
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
