@@ -14,7 +14,7 @@ from megatron_dapo.config import UserError
 OPTIMIZER_PREFIX = "optimizer."
 _MODEL_KEYS = (
     "model_type num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size "
-    "tie_word_embeddings"
+    "tie_word_embeddings num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
 ).split()
 
 

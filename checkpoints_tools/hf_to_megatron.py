@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 def convert(job: Job, arguments: argparse.Namespace) -> None:
     """The conversion. Collective; raises UserError on every process."""
     start = time.monotonic()
-    from megatron_dapo.models import SafetensorsFolder, check_hf_weights, hf_tensors
+    from megatron_dapo.models import SafetensorsFolder, check_hf_weights, exportable, hf_tensors
 
     def checked_source() -> tuple[ModelSpec, SafetensorsFolder]:
         spec = read_spec(arguments.hf_model, "--hf-model")
@@ -74,6 +74,8 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
         if job.is_main:
             output.discard()
     if job.is_main:
+        if tables := folder.names - exportable(spec):
+            print(f"left out: {len(tables)} tables of rotary embeddings ({min(tables)} ...), which config.json implies")
         print(f"{arguments.output}: written in {time.monotonic() - start:.1f} s", flush=True)
 
 

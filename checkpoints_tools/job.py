@@ -5,6 +5,7 @@ Call `leave_gpus_alone` before anything imports Megatron, so before megatron_dap
 """
 
 import hashlib
+import math
 import os
 import re
 import signal
@@ -115,7 +116,9 @@ class Job:
         from megatron_dapo.platform import ParallelLayout
 
         tp, pp = choose_sizes(spec, self.world_size, tp, pp)
-        layout = ParallelLayout.initialize(tp=tp, pp=pp, timeout_s=TIMEOUT_S)
+        # the processes that cut a layer share its experts out; Megatron computes these under sequence parallelism only
+        ep = math.gcd(tp, spec.mixture.num_experts) if spec.mixture else 1
+        layout = ParallelLayout.initialize(tp=tp, pp=pp, ep=ep, sp=spec.mixture is not None, timeout_s=TIMEOUT_S)
         try:
             yield layout
         finally:
@@ -140,7 +143,9 @@ def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | Non
         )
     if spec.num_layers % pp:
         raise UserError(f"--pp {pp} does not divide the model's {spec.num_layers} layers; choose a divisor.")
-    sizes = {"key-value heads": spec.num_kv_heads, "heads": spec.num_heads, "intermediate_size": spec.ffn_size}
+    sizes = {"key-value heads": spec.num_kv_heads, "heads": spec.num_heads}
+    if spec.mixture is None:
+        sizes["intermediate_size"] = spec.ffn_size
     for name, size in sizes.items():
         if size % tp:
             raise UserError(f"--tp {tp} does not divide the model's {size} {name}; choose a divisor, or use --pp.")

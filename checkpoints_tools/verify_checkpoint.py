@@ -126,14 +126,14 @@ def _compare_tensors(
     with percentage("comparing") as done:
         for number, spec in enumerate(specs, start=1):
             tensors = weights.gather([spec])
-            if tensors is not None and layout.dp_rank == 0:
+            if tensors is not None:
                 stored = _read(source, spec.name).to(dtype)
                 ours = tensors[0].to(dtype)
                 if not _same_bits(ours, stored):
                     different.append(spec.name)
                     largest = max(largest, (ours.float() - stored.float()).abs().max().item())
             done(number, len(specs))
-    mine = (len(specs), different, largest) if layout.tp_rank == 0 else (0, [], 0.0)
+    mine = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
     gathered: list = [None] * job.world_size
     dist.all_gather_object(gathered, mine)
     num, names = sum(part[0] for part in gathered), [name for part in gathered for name in part[1]]

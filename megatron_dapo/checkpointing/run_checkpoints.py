@@ -116,7 +116,9 @@ class RunCheckpoints:
             "weight_version": step,
             "num_optimizer_steps": self._num_optimizer_steps,
             "kl_controller": trained.kl_controller.state_dict(),
-            "layout": {size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "dp", "sp")},
+            "layout": {
+                size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "dp", "ep", "sp")
+            },
             "config_hash": config_hash(self._config),
             "config": config_to_plain(self._config),
         }

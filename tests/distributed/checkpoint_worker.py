@@ -38,7 +38,7 @@ COMMON = [
     "trainer.total_training_steps=20",
 ]
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
-SIZES["vpp"] = "virtual_pipeline_model_parallel_size"
+SIZES |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size", "sp": "sequence_parallel"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"  # the optimizer's own copy of a half-precision parameter
 
@@ -47,7 +47,7 @@ class Run:
     """A policy on made-up batches; step s has the same batch in every run."""
 
     def __init__(self, case: dict, layout: ParallelLayout) -> None:
-        overrides = [f"actor_rollout_ref.actor.megatron.{SIZES[k]}={v}" for k, v in case["sizes"].items() if k in SIZES]
+        overrides = [f"actor_rollout_ref.actor.megatron.{SIZES[k]}={json.dumps(v)}" for k, v in case["sizes"].items()]
         sharded = str(case.get("sharded", False)).lower()
         overrides.append(f"actor_rollout_ref.actor.megatron.use_distributed_optimizer={sharded}")
         overrides.append(f"actor_rollout_ref.actor.megatron.dtype={case.get('dtype', 'float32')}")
@@ -97,16 +97,16 @@ def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn
                 mains = [(p, p.main_param) for p in halves]
             found |= {p: main.detach() if name == MAIN else part.optimizer.state[main][name] for p, main in mains}
             continue
-        for chunk in policy.model.chunks:
-            found |= {p: torch.zeros(p.shape) for p in chunk.parameters()}
+        sums = {p: torch.zeros(p.shape) for buffer in part.buffers for p in buffer.params}
         for buckets in (b for ranges in part.gbuf_ranges for b in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
                 group, index = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][index]
-                target = found[parameter].view(-1)[ranges["param"].start : ranges["param"].end]
+                target = sums[parameter].view(-1)[ranges["param"].start : ranges["param"].end]
                 target.copy_(main.detach() if name == MAIN else part.optimizer.state[main][name])
-        for value in found.values():
-            dist.all_reduce(value, group=layout.dp_group)
+        for value in sums.values():
+            dist.all_reduce(value, group=part.data_parallel_group)
+        found |= sums
     return found
 
 

@@ -28,15 +28,48 @@ READERS = {
     "dp4": (4, {}, True),
     "tp1": (1, {}, False),
 }
+# of a mixture of experts: spread over tensor-parallel ranks, over these and data-parallel ones, or on every rank
+MIXTURE_WRITERS = {
+    "moe_tp2_ep2": (2, {"tp": 2, "sp": True, "ep": 2}, False),
+    "moe_dp2": (2, {}, False),
+    "moe_tp2_dp2_ep2": (4, {"tp": 2, "sp": True, "ep": 2}, True),
+}
+MIXTURE_READERS = {
+    "pp2": (2, {"pp": 2}, False),
+    "dp2_ep2": (2, {"ep": 2}, True),
+    "tp2": (2, {"tp": 2, "sp": True}, True),
+    "dp4_ep4": (4, {"ep": 4}, False),
+    "tp1": (1, {}, False),
+}
 # the layouts in which three steps, a checkpoint and three steps must equal six steps
 SAME = {
     "tp1": (1, {}, False),
     "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, True),
     "tp2_dp2": (4, {"tp": 2, "sp": True}, True),
     "dp2_half": (2, {}, True),
+    "moe_dp2_ep2": (2, {"ep": 2}, True),
 }
 SAVED_AT_ONCE = ("tp1", "dp2_half")  # there also from a checkpoint that was not written in the background
 STEPS, END = 3, 6
+
+
+def is_mixture(name: str) -> bool:
+    return name.startswith("moe")
+
+
+def kind_of(name: str, weights: str = "start") -> str:
+    """The model of a writer's checkpoint. weights: "start", or "other" values, which loading must overwrite."""
+    return {"start": "moe", "other": "other_moe"}[weights] if is_mixture(name) else weights
+
+
+# what processes of a number wrote can be read by as many, and by those that come later; see `results`
+PAIRS = [
+    (writer, reader)
+    for writers, readers in ((WRITERS, READERS), (MIXTURE_WRITERS, MIXTURE_READERS))
+    for reader, (to_read, *_) in readers.items()
+    for writer, (to_write, *_) in writers.items()
+    if (to_write, to_read) != (4, 2)
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +77,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     """Name of a case -> what it gave."""
     folder = tmp_path_factory.mktemp("checkpoints")
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
+    mixture = dict(shape, layers=2, num_experts=4)
     models = {
         "start": make_tiny(folder / "start", "qwen2", **shape),
         "other": make_tiny(folder / "other", "qwen2", seed=5, **shape),  # what is not loaded keeps its values
@@ -52,6 +86,9 @@ def results(tmp_path_factory) -> dict[str, dict]:
         "longer": make_tiny(folder / "longer", "qwen2", **{**shape, "layers": 6}),
         "wider": make_tiny(folder / "wider", "qwen2", **{**shape, "vocab": 70}),
         "plain": make_tiny(folder / "plain", "llama", **shape),
+        "moe": make_tiny(folder / "moe", "qwen3_moe", **mixture),
+        "other_moe": make_tiny(folder / "other_moe", "qwen3_moe", seed=5, **mixture),
+        "fewer_experts": make_tiny(folder / "fewer_experts", "qwen3_moe", **{**mixture, "num_experts": 2}),
     }
     found: dict[str, dict] = {}
     for world in (2, 4, 1):
@@ -68,10 +105,10 @@ def results(tmp_path_factory) -> dict[str, dict]:
 def cases_of(world: int, folder: Path) -> list[dict]:
     """In an order in which whatever is loaded has been saved."""
     cases = []
-    for name, (processes, sizes, sharded) in WRITERS.items():
-        case = dict(sizes=sizes, sharded=sharded, steps=(0, STEPS), more=STEPS + 1)
+    for name, (processes, sizes, sharded) in [*WRITERS.items(), *MIXTURE_WRITERS.items()]:
+        case = dict(sizes=sizes, sharded=sharded, steps=(0, STEPS), more=STEPS + 1, model=kind_of(name))
         if processes == world:
-            cases.append(dict(case, name=f"write/{name}", model="start", save=str(folder / f"from_{name}")))
+            cases.append(dict(case, name=f"write/{name}", save=str(folder / f"from_{name}")))
     if world == 2:
         tied = dict(sizes={"tp": 2}, steps=(0, STEPS), more=STEPS + 1, save=str(folder / "tied_ckpt"))
         cases.append(dict(tied, name="write/tied", model="tied"))
@@ -79,13 +116,12 @@ def cases_of(world: int, folder: Path) -> list[dict]:
         read = dict(sizes={"pp": 2}, steps=(STEPS, STEPS), more=STEPS + 1, load=str(folder / "tied_ckpt"))
         cases.append(dict(read, name="read/tied/pp2", model="other_tied"))
         cases.append(dict(name="failed", model="start", sizes={}, save=str(folder / "failed"), failing_rank=1))
-    for reader, (processes, sizes, sharded) in READERS.items():
-        for writer, (writers_world, _, _) in WRITERS.items():
-            if processes == world and (writers_world, world) != (4, 2):
-                case = dict(sizes=sizes, sharded=sharded, steps=(STEPS, STEPS), more=STEPS + 1)
-                cases.append(
-                    dict(case, name=f"read/{writer}/{reader}", model="other", load=str(folder / f"from_{writer}"))
-                )
+    for writer, reader in PAIRS:
+        processes, sizes, sharded = (MIXTURE_READERS if is_mixture(writer) else READERS)[reader]
+        if processes == world:
+            case = dict(sizes=sizes, sharded=sharded, steps=(STEPS, STEPS), more=STEPS + 1)
+            case |= dict(model=kind_of(writer, "other"), load=str(folder / f"from_{writer}"))
+            cases.append(dict(case, name=f"read/{writer}/{reader}"))
     for name, (processes, sizes, sharded) in SAME.items():
         if processes == world:
             cases += continuation(name, sizes, sharded, folder)
@@ -98,9 +134,10 @@ def cases_of(world: int, folder: Path) -> list[dict]:
 def continuation(name: str, sizes: dict, sharded: bool, folder: Path) -> list[dict]:
     """Six steps; as many with a save after three, while training goes on; three from that checkpoint."""
     case = dict(sizes=sizes, sharded=sharded, dtype="bfloat16" if "half" in name else "float32")
-    through = dict(case, steps=(0, STEPS), more=END, model="start")
+    through = dict(case, steps=(0, STEPS), more=END, model=kind_of(name))
     saved = str(folder / f"same_{name}")
-    resumed = dict(case, name=f"resumed/{name}", model="other", load=saved, steps=(STEPS, STEPS), more=END)
+    resumed = dict(case, name=f"resumed/{name}", load=saved, steps=(STEPS, STEPS), more=END)
+    resumed["model"] = kind_of(name, "other")
     cases = [
         dict(through, name=f"blocking/{name}", save=f"{saved}_blocking"),
         dict(through, name=f"background/{name}", save=saved, background=True),
@@ -144,6 +181,7 @@ def refusals(folder: Path) -> list[dict]:
         dict(name="refused/longer", model="longer", sizes={}, load=whole),
         dict(name="refused/wider", model="wider", sizes={}, load=whole),
         dict(name="refused/no_bias", model="plain", sizes={}, load=whole),
+        dict(name="refused/experts", model="fewer_experts", sizes={}, load=str(folder / "from_moe_tp2_ep2")),
         dict(name="refused/dtype", model="start", sizes={}, load=whole, dtype="bfloat16"),
         dict(name="refused/cut_tensors", model="other", sizes={}, load=str(folder / "cut_tensors")),
         dict(name="refused/cut_index", model="other", sizes={}, load=str(folder / "cut_index")),
@@ -159,8 +197,7 @@ def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
         assert found[name] == pytest.approx(value, **precision), name
 
 
-READS = [f"{w}/{r}" for r, (n, *_) in READERS.items() for w, (m, *_) in WRITERS.items() if (m, n) != (4, 2)]
-READS.append("tied/pp2")
+READS = [*(f"{writer}/{reader}" for writer, reader in PAIRS), "tied/pp2"]
 
 
 @pytest.mark.parametrize("read", READS)
@@ -212,7 +249,7 @@ def test_report_says_that_generators_cannot_continue_at_another_layout(results):
     report = results["read/tp2/pp2"]["report"]
     assert report["restored"] == ("model", "optimizer", "lr_schedule")
     assert len(report["not_restored"]) == 1 and "tp2" in report["not_restored"][0]
-    assert report["written_with"] == {"tp": 2, "pp": 1, "vpp": 0, "dp": 1, "world_size": 2}
+    assert report["written_with"] == {"tp": 2, "pp": 1, "vpp": 0, "dp": 1, "ep": 1, "world_size": 2}
 
 
 @pytest.mark.parametrize("name", [*SAME, *(f"blocking/{name}" for name in SAVED_AT_ONCE)])
@@ -274,6 +311,10 @@ def test_weights_alone_can_be_saved_and_loaded(results):
         ("longer", ["lacks decoder.layers.4.mlp.linear_fc1.layer_norm_weight", "and 44 more"]),
         ("wider", ["embedding.word_embeddings.weight ((67, 32) there, (70, 32) here)"]),
         ("no_bias", ["has, which this model has not, decoder.layers.0.self_attention.linear_qkv.bias"]),
+        (
+            "experts",
+            ["has, which this model has not, decoder.layers.0.mlp.experts.experts.2.linear_fc1.weight_v", "more"],
+        ),
         ("dtype", ["float32", "bfloat16", "megatron.dtype"]),
         ("cut_tensors", ["cannot be read (rank 0: ", "; choose another checkpoint."]),
         ("cut_index", ["is not a complete checkpoint", "truncated"]),

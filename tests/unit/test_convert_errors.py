@@ -117,6 +117,30 @@ def test_a_wrong_source_is_refused(model, tmp_path, capsys, mistake):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+def test_experts_that_are_missing_or_too_many_are_listed(tmp_path, capsys):
+    path = make_tiny(tmp_path / "model", "qwen3_moe", vocab=67, layers=1, num_experts=4)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    expert = "model.layers.0.mlp.experts.{}.up_proj.weight"
+    tensors[expert.format(4)] = tensors.pop(expert.format(3))
+    save_file(tensors, file, {"format": "pt"})
+    assert hf_to_megatron.main(["--hf-model", str(path), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "1 missing" in said and expert.format(3) in said
+    assert "1 unexpected" in said and expert.format(4) in said
+    assert outputs(tmp_path) == ["model"]
+
+
+def test_tables_of_old_checkpoints_are_left_out_and_that_is_said(model, tmp_path, capsys):
+    tables = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for layer in range(2)}
+    change_tensors(model, lambda tensors: tensors.update(tables))
+    assert hf_to_megatron.main(["--hf-model", str(model), "--output", str(tmp_path / "out")]) == 0
+    said = "left out: 2 tables of rotary embeddings (model.layers.0.self_attn.rotary_emb.inv_freq ...)"
+    assert said in capsys.readouterr().out
+    assert megatron_to_hf.main(["--checkpoint", str(tmp_path / "out"), "--output", str(tmp_path / "back")]) == 0
+    assert not any("inv_freq" in name for file in (tmp_path / "back").glob("*.safetensors") for name in load_file(file))
+
+
 def outputs(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir())
 

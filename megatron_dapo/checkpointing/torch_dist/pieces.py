@@ -97,4 +97,20 @@ def _box(part: ShardedTensor, parameter: torch.nn.Parameter, vocab_size: int) ->
         return None
     start = part.data.storage_offset() - parameter.data.storage_offset()
     copy, tensor_replica = part.replica_id[:2]
+    if is_expert(parameter):  # whole on every rank that has it, tensor-parallel ones too; see `replica_of`
+        assert shape == global_shape, f"{part.key} is cut"
+        tensor_replica = 0
     return Box(part.key, global_shape, tuple(part.global_offset), shape, start, (copy, tensor_replica))
+
+
+def is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether it belongs to one expert of a mixture: Megatron's mark."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def replica_of(parameter: torch.nn.Parameter, number: int, layout: ParallelLayout) -> int:
+    """This rank's place among those that hold the same values of a stage's parameter; they take turns at writing, the
+    one with 0 does. number: of the parameter, the same on all of them."""
+    if is_expert(parameter):
+        return (layout.expert_dp_rank + number) % layout.expert_dp
+    return (layout.dp_rank + number) % layout.dp

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.checkpointing.torch_dist.generators import derived_seed, generator_states
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
-from megatron_dapo.checkpointing.torch_dist.pieces import CONTENT, model_boxes
+from megatron_dapo.checkpointing.torch_dist.pieces import CONTENT, model_boxes, replica_of
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, PlannedWrite, Planning
 from megatron_dapo.config import UserError
 from megatron_dapo.models import ModelParts
@@ -109,22 +109,23 @@ class PendingSave:
 
 def written_with(layout: ParallelLayout) -> dict[str, int]:
     """The layout, as it is stored; vpp 0: none."""
-    sizes = dict(tp=layout.tp, pp=layout.pp, vpp=layout.vpp or 0, dp=layout.dp)
+    sizes = dict(tp=layout.tp, pp=layout.pp, vpp=layout.vpp or 0, dp=layout.dp, ep=layout.ep)
     return {**sizes, "world_size": layout.world_size}
 
 
 def model_pieces(model: ModelParts, layout: ParallelLayout) -> Iterator:
-    """The pieces of the weights. Data-parallel ranks hold the same: they take turns at writing."""
-    boxes = [(parameter, box) for parameter, of_it in model_boxes(model, layout).items() for box in of_it]
-    for index, (parameter, box) in enumerate(boxes):
-        yield from box.pieces(parameter.detach().view(-1), 0, replica=(layout.dp_rank + index) % layout.dp)
+    """The pieces of the weights."""
+    for number, (parameter, boxes) in enumerate(model_boxes(model, layout).items()):
+        replica = replica_of(parameter, number, layout)
+        for box in boxes:
+            yield from box.pieces(parameter.detach().view(-1), 0, replica)
 
 
 def optimizer_pieces(optimizer: MegatronOptimizer, model: ModelParts, layout: ParallelLayout) -> Iterator:
     """The pieces of the moments, and of the fp32 weights where the model's are in half precision."""
     boxes = model_boxes(model, layout)
-    for index, slot in enumerate(slots(optimizer)):
-        replica = 0 if slot.sharded else (layout.dp_rank + index) % layout.dp
+    for number, slot in enumerate(slots(optimizer)):
+        replica = 0 if slot.sharded else replica_of(slot.parameter, number, layout)
         for name, values in slot.tensors().items():
             for box in boxes[slot.parameter]:
                 yield from box.pieces(values, slot.first, replica, f"{OPTIMIZER_PREFIX}{name}.")
