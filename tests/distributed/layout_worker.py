@@ -40,9 +40,7 @@ def gathered(source: WeightSource, layout: ParallelLayout) -> dict[str, torch.Te
     specs = source.specs()
     tensors = source.gather(specs)
     mine = dict(zip((s.name for s in specs), (t.clone() for t in tensors), strict=True)) if tensors else {}
-    parts: list = [None] * layout.world_size
-    dist.all_gather_object(parts, mine if layout.dp_rank == 0 else {}, group=layout.cpu_group)
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    return {name: tensor for part in layout.gather(mine) for name, tensor in part.items()}
 
 
 def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides: list[str]) -> dict:

@@ -1,7 +1,7 @@
 """Run under torchrun: log-probs of given sequences and an exported checkpoint, for models x layouts; saved by rank 0.
 
-Arguments: a JSON file with {"layouts": {name: sizes}, "models": {name: path}, "sequences": [[token, ...], ...],
-"out": folder}.
+Arguments: a JSON file with {"layouts": [[name, sizes, {model: path}], ...], "sequences": [[token, ...], ...], "out":
+folder}.
 """
 
 import json
@@ -49,9 +49,9 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     samples = [sample(index, tokens) for index, tokens in enumerate(task["sequences"])]
     results = {}
-    for layout_name, sizes in task["layouts"].items():
+    for layout_name, sizes, models in task["layouts"]:
         layout = ParallelLayout.initialize(**sizes)
-        for model_name, path in task["models"].items():
+        for model_name, path in models.items():
             model = build_model(read_model_spec(path), layout, MegatronConfig(), head_chunk_size=16)
             load_hf_weights(model, path, layout)
             for packed in (True, False):

@@ -129,6 +129,44 @@ def tied(tmp_path_factory) -> dict[str, dict]:
     return found
 
 
+# 2 or 4 processes: what is not named is data parallelism
+MIXTURE_LAYOUTS = {
+    "tp1": {},
+    "tp2_sp": {"tp": 2, "sp": True},  # the experts of both ranks are the same
+    "tp2_sp_ep2": {"tp": 2, "sp": True, "ep": 2},
+    "dp2_ep2": {"ep": 2},
+    "tp2_sp_dp2_ep2": {"tp": 2, "sp": True, "ep": 2},
+    "tp2_sp_dp2_ep4": {"tp": 2, "sp": True, "ep": 4},
+    "pp2_dp2_ep2": {"pp": 2, "ep": 2},
+}
+MIXTURE_VARIANTS = {
+    "small": CUTS["small"],
+    "padded": CUTS["padded"],
+    "distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]],
+    "overlap": [*OVERLAP["overlap"], *CUTS["small"]],
+    "recompute_selective": RECOMPUTE["recompute_selective"],
+}
+MIXTURE_WORLD_SIZES = {
+    name: 1 if name == "tp1" else 2 if name in list(MIXTURE_LAYOUTS)[1:4] else 4 for name in MIXTURE_LAYOUTS
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> dict[str, dict]:
+    """As `results`, of a mixture of experts."""
+    folder = tmp_path_factory.mktemp("mixture")
+    model = make_tiny(folder / "model", "qwen3_moe", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
+    found: dict[str, dict] = {}
+    for world in (1, 2, 4):
+        variants = {"whole": [], **MIXTURE_VARIANTS} if world == 1 else MIXTURE_VARIANTS
+        layouts = [(n, sizes, variants) for n, sizes in MIXTURE_LAYOUTS.items() if MIXTURE_WORLD_SIZES[n] == world]
+        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
+        task.write_text(json.dumps({"model": str(model), "out": str(out), "layouts": layouts}))
+        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
+        found.update(torch.load(out))
+    return found
+
+
 ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants(layout)]
 
 
@@ -148,6 +186,13 @@ def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, ca
 )
 def test_a_tied_model_gets_the_gradients_of_both_uses_of_its_weight(tied, case):
     assert_same(tied[case], tied["tp1/whole"])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in MIXTURE_VARIANTS])
+def test_a_mixture_of_experts_gets_the_gradients_of_all_tokens_wherever_its_experts_are(mixture, case):
+    assert_same(mixture[case], mixture["tp1/whole"])
+    assert mixture[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
 
 
 def assert_same(got: dict, expected: dict) -> None:

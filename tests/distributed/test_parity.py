@@ -31,12 +31,34 @@ MODELS = {
     "llama_tied": dict(family="llama", vocab=128, tied=True),
     "llama3_rope": dict(family="llama", vocab=131),
 }
+# 8 experts; their weights divided by their sum, or not
+MIXTURES = {
+    "qwen3_moe": dict(family="qwen3_moe", vocab=131),
+    "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, norm_topk_prob=False, experts_per_token=3),
+}
 LAYOUTS = {
     1: {"tp1": {}},
     2: {"tp2": {"tp": 2}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}},
     4: {"tp2_pp2": {"tp": 2, "pp": 2}, "tp2_sp_pp2": {"tp": 2, "sp": True, "pp": 2}},
 }
-LAYOUT_NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+# what tensor and expert parallelism leave is data parallelism: every such rank has the same sequences here
+MIXTURE_LAYOUTS = {
+    1: {"tp1": {}},
+    2: {"tp2_sp": {"tp": 2, "sp": True}, "tp2_sp_ep2": {"tp": 2, "sp": True, "ep": 2}, "dp2_ep2": {"ep": 2}},
+    4: {
+        "tp2_sp_dp2_ep2": {"tp": 2, "sp": True, "ep": 2},
+        "tp2_sp_dp2_ep4": {"tp": 2, "sp": True, "ep": 4},
+        "tp2_sp_pp2_ep2": {"tp": 2, "sp": True, "pp": 2, "ep": 2},
+        "pp2_dp2_ep2": {"pp": 2, "ep": 2},
+    },
+}
+CASES = [
+    f"{model}/{layout}"
+    for models, layouts_of in ((MODELS, LAYOUTS), (MIXTURES, MIXTURE_LAYOUTS))
+    for layouts in layouts_of.values()
+    for layout in layouts
+    for model in models
+]
 
 
 def hugging_face_log_probs(path: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
@@ -57,16 +79,21 @@ def hugging_face_log_probs(path: Path, sequences: list[list[int]]) -> list[torch
 def runs(tmp_path_factory):
     """(results by "model/layout/packing", oracle by model, folder of checkpoints and exports)."""
     folder = tmp_path_factory.mktemp("parity")
-    paths = {name: make_tiny(folder / name, layers=4, hidden=64, **options) for name, options in MODELS.items()}
+    models = MODELS | MIXTURES
+    paths = {name: make_tiny(folder / name, layers=4, hidden=64, **options) for name, options in models.items()}
     config = paths["llama3_rope"] / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "rope_parameters": LLAMA3_ROPE}))
     rng = random.Random(0)
     sequences = [[rng.randrange(128) for _ in range(length)] for length in (13, 40, 2, 60, 24, 7)]
     results = {}
-    for world, layouts in LAYOUTS.items():
+    for world in LAYOUTS:
         task = folder / f"task{world}.json"
-        models = {name: str(path) for name, path in paths.items()}
-        task.write_text(json.dumps({"layouts": layouts, "models": models, "sequences": sequences, "out": str(folder)}))
+        layouts = [
+            (layout, sizes, {name: str(paths[name]) for name in names})
+            for names, layouts_of in ((MODELS, LAYOUTS), (MIXTURES, MIXTURE_LAYOUTS))
+            for layout, sizes in layouts_of[world].items()
+        ]
+        task.write_text(json.dumps({"layouts": layouts, "sequences": sequences, "out": str(folder)}))
         run_torchrun(Path(__file__).with_name("parity_worker.py"), world, str(task), timeout=400)
         results.update(torch.load(folder / f"log_probs{world}.pt"))
     oracle = {name: hugging_face_log_probs(path, sequences) for name, path in paths.items()}
@@ -75,21 +102,19 @@ def runs(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-@pytest.mark.parametrize("layout", LAYOUT_NAMES)
-@pytest.mark.parametrize("model", MODELS)
-def test_log_probs_equal_those_of_transformers(runs, model, layout, packing):
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_equal_those_of_transformers(runs, case, packing):
     results, oracle, _ = runs
-    got = results[f"{model}/{layout}/{packing}"]
+    got, model = results[f"{case}/{packing}"], case.partition("/")[0]
     assert sorted(got) == list(range(len(oracle[model])))
     for index, expected in enumerate(oracle[model]):
         # log-probs of these random models reach -20: one part in a million is what float32 logits of that size carry
         torch.testing.assert_close(got[index].double(), expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUT_NAMES)
-@pytest.mark.parametrize("model", MODELS)
-def test_export_gives_back_the_checkpoint_bit_for_bit(runs, model, layout):
-    folder = runs[2]
+@pytest.mark.parametrize("case", CASES)
+def test_export_gives_back_the_checkpoint_bit_for_bit(runs, case):
+    (model, layout), folder = case.split("/"), runs[2]
     original = load_file(folder / model / "model.safetensors")
     exported = folder / f"{model}-{layout}"
     tensors = load_file(exported / "model.safetensors")  # one file, whatever the layout
