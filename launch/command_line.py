@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_dapo.config import Config, UserError, load_and_validate
+from megatron_dapo.config.recipes import add_config_arguments
 
 USER_ERROR_EXIT_CODE = 2
 # Ctrl-C, an end that is asked for, a closed terminal, what schedulers send before a time limit
@@ -22,7 +23,7 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
         description=description,
         epilog="key=value sets any key of the config; docs/config.md lists them all. Exit code 2: mistakes to correct.",
     )
-    made.add_argument("--config", metavar="FILE", help="YAML file; without it every key has its default")
+    add_config_arguments(made)
     return made
 
 

@@ -14,6 +14,7 @@ from megatron_dapo.config import (
     process_plan,
     to_yaml,
 )
+from megatron_dapo.config.recipes import add_config_arguments
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -36,11 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train, or show what would be started",
-        usage="python -m megatron_dapo train [--config FILE] [--replay DIR] [--dry-run] [key=value ...]",
+        usage="python -m megatron_dapo train [--config FILE | --config-name NAME] [options] [key=value ...]",
         description="Train. One process per rank: start it under torchrun, or use `python -m launch.local`.",
         epilog="key=value sets any key of the config, e.g. trainer.seed=2; docs/config.md lists them all.",
     )
-    train.add_argument("--config", metavar="FILE", help="YAML file; without it every key has its default")
+    add_config_arguments(train)
     train.add_argument("--replay", metavar="DIR", help="train on batches that trainer.dump_batches=true wrote")
     train.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
     train.set_defaults(run=_train, takes_overrides=True)

@@ -18,6 +18,11 @@ _TYPE_WORDS = {
     str: ("text", "texts"),
     type(None): ("null", "nulls"),
 }
+# Other spellings of a key or of a section with all its keys, as some of the documents that people paste from have them.
+ALIASES = {
+    "actor": "actor_rollout_ref.actor",
+    "critic.vf_coef": "critic.value_loss_coef",
+}
 _BOUND_WORDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
 
 
@@ -56,6 +61,14 @@ def known_keys() -> dict[str, Key]:
 def known_sections() -> dict[str, type[Section]]:
     """Dotted name -> section class, in the order of the schema; the whole tree is ""."""
     return dict(_sections(Config, ""))
+
+
+def canonical(name: str) -> str:
+    """The dotted name that the schema has for a name, which may begin with another spelling of ALIASES."""
+    for alias, meant in ALIASES.items():
+        if name == alias or name.startswith(f"{alias}."):
+            return meant + name[len(alias) :]
+    return name
 
 
 def show(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_dapo.config.errors import UserError
-from megatron_dapo.config.keys import Key, known_keys, known_sections, show
+from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
 
@@ -19,10 +19,11 @@ SAME_LAST_COMPONENT = 0.9  # as near as two words of ten letters that differ in 
 
 @dataclass(frozen=True)
 class _Setting:
-    """A value somebody gave to a known key, and where."""
+    """A value somebody gave to a known key, where, and under which name: the key's own or another spelling."""
 
     value: Any
     where: str
+    spelling: str
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _apply_override(override: str, settings: dict[str, _Setting], sentences: lis
     if not equals or not name:
         sentences.append(f"Override {override!r} is not of the form key=value, such as trainer.seed=2.")
         return
-    key = known_keys().get(name)
+    key = known_keys().get(canonical(name))
     try:
         value, duplicates = parse_yaml(text)
     except YamlMistake as error:
@@ -126,8 +127,8 @@ def _apply_override(override: str, settings: dict[str, _Setting], sentences: lis
     sentences += [f"Override {override!r}: {duplicate}; keep one." for duplicate in duplicates]
     if key is not None and key.is_text and not isinstance(value, str) and not (value is None and key.takes_null):
         value = text
-    if parent := _mapping_key_above(name):
-        value = {**_mapping_so_far(parent, settings), name[len(parent.name) + 1 :]: value}
+    if parent := _mapping_key_above(canonical(name)):
+        value = {**_mapping_so_far(parent, settings), canonical(name)[len(parent.name) + 1 :]: value}
         name = parent.name
     head, _, last = name.rpartition(".")
     _collect({last: value}, head, "override", settings, sentences)
@@ -148,20 +149,24 @@ def _collect(
 ) -> None:
     """Walk a tree along the schema: known keys into `settings`, unknown ones into `sentences`.
 
-    once: a key that was set before is a mistake (`a: {b: 1}` and `a.b: 1` in one file).
+    prefix: as it was written. once: a key that was set before is a mistake (`a: {b: 1}` and `a.b: 1` in one file, or
+    the same key in two spellings).
     """
     for child, value in tree.items():
         name = f"{prefix}.{child}".lstrip(".")
-        if name in known_keys():
-            if once and name in settings:
-                sentences.append(f"{name} is given twice in {where}; keep one.")
-            settings[name] = _Setting(value, where)
-        elif name not in known_sections():
+        key = canonical(name)
+        if key in known_keys():
+            if once and key in settings:
+                other = settings[key].spelling
+                both = "" if other == name else f", as {other} and as {name}"
+                sentences.append(f"{key} is given twice in {where}{both}; keep one.")
+            settings[key] = _Setting(value, where, name)
+        elif key not in known_sections():
             sentences.append(_unknown(name[:200], value, where))
         elif isinstance(value, dict):
             _collect(value, name, where, settings, sentences, once)
         elif value is not None:
-            inside = ", ".join(known_sections()[name].model_fields)
+            inside = ", ".join(known_sections()[key].model_fields)
             sentences.append(f"{name} is {show(value)} ({where}), but must be a mapping with keys of {inside}.")
 
 
@@ -191,7 +196,7 @@ def _build(settings: dict[str, _Setting], sentences: list[str]) -> tuple[Config,
         wrong = {_key_at(detail["loc"]): None for detail in error.errors(include_url=False)}
     for name in wrong:
         setting, key = settings[name], known_keys()[name]
-        sentences.append(f"{name} is {show(setting.value)} ({setting.where}), but must be {key.allowed}.")
+        sentences.append(f"{setting.spelling} is {show(setting.value)} ({setting.where}), but must be {key.allowed}.")
     sound = {name: setting for name, setting in settings.items() if name not in wrong}
     return Config.model_validate(_tree(sound)), set(wrong)
 

@@ -1,6 +1,6 @@
 """docs/config.md: every key with its type, default and meaning, from the schema."""
 
-from megatron_dapo.config.keys import Key, known_keys, known_sections, show
+from megatron_dapo.config.keys import ALIASES, Key, known_keys, known_sections, show
 
 _HEAD = """\
 # Config reference
@@ -15,6 +15,15 @@ Later overrides win. Values are read as YAML 1.2 (`1e-6` is a number, `on` is a 
 it stands. What is not given has the default below. Unknown keys, wrong types and contradictions are reported together
 before anything starts; `--dry-run` shows the resolved config and the process plan.
 """
+
+_ALIASES_HEAD = """\
+## Other spellings
+
+Names that other documents have for keys, or for sections with all their keys. One file may use either, not both for one
+key.
+
+| spelling | means |
+|---|---|"""
 
 
 def config_reference() -> str:
@@ -31,7 +40,7 @@ def config_reference() -> str:
         parts.append("| key | value | default | meaning |\n|---|---|---|---|")
         parts.extend(_row(key) for key in keys)
         parts.append("")
-    return "\n".join(parts)
+    return "\n".join([*parts, _ALIASES_HEAD, *(f"| `{alias}` | `{meant}` |" for alias, meant in ALIASES.items()), ""])
 
 
 def _row(key: Key) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.local import main as local
 from megatron_dapo.__main__ import main
 from megatron_dapo.config import config_reference, load_config
 from tests.model_json import MODEL_JSON
@@ -151,3 +152,27 @@ def test_the_config_reference_in_docs_is_current():
 def test_the_config_reference_is_printed(capsys):
     assert main(["config-reference"]) == 0
     assert capsys.readouterr().out == config_reference()
+
+
+@pytest.mark.parametrize("module", ["megatron_dapo", "launch.local"])
+def test_a_recipe_can_be_named_in_place_of_its_file(module, capsys):
+    run = {"megatron_dapo": lambda *given: main(["train", *given]), "launch.local": lambda *given: local(given)}[module]
+    printed = []
+    for given in (["--config-name", "demo"], ["--config", str(ROOT / "configs" / "demo.yaml")]):
+        assert run(*given, "--dry-run", "data.train_files=[pyproject.toml]") == 2  # no prompt file
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and "experiment_name: demo" in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["--config-name", "demoo"], "there is no configs/demoo.yaml; the nearest is demo; known are dapo_qwen2.5_32b"),
+        (["--config-name", "demo", "--config", "x.yaml"], "not allowed with argument --config-name"),
+    ],
+)
+def test_an_unknown_recipe_and_two_configs_exit_2_and_say_why(given, reason, capsys):
+    for run in (lambda: main(["train", *given]), lambda: local(given)):
+        with pytest.raises(SystemExit) as end:
+            run()
+        assert end.value.code == 2 and reason in capsys.readouterr().err

@@ -8,8 +8,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import Config, UserError, load_config, to_yaml
-from megatron_dapo.config.keys import known_keys, known_sections
+from megatron_dapo.config import Config, UserError, config_reference, load_config, to_yaml
+from megatron_dapo.config.keys import ALIASES, known_keys, known_sections
 from megatron_dapo.config.loader import nearest
 
 pytestmark = pytest.mark.unit
@@ -256,3 +256,51 @@ def test_what_is_written_loads_to_an_equal_config(
 def test_what_is_written_means_the_same_to_any_yaml_reader():
     config = load_config(None, ["actor_rollout_ref.actor.megatron.use_transformer_engine=on", f"{LR}=1e-6"])
     assert Config.model_validate(yaml.safe_load(to_yaml(config))) == config
+
+
+# ---------------------------------------------------------------------------------------------------- other spellings
+
+
+def test_a_section_or_a_key_may_be_given_under_its_other_spelling(tmp_path):
+    path = written(tmp_path, "actor: {use_dapo: true, optim: {lr: 1e-5}}\ncritic: {vf_coef: 0.25}")
+    config = load_config(path, ["actor.clip_ratio_low=0.1", "critic.vf_coef=0.75"])
+    actor = config.actor_rollout_ref.actor
+    assert (actor.use_dapo, actor.optim.lr, actor.clip_ratio_low) == (True, 1e-5, 0.1)
+    assert config.critic.value_loss_coef == 0.75
+
+
+def test_an_override_wins_over_the_file_whatever_either_calls_the_key(tmp_path):
+    path = written(tmp_path, "actor: {clip_ratio: 0.1}\ncritic: {value_loss_coef: 0.25}")
+    config = load_config(path, ["actor_rollout_ref.actor.clip_ratio=0.3", "critic.vf_coef=0.5"])
+    assert (config.actor_rollout_ref.actor.clip_ratio, config.critic.value_loss_coef) == (0.3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "second"),
+    [
+        ("critic: {vf_coef: 0.5, value_loss_coef: 0.5}", "critic.vf_coef", "critic.value_loss_coef"),
+        (
+            "actor_rollout_ref: {actor: {clip_ratio: 0.1}}\nactor: {clip_ratio: 0.1}",
+            "actor_rollout_ref.actor.clip_ratio",
+            "actor.clip_ratio",
+        ),
+    ],
+)
+def test_one_key_in_both_spellings_is_a_mistake_that_names_both(tmp_path, text, first, second):
+    (sentence,) = sentences(written(tmp_path, text))
+    assert f"as {first} and as {second}; keep one." in sentence
+
+
+def test_a_mistake_under_another_spelling_is_named_as_it_was_written(tmp_path):
+    path = written(tmp_path, "actor: {shuffle: 3, clip_high: 0.3, optim: 1}")
+    assert [sentence.split(" is ")[0].split(" = ")[0] for sentence in sentences(path)] == [
+        "Unknown key actor.clip_high",
+        "actor.optim",
+        "actor.shuffle",
+    ]
+
+
+def test_the_reference_lists_every_other_spelling():
+    for alias, meant in ALIASES.items():
+        assert f"| `{alias}` | `{meant}` |" in config_reference()
+        assert meant in known_keys() or meant in known_sections()
