@@ -6,6 +6,7 @@ and cut by the server's tensor parallelism, so the trainer's tensors are brought
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,10 @@ FUSED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Server module -> the Hugging Face modules stacked in it, in order."""
+
+EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<module>gate_proj|up_proj|down_proj)\.weight")
+EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""Server parameter of a layer's experts -> the Hugging Face modules of an expert stacked in it, expert by expert."""
 
 CUT = {
     "q_proj": 0,
@@ -43,7 +48,12 @@ def server_parameters(specs: Sequence[Spec]) -> dict[str, tuple[Spec, ...]]:
     """Server parameter name -> the tensors it is made of, in order."""
     by_name = {spec.name: spec for spec in specs}
     result: dict[str, tuple[Spec, ...]] = {}
+    experts: dict[str, list[re.Match]] = {}
     for spec in specs:
+        if expert := EXPERT.fullmatch(spec.name):
+            stacked = next(name for name, modules in EXPERTS.items() if expert["module"] in modules)
+            experts.setdefault(f"{expert['experts']}.{stacked}", []).append(expert)
+            continue
         module, _, kind = spec.name.rpartition(".")
         fused = next((f for f, parts in FUSED.items() if module.endswith(parts)), None)
         if fused is None:
@@ -52,6 +62,10 @@ def server_parameters(specs: Sequence[Spec]) -> dict[str, tuple[Spec, ...]]:
         part = next(p for p in FUSED[fused] if module.endswith(p))
         prefix = module.removesuffix(part)
         result[f"{prefix}{fused}.{kind}"] = tuple(by_name[f"{prefix}{p}.{kind}"] for p in FUSED[fused])
+    for name, parts in experts.items():
+        modules = EXPERTS[name.rpartition(".")[2]]
+        parts.sort(key=lambda part: (int(part["number"]), modules.index(part["module"])))
+        result[name] = tuple(by_name[part.string] for part in parts)
     return result
 
 

@@ -44,7 +44,7 @@ class WeightSync:
     """Pushes one pipeline stage's weights to the servers, together with the other stages'. All trainer ranks take part.
 
     source: this stage's weights. servers: the same on all ranks; used on rank 0, which leads, and on the source rank of
-    each stage (tensor-parallel rank 0 of data-parallel rank 0), which sends. num_kv_heads: of the model, needed for
+    each stage (`layout.is_source`), which sends. num_kv_heads: of the model, needed for
     `verify` where a server has more tensor-parallel ranks than that.
     """
 
@@ -63,8 +63,7 @@ class WeightSync:
         self._reserve_s = min(RESERVE_S, config.timeout_s / 2)
         self._plan: Plan = plan_for(device, source.specs(), config.bucket_size_mb)
         self._agreement = Agreement(config.timeout_s)
-        self._gathers = layout.dp_rank == 0
-        is_source = self._gathers and layout.tp_rank == 0
+        self._gathers, is_source = layout.gathers, layout.is_source
         self._leads = layout.rank == 0
         assert is_source or not self._leads, "rank 0 is the source rank of stage 0"
         self._calls = ServerCalls(servers) if is_source else None
@@ -154,7 +153,7 @@ class WeightSync:
         watch, transfer, failure = Stopwatch(), None, None
         for index, bucket in enumerate(self._plan.buckets):
             tensors = self._source.gather(list(bucket.specs))
-            # a sender that failed goes on gathering: its tensor-parallel peers are in the same collectives
+            # a sender that failed goes on gathering: its peers are in the same collectives
             if self._sender is None or failure is not None:
                 continue
             try:
@@ -202,7 +201,7 @@ class WeightSync:
         return sum(count for count in counts if count is not None)
 
     def _compare(self, version: int, sums: dict[str, list[dict[str, str]]]) -> int:
-        """This stage's share of the sample. Collective over the stage's tensor-parallel group."""
+        """This stage's share of the sample. Collective over the stage's ranks that gather."""
         parameters = server_parameters(self._source.specs())
         share = -(-self._config.verify_num_tensors // self._layout.pp)
         names = random.Random(version).sample(sorted(parameters), min(share, len(parameters)))

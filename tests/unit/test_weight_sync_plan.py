@@ -145,6 +145,22 @@ def test_server_ranks_hold_slices_that_make_up_the_whole():
     assert held(tensors, p + "input_layernorm.weight", 1, 2).shape == (6,)
 
 
+def test_experts_are_stacked_in_their_order_and_cut_within_each_on_the_server():
+    p, order = "model.layers.0.mlp.experts.", (1, 10, 0, *range(2, 10), 11)  # as ranks with some of them each give them
+    shapes = {"down_proj": (6, 8), "up_proj": (8, 6), "gate_proj": (8, 6)}
+    tensors = {f"{p}{e}.{m}.weight": torch.randn(shape) for e in order for m, shape in shapes.items()}
+    tensors["model.layers.0.mlp.gate.weight"] = torch.randn(12, 6)
+    names = set(server_parameters(as_specs(tensors)))
+    assert names == {f"{p}w13_weight", f"{p}w2_weight", "model.layers.0.mlp.gate.weight"}
+    gate, up, down = (
+        torch.stack([tensors[f"{p}{e}.{m}_proj.weight"] for e in range(12)]) for m in ("gate", "up", "down")
+    )
+    for rank, rows in ((0, slice(0, 4)), (1, slice(4, 8))):
+        w13, w2 = torch.cat([gate[:, rows], up[:, rows]], dim=1), down[:, :, rows]
+        assert checksum(held(tensors, f"{p}w13_weight", rank, 2)) == checksum(w13)
+        assert checksum(held(tensors, f"{p}w2_weight", rank, 2)) == checksum(w2)
+
+
 def test_more_server_ranks_than_key_value_heads_share_them():
     tensors = layer(heads=4, kv_heads=2)
     k = tensors["model.layers.0.self_attn.k_proj.weight"]
