@@ -20,8 +20,11 @@ MODELS = {
     "qwen3_tied_bf16_files": dict(family="qwen3", vocab=131, tied=True),
     "llama_files": dict(family="llama", vocab=131),
     "llama_tied_bf16": dict(family="llama", vocab=128, tied=True),
+    "qwen3_moe_bf16_files": dict(family="qwen3_moe", vocab=131),
+    "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6),
 }
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
+CHECKED = {"qwen2_bf16_files": "tp2", "qwen3_tied_bf16_files": "pp2", "qwen3_moe_bf16_files": "tp2"}
 # how many processes, written at, read back at
 ROUTES = {"tp1": "tp2", "tp2": "pp2", "pp2": "tp1"}
 
@@ -66,7 +69,7 @@ def folder(tmp_path_factory) -> Path:
     checks = [
         ["verify_checkpoint", ["--checkpoint", f"{folder}/{m}-tp1", "--hf-model", f"{folder}/{m}", "--num-tokens",
                                "700", "--round-trip", *sizes(layout)]]
-        for m, layout in (("qwen2_bf16_files", "tp2"), ("qwen3_tied_bf16_files", "pp2"))
+        for m, layout in CHECKED.items()
     ]  # fmt: skip
     runs = [
         (1, forth("tp1")),
