@@ -34,6 +34,8 @@ _FREE = (
     "actor_rollout_ref.rollout.request_timeout_s",
     "actor_rollout_ref.rollout.max_retries",
     "actor_rollout_ref.rollout.step_timeout_s",
+    "actor_rollout_ref.rollout.multi_turn.num_workers",
+    "actor_rollout_ref.rollout.multi_turn.memory_limit_mb",
     "actor_rollout_ref.rollout.val_temperature",
     "actor_rollout_ref.rollout.val_top_p",
     "actor_rollout_ref.rollout.val_n",

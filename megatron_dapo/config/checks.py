@@ -18,6 +18,7 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.estimator_checks import estimators
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
+from megatron_dapo.config.multi_turn_checks import multi_turn
 from megatron_dapo.config.schema import Config
 
 BUILT_IN_REWARDS = frozenset({"by_data_source", "math_dapo", "math_verify", "exact_match"})
@@ -370,6 +371,7 @@ CHECKS = (
     rollout_correction,
     optimizer,
     sampling,
+    multi_turn,
     server_urls,
     evaluation,
     checkpoints,

@@ -5,7 +5,7 @@ The names and settings (sandbox, trimmed blocks, `raise_exception`, `strftime_no
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-def compile_template(source: str, special_tokens: Mapping[str, str]) -> Callable[[list[dict[str, Any]]], str]:
+def compile_template(source: str, special_tokens: Mapping[str, str]) -> Callable[[Sequence[dict[str, Any]]], str]:
     """A function messages -> text, ready for the model's answer. Both raise jinja2.TemplateError.
 
     special_tokens: what the template knows as bos_token, eos_token ...
@@ -27,9 +27,9 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> Callable
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     template = environment.from_string(source)
 
-    def render(messages: list[dict[str, Any]]) -> str:
+    def render(messages: Sequence[dict[str, Any]]) -> str:
         return template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special_tokens
         )
 
     return render

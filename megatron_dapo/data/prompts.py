@@ -176,7 +176,8 @@ class _Row:
         return tokens, text
 
     def prompt(self, index: int, key: str, tokens: tuple[int, ...], text: str) -> Prompt:
-        return Prompt(index, key, tokens, text, self.data_source, self.ground_truth, self.extra_info)
+        source, truth, extra_info = self.data_source, self.ground_truth, self.extra_info
+        return Prompt(index, key, tokens, text, source, truth, extra_info, self.messages)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megatron_dapo.data.chat_template import compile_template
 Messages = Sequence[dict[str, Any]]
 
 _KEY = "actor_rollout_ref.model.path"
+_MARK = "assistant-words"  # stands for them in a chat template
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -55,11 +56,28 @@ class Tokenizer:
             text = prompt if isinstance(prompt, str) else _joined(prompt)
         return tuple(self._backend.encode(text, add_special_tokens=not apply_chat_template).ids), text
 
+    def encode_turn(self, messages: Messages, last_token: int | None, apply_chat_template: bool) -> tuple[int, ...]:
+        """Tokens that an environment's messages add to a conversation that ends with a model's turn.
+
+        With the chat template: what it puts between an assistant's last word and the next one's first, when the
+        messages stand between them; less the end-of-turn token where the model wrote it itself (last_token). Without it
+        the messages' contents. Both are tokenized on their own: the tokens before them stay what they are. Raises
+        UserError and ValueError as `encode_prompt`, ValueError where the template hides the turn.
+        """
+        if not apply_chat_template:
+            return tuple(self._backend.encode(_joined(messages), add_special_tokens=False).ids)
+        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
+        _, *after = self._rendered([*before, *messages]).split(_MARK)
+        if len(after) != 1:
+            raise ValueError("the model's chat template does not show an assistant's earlier words as they are")
+        tokens = self._backend.encode(after[0], add_special_tokens=False).ids
+        return tuple(tokens[1:] if tokens and tokens[0] == last_token else tokens)
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens, exactly: no clean-up of spaces."""
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+    def _rendered(self, messages: Messages) -> str:
         if self._render is None:
             raise UserError(
                 f"data.apply_chat_template: true, but the model in {_KEY} = {str(self._folder)!r} has no chat "

@@ -14,20 +14,24 @@ class Prompt:
     data_source: str
     ground_truth: str
     extra_info: dict = field(default_factory=dict)
+    messages: list[dict] | str = ""  # before rendering: an environment's first words may join them
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. Per-token tuples have the response's length."""
+    """One response, or one trajectory: turns of the model with an environment's tokens between them.
+
+    Per-token tuples have the response's length.
+    """
 
     uid: str  # the group's
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     response_text: str
-    rollout_log_probs: tuple[float, ...]  # by the server, at the sampling temperature
+    rollout_log_probs: tuple[float, ...]  # by the server, at the sampling temperature; 0 for an environment's tokens
     loss_mask: tuple[int, ...]  # 1 where the model wrote the token, 0 for an environment's
     weight_versions: tuple[int, ...]  # version of the weights that wrote each token
-    finish_reason: str  # "stop" | "length" | "abort"
+    finish_reason: str  # "stop", or what ended it: "length" | "abort" | "turns" | "time" | "environment"
     raw_reward: float  # by the verifier, before shaping
     correct: bool  # raw correctness: what dynamic sampling filters on
     reward: float  # after shaping

@@ -25,6 +25,7 @@ from megatron_dapo.config import (
 from megatron_dapo.data.prompts import PromptCursor, PromptDataset
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch
+from megatron_dapo.envs import EnvironmentPool
 from megatron_dapo.rewards import RewardPool, check_reward
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
@@ -34,6 +35,7 @@ from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, run_all
 from megatron_dapo.rollout.server_pool import ServerPool, State
 from megatron_dapo.rollout.step_metrics import step_metrics
+from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +73,14 @@ class Controller:
             reward.function, reward.kwargs, reward.num_workers, reward.timeout_s, reward.memory_limit_mb
         )
         retry = RetryPolicy(rollout.request_timeout_s, rollout.max_retries)
+        self._environments = make_environments(config)
+        multi_turn = self._environments and MultiTurn(
+            self._environments, tokenizer, data.apply_chat_template, turn_limits(config)
+        )
         greedy_baseline = config.algorithm.adv_estimator == "remax"
-        self._sampler = Sampler(self._servers, self._rewards, tokenizer, retry, greedy_baseline)
-        self._val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry)  # its retries are not the step's
+        self._sampler = Sampler(self._servers, self._rewards, tokenizer, retry, multi_turn, greedy_baseline)
+        # a second one: its retries are not the step's
+        self._val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry, multi_turn)
         self._params = SamplingParams(
             max_new_tokens=data.max_response_length,
             temperature=rollout.temperature,
@@ -88,6 +95,8 @@ class Controller:
     async def start(self) -> None:
         """Start the reward workers and wait for all servers. Raises UserError or RolloutError."""
         await self._rewards.start()
+        if self._environments:
+            await self._environments.start()
         await self._servers.start(self._rollout.server.startup_timeout_s)
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
@@ -150,6 +159,8 @@ class Controller:
 
     async def close(self) -> None:
         await self._rewards.close()
+        if self._environments:
+            await self._environments.close()
         await self._servers.close()
 
     async def _fill(self, weight_version: int) -> None:
@@ -238,6 +249,21 @@ def make_queue(config: Config) -> GroupQueue:
         return GroupQueue(QueueLimits(train_batch_size, train_batch_size), FILTER_MODES["none"])
     limits = QueueLimits(train_batch_size, gen_batch_size(config), dynamic.max_num_gen_batches, dynamic.on_exhausted)
     return GroupQueue(limits, FILTER_MODES[dynamic.filter_mode])
+
+
+def make_environments(config: Config) -> EnvironmentPool | None:
+    """None where responses have one turn."""
+    keys = config.actor_rollout_ref.rollout.multi_turn
+    if not keys.enable:
+        return None
+    return EnvironmentPool(
+        keys.environment, keys.environment_kwargs, keys.num_workers, keys.step_timeout_s, keys.memory_limit_mb
+    )
+
+
+def turn_limits(config: Config) -> TurnLimits:
+    keys = config.actor_rollout_ref.rollout.multi_turn
+    return TurnLimits(config.data.max_prompt_length, keys.max_turns, keys.max_tokens_per_turn, keys.timeout_s)
 
 
 def make_shaping(config: Config) -> OverlongShaping | None:

@@ -13,8 +13,8 @@ from megatron_dapo.rollout.step_metrics import mean_metrics
 async def evaluate(sampler: Sampler, prompts: Sequence[Prompt], config: Config) -> dict[str, float]:
     """`rollout.val_n` responses per prompt at `val_temperature` (0 = greedy). No shaping, nothing is filtered.
 
-    Returns val/accuracy, val/reward_mean (raw), val/response_length_mean, val/truncation_ratio over all responses, and
-    val/num_prompts; {} without prompts.
+    Returns val/accuracy, val/reward_mean (raw), val/response_length_mean, val/num_turns_mean, val/truncation_ratio over
+    all responses, and val/num_prompts; {} without prompts.
     """
     if not prompts:
         return {}
@@ -32,6 +32,7 @@ async def evaluate(sampler: Sampler, prompts: Sequence[Prompt], config: Config) 
         **mean_metrics("val/accuracy", (sample.correct for sample in samples)),
         **mean_metrics("val/reward_mean", (sample.raw_reward for sample in samples)),
         **mean_metrics("val/response_length_mean", (sample.num_response_tokens for sample in samples)),
+        **mean_metrics("val/num_turns_mean", (sample.num_turns for sample in samples)),
         **mean_metrics("val/truncation_ratio", (sample.is_truncated for sample in samples)),
         "val/num_prompts": len(prompts),
     }

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_dapo.algorithms import OverlongShaping, shape
@@ -15,6 +16,7 @@ from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ class RetryPolicy:
 class Sampler:
     """Makes groups out of draws with the servers, the reward pool and the tokenizer of the run.
 
-    greedy_baseline: one greedy answer per prompt beside its samples, whose shaped reward is the group's baseline.
+    multi_turn: plays the samples with an environment; none = one turn each. greedy_baseline: one greedy answer per
+    prompt beside its samples, whose shaped reward is the group's baseline.
     """
 
     def __init__(
@@ -51,12 +54,14 @@ class Sampler:
         rewards: RewardPool,
         tokenizer: Tokenizer,
         retry: RetryPolicy,
+        multi_turn: MultiTurn | None = None,
         greedy_baseline: bool = False,
     ) -> None:
         self._servers = servers
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._retry = retry
+        self._multi_turn = multi_turn
         self._greedy_baseline = greedy_baseline
         self.counts: Counter = Counter()  # "retries": failed requests that were sent again
 
@@ -71,21 +76,27 @@ class Sampler:
         return Group(uid=draw.uid, prompt=draw.prompt, samples=tuple(samples), baseline_reward=baseline_reward)
 
     async def _sample(self, draw: Draw, params: SamplingParams, shaping: OverlongShaping | None) -> Sample:
-        generation = await self._generate(draw, params)
-        text = self._tokenizer.decode(generation.tokens)
-        prompt = draw.prompt
-        verdict = await self._rewards.score(
+        prompt, play = draw.prompt, self._multi_turn.play if self._multi_turn else single_turn
+        trajectory = await play(prompt, params, partial(self._generate, draw.uid))
+        text = self._tokenizer.decode(trajectory.tokens)
+        verdict = trajectory.verdict or await self._rewards.score(
             RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
         )
-        return _to_sample(draw, generation, text, verdict, shaping)
+        return _to_sample(draw.uid, trajectory, text, verdict, shaping)
 
-    async def _generate(self, draw: Draw, params: SamplingParams) -> Generation:
+    async def _generate(self, uid: str, tokens: Sequence[int], params: SamplingParams, budget: Budget) -> Generation:
+        """What follows the tokens, by the server that the budget names where that one can take it.
+
+        Raises NeedsSync, RolloutError, OutOfTime.
+        """
         failures: dict[str, str] = {}  # url -> what went wrong there last
         num_failures = 0
         while True:
-            async with self._servers.slot(avoid=failures) as server:
+            async with self._servers.slot(avoid=failures, prefer=budget.server_url) as server:
+                budget.server_url = server.url
                 try:
-                    generation = await server.client.generate(draw.prompt.tokens, params, self._retry.request_timeout_s)
+                    async with budget.spend():
+                        generation = await server.client.generate(tokens, params, self._retry.request_timeout_s)
                     reason = "it aborted the request" if generation.finish_reason == "abort" else None
                 except ServerError as error:
                     reason = str(error)
@@ -100,8 +111,8 @@ class Sampler:
             num_failures += 1
             if num_failures > self._retry.max_retries:
                 where = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
-                raise RolloutError(f"a request for group {draw.uid} failed {num_failures} times: {where}")
-            log.warning("request for group %s failed on %s, sent again: %s", draw.uid, server.url, reason)
+                raise RolloutError(f"a request for group {uid} failed {num_failures} times: {where}")
+            log.warning("request for group %s failed on %s, sent again: %s", uid, server.url, reason)
             self.counts["retries"] += 1
             await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_failures - 1))
 
@@ -110,24 +121,24 @@ class Sampler:
 
 
 def _to_sample(
-    draw: Draw, generation: Generation, text: str, verdict: RewardResult, shaping: OverlongShaping | None
+    uid: str, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: OverlongShaping | None
 ) -> Sample:
-    is_terminated = generation.finish_reason == "stop"
-    num_tokens = len(generation.tokens)
-    reward, _ = shape(verdict.score, num_tokens, not is_terminated, shaping)
+    is_terminated = trajectory.finish_reason == "stop"
+    reward, _ = shape(verdict.score, len(trajectory.tokens), not is_terminated, shaping)
     return Sample(
-        uid=draw.uid,
-        prompt_tokens=draw.prompt.tokens,
-        response_tokens=tuple(generation.tokens),
+        uid=uid,
+        prompt_tokens=trajectory.prompt_tokens,
+        response_tokens=tuple(trajectory.tokens),
         response_text=text,
-        rollout_log_probs=tuple(generation.log_probs),
-        loss_mask=(1,) * num_tokens,
-        weight_versions=tuple(generation.weight_versions),
-        finish_reason=generation.finish_reason,
+        rollout_log_probs=tuple(trajectory.log_probs),
+        loss_mask=tuple(trajectory.loss_mask),
+        weight_versions=tuple(trajectory.weight_versions),
+        finish_reason=trajectory.finish_reason,
         raw_reward=verdict.score,
         correct=verdict.correct,
         reward=reward,
         is_truncated=not is_terminated,
         is_terminated=is_terminated,
+        num_turns=trajectory.num_turns,
         reward_error=verdict.error,
     )

@@ -88,13 +88,14 @@ class ServerPool:
         return {server.url: server.num_in_flight for server in self.servers if server.num_in_flight}
 
     @asynccontextmanager
-    async def slot(self, avoid: Collection[str] = ()) -> AsyncIterator[Server]:
-        """A place on the least loaded current server, one outside `avoid` if such a one is free.
+    async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
+        """A place on a current server: one outside `avoid` if such a one is free; of those `prefer`, which knows the
+        beginning of the text, or else the least loaded.
 
         Waits while all are full, or down. Raises NeedsSync if the only servers that answer are stale, RolloutError
         if all have been down for down_timeout_s.
         """
-        while (server := self._pick(avoid)) is None:
+        while (server := self._pick(avoid, prefer)) is None:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
@@ -122,14 +123,18 @@ class ServerPool:
         for server in self.servers:
             await server.client.close()
 
-    def _pick(self, avoid: Collection[str]) -> Server | None:
+    def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
         if self._failure is not None:
             raise self._failure
         current = [server for server in self.servers if server.state is State.CURRENT]
         if not current and (stale := self.urls(State.STALE)):
             raise NeedsSync(f"no server holds weight version {self.version}; push it to: {', '.join(stale)}")
         free = [server for server in current if server.num_in_flight < self._max_concurrency]
-        return min(free, key=lambda server: (server.url in avoid, server.num_in_flight), default=None)
+        return min(
+            free,
+            key=lambda server: (server.url in avoid, server.url != prefer, server.num_in_flight),
+            default=None,
+        )
 
     def _wake(self, num_waiters: int | None = None) -> None:
         """Let the longest waiting (or, with None, all) look again."""

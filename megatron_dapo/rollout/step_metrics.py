@@ -78,13 +78,16 @@ def _rollout_metrics(
     result: StepGroups, generated: Sequence[Sample], weight_version: int, num_retries: int, seconds: float
 ) -> dict[str, float]:
     lengths = [sample.num_response_tokens for sample in generated]
+    num_generated = sum(sum(sample.loss_mask) for sample in generated)  # an environment's tokens cost no sampling
     spread = {"response_length/min": min(lengths), "response_length/max": max(lengths)} if lengths else {}
     return {
         **mean_metrics("response_length/mean", lengths),
         **spread,
-        "rollout/num_tokens": sum(lengths),
+        "rollout/num_tokens": num_generated,
         "rollout/seconds": seconds,
-        "rollout/tokens_per_s": sum(lengths) / seconds,
+        "rollout/tokens_per_s": num_generated / seconds,
+        **mean_metrics("rollout/num_turns_mean", (sample.num_turns for sample in generated)),
+        "rollout/num_env_failures": sum((sample.reward_error or "").startswith("environment") for sample in generated),
         "rollout/num_retries": num_retries,
         "rollout/num_groups": len(result.groups),
         "rollout/num_surplus_groups_used": result.num_surplus_used,

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     ("config", "algorithms"),
     ("data", "kernels", "platform"),
-    ("models", "rewards", "envs"),
+    ("models", "rewards"),
+    ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
     ("job",),
     ("trainer",),

@@ -24,6 +24,7 @@ from megatron_dapo.config.schema.algorithm import (
 )
 from megatron_dapo.config.schema.base import Section
 from megatron_dapo.config.schema.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
+from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
 from megatron_dapo.config.schema.run import DataConfig, RewardConfig, TrainerConfig, WeightSyncConfig
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "KLControlConfig",
     "MegatronConfig",
     "ModelConfig",
+    "MultiTurnConfig",
     "OptimConfig",
     "OverlongRewardShapingConfig",
     "RefConfig",

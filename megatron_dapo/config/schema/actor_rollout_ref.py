@@ -12,6 +12,7 @@ from megatron_dapo.config.schema.base import (
     PositiveInt,
     Section,
 )
+from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
 
 
 class ModelConfig(Section):
@@ -172,6 +173,7 @@ class RolloutConfig(Section):
     """Responses per held-out prompt."""
     dump_samples: NonNegativeInt = 8
     """Groups written to rollouts/step_NNNNNN.jsonl per step; 0 = none."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
 
 
 class RefConfig(Section):

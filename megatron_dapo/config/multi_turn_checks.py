@@ -1,0 +1,51 @@
+"""What multi-turn rollouts demand of the other keys. As in checks.py: one sentence per mistake."""
+
+import re
+from collections.abc import Iterator
+
+from megatron_dapo.config.loader import nearest
+from megatron_dapo.config.schema import Config, MultiTurnConfig
+
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+BUILT_IN_ENVIRONMENTS = ("calculator", "reasoning_gym", "household", "alfworld")
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def multi_turn(config: Config) -> Iterator[str]:
+    keys, limit = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
+    if not keys.enable:
+        yield from _without_effect(keys)
+        return
+    name = keys.environment
+    if name not in BUILT_IN_ENVIRONMENTS and not _IMPORT_PATH.fullmatch(name):
+        near = nearest(name, BUILT_IN_ENVIRONMENTS)
+        yield (
+            f"{MULTI_TURN}.environment is {name!r}, which is neither {', '.join(BUILT_IN_ENVIRONMENTS)} nor of the "
+            f"form package.module:Class{f'; the nearest is {near}' if near else ''}."
+        )
+    if keys.max_tokens_per_turn is not None and keys.max_tokens_per_turn >= limit:
+        yield (
+            f"{MULTI_TURN}.max_tokens_per_turn is {keys.max_tokens_per_turn}, but must be below "
+            f"data.max_response_length {limit}, which is of the whole trajectory; lower it, or set it to null."
+        )
+    if keys.step_timeout_s > keys.timeout_s:
+        yield (
+            f"{MULTI_TURN}.step_timeout_s is {keys.step_timeout_s:g}, longer than the whole trajectory's timeout_s "
+            f"{keys.timeout_s:g}; lower the first or raise the second."
+        )
+    if keys.timeout_s > config.actor_rollout_ref.rollout.step_timeout_s:
+        yield (
+            f"{MULTI_TURN}.timeout_s is {keys.timeout_s:g}, longer than the whole step's "
+            f"actor_rollout_ref.rollout.step_timeout_s {config.actor_rollout_ref.rollout.step_timeout_s:g}; "
+            f"lower the first or raise the second."
+        )
+
+
+def _without_effect(keys: MultiTurnConfig) -> Iterator[str]:
+    for name, field in MultiTurnConfig.model_fields.items():
+        value = getattr(keys, name)
+        if name != "enable" and value != field.default:
+            yield (
+                f"{MULTI_TURN}.{name} is {value!r}, but has no effect while {MULTI_TURN}.enable is false; "
+                f"set enable to true, or remove {name}."
+            )

@@ -1,0 +1,24 @@
+"""Section `actor_rollout_ref.rollout.multi_turn`: responses of several turns with an environment."""
+
+from megatron_dapo.config.schema.base import PositiveFloat, PositiveInt, Section
+
+
+class MultiTurnConfig(Section):
+    enable: bool = False
+    """Play every response with an environment, over several turns; see docs/multi_turn.md."""
+    environment: str = ""
+    """calculator, reasoning_gym, household, alfworld, or `package.module:Class`."""
+    environment_kwargs: dict[str, str | int | float | bool] = {}
+    """Keyword arguments of the environment."""
+    max_turns: PositiveInt = 16
+    """Turns of the model per trajectory; one that reaches it is not terminated."""
+    max_tokens_per_turn: PositiveInt | None = None
+    """Tokens of one turn, which then goes to the environment as it is; none = up to `data.max_response_length`."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds of one trajectory at servers and in its environment; one that reaches it is not terminated."""
+    step_timeout_s: PositiveFloat = 30.0
+    """Hard limit of one answer of an environment; its process is killed, and the trajectory ends there."""
+    num_workers: PositiveInt = 16
+    """Environment processes: trajectories that are under way at once."""
+    memory_limit_mb: PositiveInt = 2048
+    """Address space of an environment process."""

@@ -1,0 +1,102 @@
+"""The environment pool: worker processes with hard limits. A stuck environment costs one trajectory, never the run."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from megatron_dapo.envs.registry import check_environment
+from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.rewards.worker_pool import Worker, WorkerLost, WorkerPool
+
+_MAX_LOGGED_FAILURES = 20
+
+logger = logging.getLogger(__name__)
+
+
+class EnvironmentFailure(Exception):
+    """The environment of one trajectory did not answer. reason: "timeout", "crash" or "exception: ..."."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class EnvironmentPool:
+    """`num_workers` processes, each of which hosts the environment of one trajectory at a time.
+
+    environment: a name of the table or package.module:Class; kwargs: its keyword arguments. step_timeout_s: hard limit
+    of one reset, step or close. memory_limit_mb: address space of a worker.
+    """
+
+    def __init__(
+        self, environment: str, kwargs: dict[str, Any], num_workers: int, step_timeout_s: float, memory_limit_mb: int
+    ) -> None:
+        self._environment, self._step_timeout_s = environment, step_timeout_s
+        settings = {
+            "environment": environment,
+            "kwargs": kwargs,
+            "timeout_s": step_timeout_s,
+            "memory_limit_mb": memory_limit_mb,
+        }
+        self._pool = WorkerPool(
+            "megatron_dapo.envs.worker",
+            settings,
+            num_workers,
+            farewell={"close": True},
+            farewell_timeout_s=step_timeout_s,
+        )
+        self._logged: set[str] = set()
+
+    async def start(self) -> None:
+        """Starts the workers. Raises UserError for an unusable environment, WorkerLost where one does not start."""
+        check_environment(self._environment)
+        await self._pool.start()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator["EnvironmentSession"]:
+        """An environment for one trajectory; waits until a worker is free. At the end it is closed, or, where it is in
+        the middle of an answer, killed and replaced; the caller does not wait for that.
+
+        Raises EnvironmentFailure.
+        """
+        try:
+            async with self._pool.worker() as worker:
+                yield EnvironmentSession(worker, self._step_timeout_s)
+        except WorkerLost as error:
+            self._log("crash", error)
+            raise EnvironmentFailure("crash") from error
+        except EnvironmentFailure as error:
+            self._log(error.reason, error)
+            raise
+
+    async def close(self) -> None:
+        """Ends all workers; sessions in use fail with "crash". Idempotent."""
+        await self._pool.close()
+
+    def _log(self, reason: str, error: Exception) -> None:
+        if reason not in self._logged and len(self._logged) < _MAX_LOGGED_FAILURES:
+            self._logged.add(reason)
+            logger.warning("environment %s failed: %s", self._environment, error)
+
+
+class EnvironmentSession:
+    """One trajectory's environment, in its worker. Calls raise EnvironmentFailure or WorkerLost."""
+
+    def __init__(self, worker: Worker, timeout_s: float) -> None:
+        self._worker, self._timeout_s = worker, timeout_s
+
+    async def reset(self, task: Task) -> Observation:
+        return await self._ask({"reset": vars(task)})
+
+    async def step(self, response: str) -> Observation:
+        return await self._ask({"step": response})
+
+    async def _ask(self, message: dict[str, Any]) -> Observation:
+        try:
+            reply = await self._worker.ask(message, self._timeout_s)
+        except TimeoutError:
+            raise EnvironmentFailure("timeout") from None
+        if "error" in reply:
+            raise EnvironmentFailure(reply["error"])
+        return Observation(**{**reply, "messages": tuple(reply["messages"])})

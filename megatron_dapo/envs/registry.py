@@ -1,0 +1,49 @@
+"""Environments by name: the built-in table and classes by import path."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_dapo.config import UserError
+from megatron_dapo.envs.types import Environment
+
+KEY = "actor_rollout_ref.rollout.multi_turn.environment"
+
+ENVIRONMENTS = {
+    "calculator": "megatron_dapo.envs.calculator:Calculator",
+    "reasoning_gym": "megatron_dapo.envs.reasoning_gym:ReasoningGym",
+    "household": "megatron_dapo.envs.household:Household",
+    "alfworld": "megatron_dapo.envs.alfworld:Alfworld",
+}
+"""Name -> where the class lives (imported only where it runs)."""
+
+
+def check_environment(name: str) -> None:
+    """Raises UserError for a name that is neither in the table nor an import path. Imports nothing."""
+    if name in ENVIRONMENTS or ":" in name:
+        return
+    near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"{KEY}: {name!r} is not known; use {', '.join(ENVIRONMENTS)}, or package.module:Class.{hint}")
+
+
+def make(name: str, kwargs: dict[str, Any]) -> Environment:
+    """A new environment. Raises UserError where it cannot be imported or does not take these keyword arguments."""
+    module_name, _, attribute = ENVIRONMENTS.get(name, name).partition(":")
+    try:
+        factory: Callable[..., Environment] = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise UserError(
+            f"{KEY}: cannot import {name!r} ({type(error).__name__}: {error}); it must be package.module:Class, "
+            f"importable from the folder the run is started in."
+        ) from error
+    try:
+        return factory(**kwargs)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{KEY}: {name} cannot be made with environment_kwargs {kwargs} ({type(error).__name__}: {error}); "
+            f"correct them."
+        ) from error

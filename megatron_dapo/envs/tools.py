@@ -1,0 +1,72 @@
+"""Tools: the model writes a call, the environment answers with its result, until the model answers without a call."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_dapo.envs.types import Observation, Task
+
+Tool = Callable[..., str]
+
+
+class ToolEnvironment:
+    """Runs the calls between `call_open` and `call_close`; a turn without one is the answer, and ends the trajectory.
+
+    A call is a JSON object with name and arguments, as Qwen and Hermes models write it, or, where there is one tool,
+    the bare text of its one argument. result: what the model reads, with {} for the tool's answer; role: as what.
+    The environment gives no reward: the reward function judges the whole text.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        call_open: str = "<tool_call>",
+        call_close: str = "</tool_call>",
+        result: str = "{}",
+        role: str = "tool",
+    ) -> None:
+        if not (call_open and call_close and "{}" in result):
+            raise ValueError("call_open and call_close need text, and result a {}")
+        self._tools = tools
+        self._call_open, self._call_close = call_open, call_close
+        self._result, self._role = result, role
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation()
+
+    async def step(self, response: str) -> Observation:
+        calls = find_calls(response, self._call_open, self._call_close)
+        answers = (self._result.replace("{}", self._run(call)) for call in calls)
+        messages = tuple({"role": self._role, "content": answer} for answer in answers)
+        return Observation(messages, done=not calls)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _run(self, call: str) -> str:
+        """The tool's answer, or what was wrong with the call: the model can read it and try again."""
+        try:
+            name, arguments = self._parsed(call)
+            if name not in self._tools:
+                return f"error: no tool {name!r}; there is {', '.join(self._tools)}"
+            return str(self._tools[name](**arguments))
+        except (ValueError, TypeError, ArithmeticError) as error:
+            return f"error: {error}"
+
+    def _parsed(self, call: str) -> tuple[str, dict[str, Any]]:
+        if not call.lstrip().startswith("{"):
+            if len(self._tools) != 1:
+                raise ValueError("a call is a JSON object with name and arguments")
+            ((name, tool),) = self._tools.items()
+            return name, {next(iter(inspect.signature(tool).parameters)): call.strip()}
+        fields = json.loads(call)
+        arguments = fields.get("arguments", {})
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments of a call are a JSON object")
+        return str(fields.get("name")), arguments
+
+
+def find_calls(text: str, call_open: str, call_close: str) -> list[str]:
+    """What stands between the marks, in order; a call that is not closed reaches to the end."""
+    return [part.partition(call_close)[0] for part in text.split(call_open)[1:]]

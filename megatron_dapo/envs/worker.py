@@ -1,0 +1,63 @@
+"""One environment process: `python -m megatron_dapo.envs.worker`. Started, watched and killed by the environment pool.
+
+The settings are answered by {} or {"user_error": ...}. Then per trajectory {"reset": task}, {"step": text} ..., each
+answered by an observation, and {"close": true}.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_dapo.config import UserError
+from megatron_dapo.envs.registry import make
+from megatron_dapo.envs.types import Environment, Observation, Task
+from megatron_dapo.rewards.worker_process import Message, serve
+
+
+def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
+    host = Host(settings["environment"], settings["kwargs"])
+    try:
+        host.check()
+    except UserError as error:
+        return {"user_error": error.sentences}, host.answer
+    return {}, host.answer
+
+
+class Host:
+    """Holds the environment of one trajectory after the other."""
+
+    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
+        self._name, self._kwargs = name, kwargs
+        self._environment: Environment | None = None
+        self._loop = asyncio.new_event_loop()
+
+    def check(self) -> None:
+        """Raises UserError where no environment can be made."""
+        make(self._name, self._kwargs)
+
+    def answer(self, message: Message) -> Message:
+        if "step" in message:
+            return _plain(self._loop.run_until_complete(self._environment.step(message["step"])))
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            self._loop.run_until_complete(environment.close())
+        if "reset" not in message:
+            return {}
+        self._environment = make(self._name, self._kwargs)
+        return _plain(self._loop.run_until_complete(self._environment.reset(Task(**message["reset"]))))
+
+
+def _plain(observation: Observation) -> Message:
+    if not isinstance(observation, Observation):
+        raise TypeError(f"an environment answers with an Observation, not {type(observation).__name__}")
+    return {
+        "messages": observation.messages,
+        "done": bool(observation.done),
+        "reward": None if observation.reward is None else float(observation.reward),
+        "correct": None if observation.correct is None else bool(observation.correct),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(serve(get_ready))

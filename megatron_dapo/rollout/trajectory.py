@@ -1,0 +1,220 @@
+"""One response as it grows, and the loop that plays it over several turns with an environment.
+
+Tokens in, tokens out: the server is sent exactly the tokens that it wrote before, with the environment's between them.
+Nothing that the model wrote is ever tokenized again.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+
+from megatron_dapo.config import UserError
+from megatron_dapo.data.tokenizer import Tokenizer
+from megatron_dapo.data.types import Prompt
+from megatron_dapo.envs import EnvironmentFailure, EnvironmentPool, EnvironmentSession, Observation, Task
+from megatron_dapo.rewards import RewardResult
+from megatron_dapo.rollout.client import Generation, SamplingParams
+
+_TEMPLATE_CURE = "use another actor_rollout_ref.rollout.multi_turn.environment, its role, or a model with another one"
+
+
+class OutOfTime(Exception):
+    """A trajectory used up its seconds."""
+
+
+@dataclass
+class Budget:
+    """What a trajectory has left of its seconds at servers and in its environment, and the server that knows it.
+
+    Waiting for a place at a server, or for another one after a failure, costs nothing: the model is not to blame.
+    """
+
+    seconds_left: float = math.inf
+    server_url: str | None = None
+
+    @contextmanager
+    def charge(self) -> Iterator[None]:
+        """Time inside costs."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds_left -= time.monotonic() - began
+
+    @asynccontextmanager
+    async def spend(self) -> AsyncIterator[None]:
+        """Time inside costs; what is inside is ended by OutOfTime when there is none left."""
+        try:
+            with self.charge():
+                async with asyncio.timeout(None if math.isinf(self.seconds_left) else self.seconds_left) as limit:
+                    yield
+        except TimeoutError:
+            if limit.expired():
+                raise OutOfTime from None
+            raise
+
+
+Generate = Callable[[Sequence[int], SamplingParams, Budget], Awaitable[Generation]]
+
+
+@dataclass
+class Trajectory:
+    """A response under way. The lists are per response token.
+
+    finish_reason: "stop" = it ended by itself; "length", "turns", "time" = a limit did; "environment" = a failure did.
+    verdict: the environment's, none = the reward function is to judge.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    num_turns: int = 0
+    finish_reason: str = "stop"
+    verdict: RewardResult | None = None
+
+    def write(self, generation: Generation) -> None:
+        """Add a turn of the model."""
+        self.tokens += generation.tokens
+        self.log_probs += generation.log_probs
+        self.loss_mask += [1] * len(generation.tokens)
+        self.weight_versions += generation.weight_versions
+        self.num_turns += 1
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Add the environment's tokens: no loss, log-prob 0, the version of the turn before them."""
+        self.tokens += tokens
+        self.log_probs += [0.0] * len(tokens)
+        self.loss_mask += [0] * len(tokens)
+        self.weight_versions += (self.weight_versions[-1:] or [0]) * len(tokens)
+
+    def judge(self, observation: Observation) -> None:
+        """Add what a turn earned; the last word on correctness holds."""
+        if observation.reward is None and observation.correct is None:
+            return
+        score = (self.verdict.score if self.verdict else 0.0) + (observation.reward or 0.0)
+        correct = score > 0 if observation.correct is None else observation.correct
+        self.verdict = RewardResult(score, correct)
+
+    def fail(self, reason: str) -> None:
+        """The environment failed: what was earned so far counts, the task is not solved."""
+        self.finish_reason = "environment"
+        score = self.verdict.score if self.verdict else 0.0
+        self.verdict = RewardResult(score, correct=False, error=f"environment: {reason}")
+
+
+async def single_turn(prompt: Prompt, params: SamplingParams, generate: Generate) -> Trajectory:
+    """One response, no environment."""
+    trajectory = Trajectory(prompt.tokens)
+    generation = await generate(prompt.tokens, params, Budget())
+    trajectory.write(generation)
+    trajectory.finish_reason = generation.finish_reason
+    return trajectory
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """Limits of one trajectory. max_tokens: of the response, the environment's included (params.max_new_tokens).
+
+    max_tokens_per_turn: of one turn of the model; a turn that reaches it goes to the environment as it is.
+    """
+
+    max_prompt_tokens: int
+    max_turns: int
+    max_tokens_per_turn: int | None
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class MultiTurn:
+    """Plays trajectories with the environments of a pool."""
+
+    environments: EnvironmentPool
+    tokenizer: Tokenizer
+    apply_chat_template: bool
+    limits: TurnLimits
+
+    async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate) -> Trajectory:
+        """A whole trajectory. A failure of its environment ends it and stands in its verdict.
+
+        Raises UserError where the chat template refuses the environment's messages, and what `generate` raises.
+        """
+        trajectory = Trajectory(prompt.tokens)
+        try:
+            async with self.environments.session() as environment:
+                trajectory.finish_reason = await self._play(trajectory, prompt, environment, params, generate)
+        except EnvironmentFailure as failure:
+            trajectory.fail(failure.reason)
+        return trajectory
+
+    async def _play(
+        self,
+        trajectory: Trajectory,
+        prompt: Prompt,
+        environment: EnvironmentSession,
+        params: SamplingParams,
+        generate: Generate,
+    ) -> str:
+        """Why it ended."""
+        budget = Budget(self.limits.timeout_s)
+        task = Task(prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        with budget.charge():
+            opening = await environment.reset(task)
+        trajectory.prompt_tokens = self._opening(prompt, opening)
+        trajectory.judge(opening)
+        while True:
+            room = params.max_new_tokens - len(trajectory.tokens)
+            if room <= 0:
+                return "length"
+            turn = replace(params, max_new_tokens=min(room, self.limits.max_tokens_per_turn or room))
+            try:
+                generation = await generate((*trajectory.prompt_tokens, *trajectory.tokens), turn, budget)
+            except OutOfTime:
+                return "time"
+            trajectory.write(generation)
+            if generation.finish_reason == "length" and turn.max_new_tokens == room:
+                return "length"
+            with budget.charge():  # without an end: the pool's own limit ends a step
+                observation = await environment.step(self.tokenizer.decode(generation.tokens))
+            trajectory.judge(observation)
+            if observation.done:
+                return "stop"
+            if trajectory.num_turns >= self.limits.max_turns:
+                return "turns"
+            if budget.seconds_left <= 0.0:
+                return "time"
+            last_token = generation.tokens[-1] if generation.tokens else None
+            with _template_errors():
+                words = self.tokenizer.encode_turn(observation.messages, last_token, self.apply_chat_template)
+            if len(words) >= params.max_new_tokens - len(trajectory.tokens):  # no room to answer
+                return "length"
+            trajectory.read(words)
+
+    def _opening(self, prompt: Prompt, opening: Observation) -> tuple[int, ...]:
+        """The prompt with the environment's first words behind its own messages."""
+        if not opening.messages:
+            return prompt.tokens
+        own = prompt.messages
+        messages = [{"role": "user", "content": own}] if isinstance(own, str) else own
+        with _template_errors():
+            tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.apply_chat_template)
+        if len(tokens) > self.limits.max_prompt_tokens:
+            raise EnvironmentFailure(
+                f"exception: the prompt with the first observation has {len(tokens)} tokens, "
+                f"data.max_prompt_length is {self.limits.max_prompt_tokens}"
+            )
+        return tokens
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"multi-turn: {error}; {_TEMPLATE_CURE}.") from error

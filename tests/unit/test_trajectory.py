@@ -1,0 +1,232 @@
+"""Trajectories of several turns, token by token: what the server is sent, what counts, what ends them."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from megatron_dapo.config import UserError
+from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.data.types import Prompt
+from megatron_dapo.envs import EnvironmentFailure, Observation
+from megatron_dapo.rewards import RewardResult
+from megatron_dapo.rollout.client import Generation, SamplingParams
+from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime, TurnLimits
+from tests.unit.test_tokenizer import write_byte_level
+
+pytestmark = pytest.mark.unit
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "What is 2+3?"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_byte_level(tmp_path_factory.mktemp("chatml"), template=CHATML))
+
+
+def pieces(tokenizer, text):
+    """Token ids of a text, a token per character: what a model may write, and a tokenizer never would."""
+    return tuple(token for char in text for token in tokenizer.encode_prompt(char, False)[0])
+
+
+def ids(tokenizer, text):
+    return tokenizer.encode_prompt(text, False)[0]
+
+
+class Turn:
+    """A scripted environment: its answers in turn; an exception is raised."""
+
+    def __init__(self, *answers, opening=Observation()):
+        self.answers, self.opening, self.seen, self.tasks = list(answers), opening, [], []
+
+    @asynccontextmanager
+    async def session(self):
+        yield self
+
+    async def reset(self, task):
+        self.tasks.append(task)
+        return self._given(self.opening)
+
+    async def step(self, response):
+        self.seen.append(response)
+        return self._given(self.answers.pop(0))
+
+    def _given(self, answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Model:
+    """A scripted server: writes the given turns; log-probs and versions tell the tokens apart."""
+
+    def __init__(self, *turns):
+        self.turns, self.sent, self.limits = list(turns), [], []
+
+    async def __call__(self, tokens, params, budget):
+        self.sent.append(tuple(tokens))
+        self.limits.append(params.max_new_tokens)
+        turn = self.turns.pop(0)
+        if isinstance(turn, Exception):
+            raise turn
+        cut = turn[: params.max_new_tokens]
+        reason = "stop" if cut == turn else "length"
+        return Generation(cut, tuple(-0.1 * (i + 1) for i in range(len(cut))), reason, (7,) * len(cut))
+
+
+def play(tokenizer, environment, model, max_tokens=200, chat=True, prompt=None, **limits):
+    limits = {"max_prompt_tokens": 100, "max_turns": 8, "max_tokens_per_turn": None, "timeout_s": 60.0, **limits}
+    multi_turn = MultiTurn(environment, tokenizer, chat, TurnLimits(**limits))
+    tokens, text = tokenizer.encode_prompt(MESSAGES, chat)
+    prompt = prompt or Prompt(0, "", tokens, text, "test", "5", {"index": 0}, MESSAGES)
+    return asyncio.run(multi_turn.play(prompt, SamplingParams(max_new_tokens=max_tokens), model))
+
+
+def says(content, **fields):
+    return Observation(messages=({"role": "tool", "content": content},), **fields)
+
+
+END = 2  # <|im_end|>
+
+
+def test_the_server_is_sent_the_very_tokens_it_wrote(tokenizer):
+    """Re-tokenised, they would be others: the model writes a token per character."""
+    first, second = (*pieces(tokenizer, "The answer"), END), (*pieces(tokenizer, "is 5."), END)
+    model, environment = Model(first, second), Turn(says("5"), Observation(done=True, reward=1.0))
+    trajectory = play(tokenizer, environment, model)
+    assert ids(tokenizer, tokenizer.decode(first, False)) != first  # else this test shows nothing
+    between = ids(tokenizer, "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
+    prompt = ids(tokenizer, "<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\n")
+    assert model.sent == [prompt, prompt + first + between]
+    assert tuple(trajectory.tokens) == first + between + second
+    assert environment.seen == ["The answer", "is 5."]
+
+    assert trajectory.loss_mask == [1] * len(first) + [0] * len(between) + [1] * len(second)
+    scores = [[-0.1 * (i + 1) for i in range(len(turn))] for turn in (first, second)]
+    assert trajectory.log_probs == scores[0] + [0.0] * len(between) + scores[1]
+    assert trajectory.weight_versions == [7] * len(trajectory.tokens)
+    assert (trajectory.num_turns, trajectory.finish_reason) == (2, "stop")
+    assert trajectory.verdict == RewardResult(1.0, True)
+    (task,) = environment.tasks
+    assert (task.ground_truth, task.extra_info, task.data_source) == ("5", {"index": 0}, "test")
+
+
+def test_what_stands_between_turns_is_what_the_template_puts_there(tokenizer):
+    """The oracle renders the whole conversation at once."""
+    first, second = (*ids(tokenizer, "The answer"), END), (*ids(tokenizer, "is 5."), END)
+    trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(first, second))
+    chat = [*MESSAGES, {"role": "assistant", "content": "The answer"}, {"role": "tool", "content": "5"}]
+    whole = tokenizer.encode_prompt(chat, True)[0] + second
+    assert trajectory.prompt_tokens + tuple(trajectory.tokens) == whole
+
+
+def test_a_turn_without_its_end_token_gets_it_from_the_environment(tokenizer):
+    first = ids(tokenizer, "The answer")
+    model = Model(first, (END,))
+    trajectory = play(
+        tokenizer, Turn(says("5"), Observation(done=True)), model, max_tokens_per_turn=len(first) - 1, chat=True
+    )
+    cut = first[:-1]
+    between = ids(tokenizer, "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
+    assert trajectory.tokens[: len(cut) + len(between)] == [*cut, *between]
+    assert trajectory.loss_mask[: len(cut) + len(between)] == [1] * len(cut) + [0] * len(between)
+
+
+def test_without_a_chat_template_the_contents_alone_stand_between(tokenizer):
+    trajectory = play(tokenizer, Turn(says("=5;"), Observation(done=True)), Model((50, END), (51, END)), chat=False)
+    between = ids(tokenizer, "=5;")
+    assert trajectory.tokens == [50, END, *between, 51, END]
+    assert trajectory.loss_mask == [1, 1, *[0] * len(between), 1, 1]
+
+
+def test_an_opening_observation_joins_the_prompt(tokenizer):
+    opening = Observation(({"role": "user", "content": "You are in a room."},))
+    model = Model((50, END))
+    trajectory = play(tokenizer, Turn(Observation(done=True), opening=opening), model)
+    expected = tokenizer.encode_prompt([*MESSAGES, *opening.messages], True)[0]
+    assert trajectory.prompt_tokens == expected == model.sent[0]
+    assert trajectory.tokens == [50, END]
+    failed = play(tokenizer, Turn(opening=opening), Model(), max_prompt_tokens=10)
+    assert failed.verdict.error.startswith("environment: exception: the prompt with the first observation has")
+    assert (failed.tokens, failed.num_turns, failed.finish_reason) == ([], 0, "environment")
+
+
+TALK = (50, END)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "num_turns"),
+    [
+        ({"max_turns": 3}, "turns", 3),
+        ({"max_tokens": 5}, "length", 1),  # the observation leaves no room to answer
+        ({"max_tokens": 1}, "length", 1),  # the first turn is cut
+        ({"timeout_s": -1.0}, "time", 1),
+    ],
+)
+def test_a_limit_ends_a_trajectory_that_keeps_what_it_earned(tokenizer, limits, reason, num_turns):
+    model = Model(*[TALK] * 9)
+    trajectory = play(tokenizer, Turn(*[says("on", reward=0.25, correct=False)] * 9), model, **limits)
+    assert (trajectory.finish_reason, trajectory.num_turns) == (reason, num_turns)
+    assert len(trajectory.tokens) <= limits.get("max_tokens", 200)
+    assert trajectory.loss_mask[-1] == 1  # never ends with words that nobody answers
+    earned = 0.0 if limits.get("max_tokens") == 1 else 0.25 * num_turns
+    assert (trajectory.verdict.score if trajectory.verdict else 0.0) == earned
+
+
+def test_every_turn_may_use_what_the_response_has_left(tokenizer):
+    model = Model(TALK, TALK, TALK)
+    environment = Turn(says("on"), says("on"), Observation(done=True))
+    trajectory = play(tokenizer, environment, model, max_tokens=60)
+    step = (len(trajectory.tokens) - len(TALK)) // 2  # a turn and the words after it
+    assert model.limits == [60, 60 - step, 60 - 2 * step]
+    capped = Model(TALK, TALK, TALK)
+    play(tokenizer, Turn(says("on"), says("on"), Observation(done=True)), capped, max_tokens=60, max_tokens_per_turn=20)
+    assert capped.limits[:2] == [20, 20]
+
+
+def test_time_used_up_at_the_server_ends_the_trajectory_before_that_turn(tokenizer):
+    trajectory = play(tokenizer, Turn(says("on")), Model(TALK, OutOfTime()))
+    assert (trajectory.finish_reason, trajectory.num_turns) == ("time", 1)
+
+
+def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
+    environment = Turn(says("on", reward=0.5, correct=True), EnvironmentFailure("timeout"))
+    trajectory = play(tokenizer, environment, Model(TALK, TALK))
+    assert trajectory.verdict == RewardResult(0.5, correct=False, error="environment: timeout")
+    assert (trajectory.finish_reason, trajectory.num_turns) == ("environment", 2)
+    at_once = play(tokenizer, Turn(opening=EnvironmentFailure("crash")), Model())
+    assert (at_once.verdict.score, at_once.verdict.error, at_once.tokens) == (0.0, "environment: crash", [])
+
+
+def test_without_rewards_of_its_own_the_reward_function_is_to_judge(tokenizer):
+    assert play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK)).verdict is None
+
+
+def test_a_template_that_hides_earlier_turns_is_told(tmp_path):
+    write_byte_level(tmp_path, template="{{ messages[0].content }}")
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="does not show an assistant's earlier words"):
+        play(tokenizer, Turn(says("5")), Model(TALK))
+
+
+def test_a_budget_counts_what_happens_inside_only():
+    async def scenario():
+        budget = Budget(0.2)
+        await asyncio.sleep(0.3)  # outside: waiting for a place
+        async with budget.spend():
+            await asyncio.sleep(0.01)
+        with pytest.raises(OutOfTime):
+            async with budget.spend():
+                await asyncio.sleep(30)
+        assert budget.seconds_left <= 0
+        async with Budget().spend():
+            await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):  # somebody else's
+            async with Budget(5.0).spend():
+                raise TimeoutError
+
+    asyncio.run(scenario())
