@@ -8,14 +8,15 @@ import torch.distributed as dist
 
 from megatron_dapo.algorithms import KL_CONTROLLERS
 from megatron_dapo.checkpointing.resume import Start
-from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, choose_start
-from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, write_whole
+from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
+from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, uses_critic, write_whole
+from megatron_dapo.config.model_folder import CRITIC, MEGATRON
 from megatron_dapo.data import Group
 from megatron_dapo.models import export_hf
 from megatron_dapo.platform import ParallelLayout, device
 from megatron_dapo.rollout import NeedsSync, Replay, RolloutError, RolloutHandle, SGLangClient, start_rollout
 from megatron_dapo.telemetry import NullTelemetry, Telemetry
-from megatron_dapo.training import Policy, Reference, StepDistributor, StepShard, estimate_advantages
+from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages
 from megatron_dapo.weight_sync import WeightSync
 
 Answer = TypeVar("Answer")
@@ -41,12 +42,13 @@ class Job:
         self.config, self.layout, self.telemetry, self.rollout, self.run = config, layout, telemetry, rollout, run
         self.policy = Policy(config, layout)
         self.reference = Reference(config, layout) if needs_reference(config) else None
+        self.critic = Critic(config, layout) if uses_critic(config) else None
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
         self.weights = None if config.trainer.replay else self._weight_sync()
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-        state = self.policy.state
-        trained = Trained(self.policy.model, state.optimizer, state.lr_schedule, self.kl_controller, rollout)
+        critic = _trained(CRITIC, self.critic) if self.critic is not None else None
+        trained = Trained(_trained(MEGATRON, self.policy), critic, self.kl_controller, rollout)
         self.checkpoints = RunCheckpoints(config, run, layout, trained, start)
 
     def _weight_sync(self) -> WeightSync:
@@ -81,8 +83,24 @@ class Job:
         if self.reference is not None:
             with self.telemetry.phase("ref_log_probs"):
                 shard = shard.with_mini_batches(self.reference.score(shard.mini_batches))
+        if self.critic is not None:
+            with self.telemetry.phase("values"):
+                shard = self.critic.score(shard)
         with self.telemetry.phase("advantages"):
             return estimate_advantages(shard, self.kl_controller, self.config, self.layout)
+
+    def update_critic(self, shard: StepShard) -> dict[str, float]:
+        if self.critic is None:
+            return {}
+        with self.telemetry.phase("update_critic"):
+            return self.critic.update(shard)
+
+    def update_policy(self, step: int, shard: StepShard) -> dict[str, float]:
+        """Nothing while the critic warms up: then the servers get the same weights again, under a new version."""
+        if step <= self.config.trainer.critic_warmup:
+            return {}
+        with self.telemetry.phase("update"):
+            return self.policy.update(shard.mini_batches, weight_version=step - 1)
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Sends the current weights to every server; seconds per phase of it. A replay has no servers."""
@@ -103,7 +121,7 @@ class Job:
     def save(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether the run was asked to stop, and is saved."""
         with self.telemetry.phase("checkpoint"):
-            return self.checkpoints.after_step(step, int(metrics["actor/num_optimizer_steps"]))
+            return self.checkpoints.after_step(step, int(metrics.get("actor/num_optimizer_steps", 0)))
 
     def save_model(self) -> None:
         """The trained model as a Hugging Face checkpoint in the run folder."""
@@ -128,6 +146,10 @@ class Job:
                 return answer
             self.push_weights(version)
         raise RolloutError(f"servers still lack weight version {version} after {_MAX_SYNCS} pushes; see their logs.")
+
+
+def _trained(folder: str, part: Policy | Critic) -> TrainedModel:
+    return TrainedModel(folder, part.model, part.state.optimizer, part.state.lr_schedule)
 
 
 @contextmanager

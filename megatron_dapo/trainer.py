@@ -17,11 +17,11 @@ def train(config: Config) -> bool:
             for step in range(start + 1, config.trainer.total_training_steps + 1):
                 groups, metrics = job.next_batch(step)  # dynamic sampling: every group carries signal
                 shard = job.distribute(step, groups)  # mini-batches are fixed, then this rank gets its part of each
-                shard, kl_metrics = job.score(shard)  # old and reference log-probs, only where needed
-                with job.telemetry.phase("update"):  # one optimizer step per mini-batch
-                    actor_metrics = job.policy.update(shard.mini_batches, weight_version=step - 1)
+                shard, score_metrics = job.score(shard)  # log-probs and values, only where needed; advantages
+                critic_metrics = job.update_critic(shard)  # where there is one
+                actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
                 sync_metrics = job.push_weights(version=step)  # every server confirms the version
-                job.telemetry.log(step, {**metrics, **kl_metrics, **actor_metrics, **sync_metrics})
+                job.telemetry.log(step, metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics)
                 if _is_validation_step(config, step):
                     job.validate(step)
                 if job.save(step, actor_metrics):  # where due; was it asked to stop?

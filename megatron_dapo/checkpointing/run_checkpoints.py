@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
-from megatron_dapo.checkpointing.folders import HF, MEGATRON, read_controller_state, remove_leftovers
-from megatron_dapo.checkpointing.resume import Start, find_start, not_kept, report_lines
+from megatron_dapo.checkpointing.folders import HF, read_controller_state, remove_leftovers
+from megatron_dapo.checkpointing.resume import Start, contents_of, find_start, not_kept, report_lines
 from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist import load, save
@@ -29,14 +29,37 @@ class Rollout(Protocol):
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a checkpoint holds. rollout: on rank 0, none elsewhere."""
+class TrainedModel:
+    """A model with what trains it. folder: its part of a checkpoint."""
 
+    folder: str
     model: ModelParts
     optimizer: "MegatronOptimizer"
     lr_schedule: "OptimizerParamScheduler"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint holds. critic: where there is one. rollout: on rank 0, none elsewhere."""
+
+    policy: TrainedModel
+    critic: TrainedModel | None
     kl_controller: FixedKLController
     rollout: Rollout | None
+
+
+class _AllPending:
+    """The tensors of several models, which are written at once."""
+
+    def __init__(self, parts: list[Pending]) -> None:
+        self._parts = parts
+
+    def is_done(self) -> bool:
+        return all([part.is_done() for part in self._parts])
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
 
 
 def choose_start(config: Config, run: RunFolder, layout: ParallelLayout) -> Start:
@@ -54,7 +77,8 @@ class RunCheckpoints:
     def __init__(self, config: Config, run: RunFolder, layout: ParallelLayout, trained: Trained, start: Start) -> None:
         self._config, self._run, self._layout, self._trained, self._start = config, run, layout, trained, start
         trainer = config.trainer
-        self._saver = Saver(layout, self._write_tensors, Retention(trainer.keep_last, trainer.keep_every))
+        retention = Retention(trainer.keep_last, trainer.keep_every)
+        self._saver = Saver(layout, self._write_tensors, retention, contents_of(config))
         self._stop = StopRequest(run.stop, layout)
         self._num_optimizer_steps = start.state.get("num_optimizer_steps", 0)
 
@@ -129,27 +153,44 @@ class RunCheckpoints:
     def _write_tensors(self, folder: Path) -> Pending:
         trained, source = self._trained, self._config.actor_rollout_ref.model.path
         if self._config.trainer.save_hf:
-            export_hf(trained.model, self._layout, source, folder / HF)
+            export_hf(trained.policy.model, self._layout, source, folder / HF)
         else:
             tell(self._layout, f"writing {folder / HF}", lambda: _copy_companions(source, folder / HF))
+        models = [trained.policy, *filter(None, [trained.critic])]
+        return _AllPending([self._write_model(part, folder / part.folder) for part in models])
+
+    def _write_model(self, part: TrainedModel, folder: Path) -> Pending:
         return save(
-            folder / MEGATRON,
-            trained.model,
+            folder,
+            part.model,
             self._layout,
-            optimizer=trained.optimizer,
-            lr_schedule=trained.lr_schedule,
+            optimizer=part.optimizer,
+            lr_schedule=part.lr_schedule,
             background=self._config.trainer.async_save,
         )
 
     def _restore_tensors(self, start: Start) -> tuple[list[str], list[str]]:
-        trained, folder = self._trained, start.folder / MEGATRON
+        policy, critic = self._trained.policy, self._trained.critic
+        steps = start.step - self._config.trainer.critic_warmup
+        restored, not_restored = self._restore_model(policy, start, max(0, steps))
+        if critic is not None and "critic" in start.missing:
+            not_restored.append("critic: not in the checkpoint (accepted); it starts anew")
+        elif critic is not None:
+            parts, notes = self._restore_model(critic, start, start.step)
+            restored += [f"critic's {part}" for part in parts if part != "rng"]
+            not_restored += [f"critic's {note}" for note in notes if not note.startswith("rng")]
+        return restored, not_restored
+
+    def _restore_model(self, part: TrainedModel, start: Start, num_steps: int) -> tuple[list[str], list[str]]:
+        """num_steps: of its learning rate, where the checkpoint does not say it."""
+        folder = start.folder / part.folder
         if "optimizer" in start.missing:
-            report = load(folder, trained.model, self._layout)
-            trained.optimizer.reload_model_params()
-            trained.lr_schedule.step(increment=start.step)
+            report = load(folder, part.model, self._layout)
+            part.optimizer.reload_model_params()
+            part.lr_schedule.step(increment=num_steps)
             lost = "optimizer and generators: not in the checkpoint (accepted); they start anew"
             return [*report.restored, "learning rate"], [*report.not_restored, lost]
-        report = load(folder, trained.model, self._layout, optimizer=trained.optimizer, lr_schedule=trained.lr_schedule)
+        report = load(folder, part.model, self._layout, optimizer=part.optimizer, lr_schedule=part.lr_schedule)
         return list(report.restored), list(report.not_restored)
 
     def _restore_rollout(self) -> list[str]:

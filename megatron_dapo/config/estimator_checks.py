@@ -27,5 +27,3 @@ def estimators(config: Config) -> Iterator[str]:
             f"{ESTIMATOR} is rloo, which compares a response with the others of its group, but "
             f"actor_rollout_ref.rollout.n is 1; set n to 2 or more, or {ESTIMATOR} to reinforce_plus_plus."
         )
-    if chosen == "gae":
-        yield f"{ESTIMATOR} is gae, which needs a critic, and there is none yet; set {ESTIMATOR} to grpo."

@@ -9,12 +9,13 @@ from megatron_dapo.data.batching import (
     mini_batches,
     shard_over_data_parallel,
 )
-from megatron_dapo.data.packing import MicroBatch, check_lengths, collate, schedule, schedule_shards
+from megatron_dapo.data.packing import Bins, MicroBatch, check_lengths, collate, schedule, schedule_shards
 from megatron_dapo.data.prompts import FileReport, PromptCursor, PromptDataset, content_key
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
 
 __all__ = [
+    "Bins",
     "CostModel",
     "FileReport",
     "Group",

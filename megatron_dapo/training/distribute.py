@@ -1,13 +1,15 @@
 """From the finished groups on rank 0 to every rank's own shard of packed micro-batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import TOKEN_ESTIMATORS
-from megatron_dapo.config import Config, tokens_multiple, uses_kl_in_reward
+from megatron_dapo.config import Config, critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
 from megatron_dapo.data import (
+    Bins,
     CostModel,
     Group,
     MicroBatch,
@@ -17,6 +19,7 @@ from megatron_dapo.data import (
     collate,
     mini_batches,
     schedule,
+    schedule_shards,
 )
 from megatron_dapo.models import ModelSpec
 from megatron_dapo.platform import ParallelLayout, device
@@ -26,12 +29,14 @@ from megatron_dapo.platform import ParallelLayout, device
 class StepShard:
     """This rank's part of a rollout step.
 
-    mini_batches: one list of micro-batches per optimizer step. outcomes: of ALL samples, by sample_id, where the
+    mini_batches: one list of micro-batches per optimizer step; critic_mini_batches: the same samples as the critic goes
+    through them, where there is one. outcomes: of ALL samples, by sample_id, where the
     advantages wait for what the models say of the tokens (see `estimate_advantages`).
     """
 
     mini_batches: list[list[MicroBatch]]
     outcomes: dict[int, Outcome]
+    critic_mini_batches: list[list[MicroBatch]] = field(default_factory=list)
 
     def with_mini_batches(self, mini_batches: list[list[MicroBatch]]) -> "StepShard":
         return replace(self, mini_batches=mini_batches)
@@ -57,18 +62,19 @@ class StepDistributor:
         outgoing = self._cut(step, groups) if groups is not None else None
         mine: list = [None]
         dist.scatter_object_list(mine, outgoing, src=0, group=self._layout.cpu_group)
-        bins_of_mini_batch, outcomes = mine[0]
+        actors, critics, outcomes = mine[0]
+        return StepShard(self._collated(actors), outcomes, self._collated(critics))
+
+    def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
         packed = self._config.actor_rollout_ref.model.use_remove_padding
-        return StepShard(
-            [
-                [collate(bin_, pad_multiple=self._pad_multiple, packed=packed).to(device()) for bin_ in bins]
-                for bins in bins_of_mini_batch
-            ],
-            outcomes,
-        )
+        return [
+            [collate(bin_, pad_multiple=self._pad_multiple, packed=packed).to(device()) for bin_ in bins]
+            for bins in bins_of_mini_batch
+        ]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
-        """Per global rank: (samples by [mini-batch][micro-batch], outcomes of all samples where needed)."""
+        """Per global rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic, outcomes of all
+        samples where needed)."""
         config = self._config
         shaping = config.algorithm.dapo.overlong_reward_shaping
         samples = assemble(
@@ -82,17 +88,45 @@ class StepDistributor:
         schedules = [self._schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
         waits = uses_kl_in_reward(config) or config.algorithm.adv_estimator in TOKEN_ESTIMATORS
         outcomes = {sample.sample_id: sample.outcome for sample in samples} if waits else {}
-        return [([plan[dp_rank] for plan in schedules], outcomes) for dp_rank in self._dp_rank_of]
+        critics = self._critic_schedules(samples, schedules, seed) if uses_critic(config) else []
+        return [
+            ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], outcomes)
+            for dp_rank in self._dp_rank_of
+        ]
 
-    def _schedule(self, mini_batch: Sequence[TrainSample]) -> list[list[list[TrainSample]]]:
-        layout = self._layout
-        return schedule(
-            mini_batch,
-            dp_size=layout.dp,
-            max_tokens=self._config.actor_rollout_ref.actor.max_tokens_per_microbatch,
+    def _schedule(self, mini_batch: Sequence[TrainSample]) -> list[Bins]:
+        max_tokens = self._config.actor_rollout_ref.actor.max_tokens_per_microbatch
+        return schedule(mini_batch, dp_size=self._layout.dp, max_tokens=max_tokens, **self._cutting())
+
+    def _critic_schedules(
+        self, samples: Sequence[TrainSample], schedules: list[list[Bins]], seed: str | None
+    ) -> list[list[Bins]]:
+        """[mini-batch][dp]: the critic's own mini-batches and bins. A sample stays on the rank that has it: there its
+        values and log-probs meet."""
+        batching, own_cap = critic_batching(self._config), self._config.critic.max_tokens_per_microbatch
+        rank_of = {
+            sample.sample_id: rank
+            for plan in schedules
+            for rank, bins in enumerate(plan)
+            for sample in chain.from_iterable(bins)
+        }
+        plans = []
+        for mini_batch in mini_batches(samples, batching.ppo_mini_batch_size, seed):
+            shards: list[list[TrainSample]] = [[] for _ in range(self._layout.dp)]
+            for sample in mini_batch:
+                shards[rank_of[sample.sample_id]].append(sample)
+            key = {"cap_key": "critic.max_tokens_per_microbatch"} if own_cap else {}
+            plans.append(
+                schedule_shards(shards, max_tokens=batching.max_tokens_per_microbatch, **self._cutting(), **key)
+            )
+        return plans
+
+    def _cutting(self) -> dict:
+        """What the actor's cut and the critic's have in common."""
+        return dict(
             pad_multiple=self._pad_multiple,
             packed=self._config.actor_rollout_ref.model.use_remove_padding,
             # the interleaved schedule deals micro-batches to the stages in rounds
-            num_microbatches_multiple=layout.pp if layout.vpp else 1,
+            num_microbatches_multiple=self._layout.pp if self._layout.vpp else 1,
             cost=self._cost,
         )
