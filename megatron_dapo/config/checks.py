@@ -21,7 +21,9 @@ from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.multi_turn_checks import multi_turn
 from megatron_dapo.config.schema import Config
 
-BUILT_IN_REWARDS = frozenset({"by_data_source", "math_dapo", "math_verify", "exact_match"})
+BUILT_IN_REWARDS = frozenset(
+    {"by_data_source", "math_dapo", "math_verify", "exact_match", "reasoning_gym", "environment"}
+)
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 ACTOR = "actor_rollout_ref.actor"

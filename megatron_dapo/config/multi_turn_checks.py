@@ -15,6 +15,11 @@ def multi_turn(config: Config) -> Iterator[str]:
     keys, limit = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
     if not keys.enable:
         yield from _without_effect(keys)
+        if config.reward.function == "environment":
+            yield (
+                f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
+                f"set it to true, or name another reward.function."
+            )
         return
     name = keys.environment
     if name not in BUILT_IN_ENVIRONMENTS and not _IMPORT_PATH.fullmatch(name):

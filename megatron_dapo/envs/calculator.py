@@ -31,7 +31,10 @@ def calculate(expression: str) -> str:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("this is no arithmetic expression") from None
-    value = _value(tree.body)
+    try:
+        value = _value(tree.body)
+    except ZeroDivisionError:
+        raise ZeroDivisionError("division by zero") from None
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 

@@ -28,6 +28,8 @@ BUILTINS = {
     "math_dapo": Builtin("megatron_dapo.rewards.text:math_dapo", wrong_score=-1.0),
     "math_verify": Builtin("megatron_dapo.rewards.symbolic:math_verify", wrong_score=0.0),
     "exact_match": Builtin("megatron_dapo.rewards.text:exact_match", wrong_score=0.0),
+    "reasoning_gym": Builtin("megatron_dapo.rewards.reasoning_gym:reasoning_gym", wrong_score=0.0),
+    "environment": Builtin("megatron_dapo.rewards.text:environment", wrong_score=0.0),
 }
 
 DATA_SOURCES = {
@@ -36,6 +38,7 @@ DATA_SOURCES = {
     "*gsm8k*": "math_verify",
     "*MATH*": "math_verify",
     "math": "math_verify",
+    "reasoning_gym/*": "reasoning_gym",
 }
 """`by_data_source`: pattern of the data source -> built-in function; the first that matches."""
 

@@ -32,6 +32,7 @@ from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import evaluate
 from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
+from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, run_all
 from megatron_dapo.rollout.server_pool import ServerPool, State
 from megatron_dapo.rollout.step_metrics import step_metrics
@@ -56,7 +57,7 @@ class Controller:
         self._config = config
         self._rollout = rollout
         self._folder = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
-        tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
+        self._tokenizer = tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
         self._prompts = load_prompts(data.train_files, data, tokenizer)
         self._val_prompts = load_prompts(data.val_files, data, tokenizer) if data.val_files else []
         sources = {prompt.data_source for prompt in (*self._prompts, *self._val_prompts)}
@@ -207,7 +208,7 @@ class Controller:
     def _dump(self, step: int, groups: Sequence[Group]) -> None:
         shown = groups[: self._rollout.dump_samples]
         if shown:
-            lines = [json.dumps(group_record(step, group), ensure_ascii=False) for group in shown]
+            lines = [json.dumps(group_record(step, group, self._tokenizer), ensure_ascii=False) for group in shown]
             write_whole(self._folder.rollout(step), "\n".join(lines) + "\n")
 
 
@@ -279,26 +280,3 @@ def make_shaping(config: Config) -> OverlongShaping | None:
         truncation_penalty=keys.truncation_penalty,
         mode=keys.soft_penalty_mode,
     )
-
-
-def group_record(step: int, group: Group) -> dict:
-    """One line of rollouts/step_NNNNNN.jsonl."""
-    return {
-        "step": step,
-        "uid": group.uid,
-        "prompt": group.prompt.text,
-        "ground_truth": group.prompt.ground_truth,
-        "responses": [
-            {
-                "text": sample.response_text,
-                "reward": sample.reward,
-                "raw_reward": sample.raw_reward,
-                "correct": sample.correct,
-                "finish_reason": sample.finish_reason,
-                "num_tokens": sample.num_response_tokens,
-                "weight_versions": sorted(set(sample.weight_versions)),
-                **({"reward_error": sample.reward_error} if sample.reward_error else {}),
-            }
-            for sample in group.samples
-        ],
-    }

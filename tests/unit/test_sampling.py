@@ -1,13 +1,14 @@
 """Groups made with scripted servers: what is asked of them, and what the samples say."""
 
 import asyncio
+import json
 import sys
 
 import pytest
 
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
-from tests.fake_rollout import FakeServer, Script, make_config, write_files
+from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
 
 pytestmark = pytest.mark.unit
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.unit
 def folder(tmp_path, monkeypatch):
     write_files(tmp_path, num_val=2)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
     yield tmp_path
     sys.modules.pop("fake_rewards", None)
 
@@ -72,3 +74,138 @@ def test_other_estimators_ask_for_no_baseline(folder):
     batch, requests = first_batch(folder, "grpo", *SHAPING)
     assert len(requests) == 8
     assert [group.baseline_reward for group in batch.groups] == [None] * 4
+
+
+ENVIRONMENT = """
+from megatron_dapo.envs import Observation
+
+class TwoTurns:
+    async def reset(self, task):
+        self.task, self.num_turns = task, 0
+        return Observation()
+
+    async def step(self, response):
+        self.num_turns += 1
+        if self.num_turns == 1:
+            return Observation(({"role": "user", "content": "p7"},))
+        if self.task.prompt == "p2":
+            raise ValueError("scripted")
+        return Observation(done=True, reward=float(response == "right"))
+
+    async def close(self):
+        pass
+"""
+MULTI_TURN = [
+    "algorithm.dapo.dynamic_sampling.enable=false",
+    "actor_rollout_ref.rollout.multi_turn.enable=true",
+    "actor_rollout_ref.rollout.multi_turn.environment=two_turns:TwoTurns",
+    "actor_rollout_ref.rollout.multi_turn.num_workers=2",
+    "reward.function=environment",
+]
+
+
+class NextWord(FakeServer):
+    """Answers "right", or "wrong" where the text so far is of prompt p3."""
+
+    def _answer(self, fields, aborted):
+        self.script.default = ("wrong",) if fields["input_ids"][0] == WORDS.index("p3") else ("right",)
+        return super()._answer(fields, aborted)
+
+
+def with_two_servers(folder, use, *overrides):
+    """What `await use(controller, servers)` returns."""
+    (folder / "two_turns.py").write_text(ENVIRONMENT)
+
+    async def scenario():
+        servers = [await NextWord(Script()).start() for _ in range(2)]
+        controller = Controller(make_config(folder, servers, *MULTI_TURN, *overrides))
+        try:
+            await controller.start()
+            return await use(controller, servers)
+        finally:
+            await controller.close()
+            for server in servers:
+                await server.stop()
+
+    return asyncio.run(scenario())
+
+
+def test_a_multi_turn_step_token_by_token_metric_by_metric(folder):
+    async def use(controller, servers):
+        return await controller.next_batch(1, 1), [[r["input_ids"] for r in server.requests] for server in servers]
+
+    batch, requests = with_two_servers(folder, use)
+    word, end, read = WORDS.index, WORDS.index("<eos>"), WORDS.index("p7")
+    for prompt, group in zip(("p0", "p1", "p2", "p3"), batch.groups, strict=True):
+        said = word("wrong" if prompt == "p3" else "right")
+        for sample in group.samples:
+            assert sample.prompt_tokens == (word(prompt),)
+            assert sample.response_tokens == (said, end, read, said, end)
+            assert sample.loss_mask == (1, 1, 0, 1, 1)
+            assert sample.rollout_log_probs == (-0.5, -0.5, 0.0, -0.5, -0.5)
+            assert sample.weight_versions == (1,) * 5
+            assert sample.num_turns == 2
+    finished, failed, wrong = batch.groups[0].samples[0], batch.groups[2].samples[0], batch.groups[3].samples[0]
+    assert (finished.reward, finished.correct, finished.is_terminated, finished.finish_reason) == (
+        1,
+        True,
+        True,
+        "stop",
+    )
+    assert (wrong.reward, wrong.correct, wrong.is_terminated, wrong.reward_error) == (0, False, True, None)
+    assert (failed.reward, failed.correct, failed.is_terminated, failed.is_truncated) == (0, False, False, True)
+    assert failed.reward_error == "environment: exception: ValueError: scripted"
+    expected = {
+        "rollout/num_turns_mean": 2, "rollout/num_env_failures": 2, "rollout/num_tokens": 8 * 4,
+        "response_length/mean": 5, "dapo/num_truncated_samples": 2, "dapo/num_truncated_by_termination": 2,
+        "dapo/num_truncated_by_length": 0, "reward/accuracy": 0.5, "reward/num_exceptions": 0,
+    }  # fmt: skip
+    assert {name: batch.metrics[name] for name in expected} == expected
+
+    for sent in requests:  # each trajectory stays where its beginning is known
+        first = sorted(tokens[0] for tokens in sent if len(tokens) == 1)
+        second = sorted(tokens[0] for tokens in sent if len(tokens) == 4)
+        assert first == second and first
+    lines = (folder / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    (response, _) = json.loads(lines[0])["responses"]
+    assert response["turns"] == [
+        {"by": "model", "text": "right <eos>"},
+        {"by": "environment", "text": "p7"},
+        {"by": "model", "text": "right <eos>"},
+    ]
+    assert response["num_turns"] == 2
+    assert [group_from_plain(json.loads(json.dumps(group_to_plain(group)))) for group in batch.groups] == list(
+        batch.groups
+    )
+
+
+def test_a_turn_whose_server_fails_is_sent_to_another_one_with_all_its_tokens(folder):
+    async def use(controller, servers):
+        servers[0].failures = [500] * 100
+        batch = await controller.next_batch(1, 1)
+        return batch, [sorted(len(r["input_ids"]) for r in server.requests) for server in servers]
+
+    batch, (broken, whole) = with_two_servers(folder, use)
+    assert whole == [1] * 8 + [4] * 8 and broken  # each turn was answered once, by the server that works
+    assert {sample.num_turns for group in batch.groups for sample in group.samples} == {2}
+    assert batch.metrics["rollout/num_retries"] == len(broken)
+
+
+def test_held_out_prompts_are_played_with_the_environment_too(folder):
+    async def use(controller, servers):
+        return await controller.evaluate(1, 1)
+
+    metrics = with_two_servers(folder, use, f"data.val_files=[{folder}/val.jsonl]")
+    assert metrics["val/num_turns_mean"] == 2 and metrics["val/accuracy"] == 1.0 and metrics["val/num_prompts"] == 2
+
+
+def test_limits_of_the_config_reach_the_trajectories(folder):
+    async def use(controller, servers):
+        return await controller.next_batch(1, 1)
+
+    batch = with_two_servers(folder, use, "actor_rollout_ref.rollout.multi_turn.max_turns=1")
+    samples = [sample for group in batch.groups for sample in group.samples]
+    assert {(sample.num_turns, sample.finish_reason, sample.is_terminated) for sample in samples} == {
+        (1, "turns", False)
+    }
+    assert batch.metrics["dapo/num_truncated_by_termination"] == 8

@@ -40,8 +40,8 @@ def ids(tokenizer, text):
 class Turn:
     """A scripted environment: its answers in turn; an exception is raised."""
 
-    def __init__(self, *answers, opening=Observation()):
-        self.answers, self.opening, self.seen, self.tasks = list(answers), opening, [], []
+    def __init__(self, *answers, opening=None):
+        self.answers, self.opening, self.seen, self.tasks = list(answers), opening or Observation(), [], []
 
     @asynccontextmanager
     async def session(self):

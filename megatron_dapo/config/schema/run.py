@@ -36,7 +36,8 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     function: str = "by_data_source"
-    """math_dapo, math_verify, exact_match, `package.module:function`, or by_data_source (each prompt's own)."""
+    """math_dapo, math_verify, exact_match, reasoning_gym, environment (multi-turn: it gives the reward),
+    `package.module:function`, or by_data_source (each prompt's own)."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the reward function."""
     num_workers: PositiveInt = 2

@@ -1,0 +1,1 @@
+"""The calculator: a character-level model learns to work with a tool instead of guessing."""

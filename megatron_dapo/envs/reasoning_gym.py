@@ -1,0 +1,34 @@
+"""Any task of reasoning-gym over several turns: a wrong answer is told, and may be corrected."""
+
+from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.rewards import reasoning_gym
+
+
+class ReasoningGym:
+    """Reward 1 for a right answer, on whichever attempt; else 0. The task is the data source, `reasoning_gym/TASK`.
+
+    attempts: answers per trajectory. discount: factor of the reward for every wrong answer before the right one.
+    """
+
+    def __init__(self, attempts: int = 3, discount: float = 1.0) -> None:
+        self._attempts, self._discount = attempts, discount
+        self._num_wrong = 0
+        self._task: Task | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        self._task = task
+        return Observation()
+
+    async def step(self, response: str) -> Observation:
+        verdict = reasoning_gym.reasoning_gym(
+            self._task.data_source, response, self._task.ground_truth, self._task.extra_info
+        )
+        if verdict["correct"]:
+            return Observation(done=True, reward=self._discount**self._num_wrong, correct=True)
+        self._num_wrong += 1
+        if self._num_wrong >= self._attempts:
+            return Observation(done=True, reward=0.0, correct=False)
+        return Observation(({"role": "user", "content": "That is not right. Try again."},), reward=0.0, correct=False)
+
+    async def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,73 @@
+"""Text games in ALFWorld's manner: a room and a task in words, one command per turn, what happened in words.
+
+What the model reads and writes is here; the games themselves are in household.py and alfworld.py.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_dapo.envs.types import Observation, Task
+
+_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+
+INSTRUCTIONS = (
+    "You are in a household and have a task. In every turn think about what to do next, then write one of the "
+    "admissible actions as <action>...</action>. Then you read what happened."
+)
+"""What a prompt file says first; the game's own words follow from the environment."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a game says. commands: those it would understand now. won: the task is done."""
+
+    text: str
+    commands: tuple[str, ...]
+    won: bool = False
+    over: bool = False
+
+
+class TextGame(Protocol):
+    """A game that was started."""
+
+    def reset(self) -> Scene: ...
+
+    def step(self, command: str) -> Scene: ...
+
+    def close(self) -> None: ...
+
+
+class TextGameEnvironment:
+    """One game per trajectory: reward 1 when it is won, which ends it, else 0.
+
+    start: the game of a task. show_commands: list the admissible actions with every observation.
+    """
+
+    def __init__(self, start: Callable[[Task], TextGame], show_commands: bool = True) -> None:
+        self._start, self._show_commands = start, show_commands
+        self._game: TextGame | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        self._game = self._start(task)
+        return self._observation(self._game.reset())
+
+    async def step(self, response: str) -> Observation:
+        return self._observation(self._game.step(command_of(response)))
+
+    async def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+
+    def _observation(self, scene: Scene) -> Observation:
+        listed = f"\nAdmissible actions: {', '.join(scene.commands)}." if self._show_commands else ""
+        message = {"role": "user", "content": scene.text.strip() + listed}
+        return Observation((message,), done=scene.won or scene.over, reward=float(scene.won), correct=scene.won)
+
+
+def command_of(response: str) -> str:
+    """The last <action>, or without one the last line that is not empty, without a leading ">"."""
+    actions = _ACTION.findall(response)
+    lines = [line for line in response.splitlines() if line.strip()]
+    return (actions or lines or [""])[-1].strip().removeprefix(">").strip()

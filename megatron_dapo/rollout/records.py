@@ -1,0 +1,47 @@
+"""Sample responses for people: what a line of rollouts/step_NNNNNN.jsonl says of a group."""
+
+from itertools import groupby
+
+from megatron_dapo.data.tokenizer import Tokenizer
+from megatron_dapo.data.types import Group, Sample
+
+
+def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
+    return {
+        "step": step,
+        "uid": group.uid,
+        "prompt": group.prompt.text,
+        "ground_truth": group.prompt.ground_truth,
+        "responses": [_response(sample, group, tokenizer) for sample in group.samples],
+    }
+
+
+def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
+    record = {
+        "text": sample.response_text,
+        "reward": sample.reward,
+        "raw_reward": sample.raw_reward,
+        "correct": sample.correct,
+        "finish_reason": sample.finish_reason,
+        "num_tokens": sample.num_response_tokens,
+        "weight_versions": sorted(set(sample.weight_versions)),
+    }
+    if sample.prompt_tokens != group.prompt.tokens:  # an environment's first words joined it
+        record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
+    if 0 in sample.loss_mask or sample.num_turns != 1:
+        record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
+    if sample.reward_error:
+        record["reward_error"] = sample.reward_error
+    return record
+
+
+def turns(sample: Sample, tokenizer: Tokenizer) -> list[dict]:
+    """What the model wrote and what it read, by turns, with every token of it: [{"by": "model", "text": ...}, ...]."""
+    parts = groupby(zip(sample.loss_mask, sample.response_tokens, strict=True), key=lambda pair: pair[0])
+    return [
+        {
+            "by": "model" if own else "environment",
+            "text": tokenizer.decode([token for _, token in part], skip_special_tokens=False),
+        }
+        for own, part in parts
+    ]
