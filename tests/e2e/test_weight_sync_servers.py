@@ -62,7 +62,8 @@ def test_five_pushes_arrive_bit_for_bit_and_a_server_killed_in_a_push_is_named(m
     config = dict(bucket_size_mb=1, timeout_s=40, verify=True, verify_num_tensors=EVERYTHING)
     # each stage sends three buckets per push: the second one of the sixth push is fatal
     fatal = {doomed: (servers.pids()[1], 5 * 3 + 2)}
-    with Ranks(rank_main, 2, free_port(), 2, str(model_path), servers.urls, fatal, config) as trainer:
+    arguments = (free_port(), 2, {"pp": 2}, str(model_path), servers.urls, fatal, config)
+    with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")
         for version in range(1, 6):
             answers = trainer.order(version)

@@ -42,19 +42,20 @@ def rank_main(
     rank: int,
     pipe: Connection,
     port: int,
-    pp: int,
+    world_size: int,
+    sizes: dict[str, int],
     path: str,
     urls: list[str],
     deadly: dict[str, tuple[int, int]],
     config: dict,
 ) -> None:
-    """deadly: URL -> (process, update during which it is killed)."""
+    """sizes: of the layout. deadly: URL -> (process, update during which it is killed)."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(pp), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
+        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )
     torch.set_num_threads(1)
-    layout = ParallelLayout.initialize(pp=pp, timeout_s=60)
-    model = build_model(read_model_spec(path), layout, MegatronConfig(pipeline_model_parallel_size=pp, dtype="float32"))
+    layout = ParallelLayout.initialize(**sizes, timeout_s=60)
+    model = build_model(read_model_spec(path), layout, MegatronConfig(dtype="float32"))
     load_hf_weights(model, path, layout)
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     original = [parameter.detach().clone() for parameter in parameters]

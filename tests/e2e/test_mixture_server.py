@@ -1,0 +1,86 @@
+"""A mixture of experts spread over trainer ranks, and a real server of it: the same model before and after a push."""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dapo.config import load_config
+from megatron_dapo.rollout import SamplingParams, SGLangClient
+from megatron_dapo.rollout.supervisor import ServerSupervisor
+from tests.distributed.test_parity import hugging_face_log_probs
+from tests.distributed.weight_sync_world import Ranks
+from tests.e2e.weight_sync_trainer import changed, rank_main
+from tests.helpers import free_port
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [5, 6, 7, 9, 20]
+EVERYTHING = 10_000
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe", vocab=65, layers=2)
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    rollout = "actor_rollout_ref.rollout.server"
+    config = load_config(
+        None,
+        [
+            f"actor_rollout_ref.model.path={model_path}",
+            f"{rollout}.max_total_tokens=2048",
+            f"{rollout}.startup_timeout_s=300.0",
+        ],
+    )
+    supervisor = ServerSupervisor(config, tmp_path_factory.mktemp("logs"))
+    supervisor.start()
+    try:
+        supervisor.wait_healthy()
+        yield supervisor.urls[0]
+    finally:
+        supervisor.stop()
+
+
+async def generate(url: str):
+    async with SGLangClient(url) as client:
+        return await client.generate(PROMPT, SamplingParams(max_new_tokens=24, temperature=1.0), timeout_s=60)
+
+
+def with_weights_of(version: int, model_path: Path, folder: Path) -> Path:
+    """The checkpoint as the trainer's weights are at this version."""
+    shutil.copytree(model_path, folder)
+    tensors = load_file(model_path / "model.safetensors")
+    save_file({name: changed(tensor, version) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.timeout(600)
+def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what_was_pushed(
+    model_path, server, tmp_path
+):
+    config = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=EVERYTHING)
+    arguments = (free_port(), 2, {"tp": 2, "sp": True, "ep": 2}, str(model_path), [server], {}, config)
+    with Ranks(rank_main, 2, *arguments) as trainer:
+        trainer.order("open")
+        for version in (0, 150):  # the second: weights 15 % larger, so that other answers are likely
+            if version:
+                answers = trainer.order(version)
+                assert [status for status, _ in answers] == ["ok", "ok"], answers
+                # per layer: q, k and v in one, o, their norms q and k, two norms, the router, two of all experts
+                assert answers[0][1].num_verified == 2 * 9 + 3
+            answer = asyncio.run(generate(server))
+            oracle = with_weights_of(version, model_path, tmp_path / str(version))
+            (expected,) = hugging_face_log_probs(oracle, [[*PROMPT, *answer.tokens]])
+            # the bound of the end-to-end tests: server and transformers round differently
+            torch.testing.assert_close(
+                torch.tensor(answer.log_probs).double(), expected[len(PROMPT) - 1 :], rtol=0, atol=1e-4
+            )
+            assert set(answer.weight_versions) == {version or -1}
