@@ -113,16 +113,25 @@ def model_config():
 
 def train(settings: Settings, report: Callable[[int, float], None] = lambda step, loss: None):
     """Supervised training from random weights; returns the model. `report(step, loss)` is called after every step."""
+    problems, _ = split()
+    return fit(
+        settings,
+        lambda draw: batch([demonstration(settings, problems, draw) for _ in range(settings.batch_size)]),
+        report,
+    )
+
+
+def fit(settings, next_batch: Callable[[random.Random], tuple[torch.Tensor, torch.Tensor]], report):
+    """A model of `model_config` after `settings.steps` steps on what next_batch draws: (tokens, targets)."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(settings.seed)
     draw = random.Random(settings.seed)
-    problems, _ = split()
     model = Qwen2ForCausalLM(model_config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=settings.steps, pct_start=0.1)
     for step in range(1, settings.steps + 1):
-        tokens, targets = batch([demonstration(settings, problems, draw) for _ in range(settings.batch_size)])
+        tokens, targets = next_batch(draw)
         logits = model(input_ids=tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         optimizer.zero_grad()

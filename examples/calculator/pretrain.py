@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from examples.arithmetic.pretrain import EOS, IGNORED, MANIFEST, PAD, VOCABULARY, model_config, sha256, tokenizer
+from examples.arithmetic.pretrain import EOS, IGNORED, MANIFEST, PAD, VOCABULARY, fit, sha256, tokenizer
 from examples.calculator.problems import Product, split
 from megatron_dapo.config.run_folder import write_whole
 
@@ -87,25 +87,12 @@ def batch(demonstrations: list[tuple[str, Turns]]) -> tuple[torch.Tensor, torch.
 
 def train(settings: Settings, report: Callable[[int, float], None] = lambda step, loss: None):
     """Supervised training from random weights; returns the model. `report(step, loss)` is called after every step."""
-    from transformers import Qwen2ForCausalLM
-
-    torch.manual_seed(settings.seed)
-    draw = random.Random(settings.seed)
     problems, _ = split()
-    model = Qwen2ForCausalLM(model_config())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=settings.steps, pct_start=0.1)
-    for step in range(1, settings.steps + 1):
-        tokens, targets = batch([demonstration(settings, problems, draw) for _ in range(settings.batch_size)])
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        report(step, loss.item())
-    return model.eval()
+    return fit(
+        settings,
+        lambda draw: batch([demonstration(settings, problems, draw) for _ in range(settings.batch_size)]),
+        report,
+    )
 
 
 @torch.no_grad()

@@ -40,6 +40,16 @@ MODELS = {  # the sizes in the published config.json of each model
         "max_position_embeddings": 131072,
         "vocab_size": 152064,
     },
+    "models/Qwen2.5-3B-Instruct": {
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 32768,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
 }
 ALL_FOUR_ON = {"clip_higher": True, "dynamic_sampling": True, "token_level_loss": True, "overlong_shaping": True}
 
@@ -60,7 +70,7 @@ def test_every_recipe_survives_being_written_out(name, tmp_path):
     assert load_config(tmp_path / "config.yaml", []) == recipe(name)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("dapo_")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if "dapo_" in name])
 def test_a_dapo_recipe_has_all_four_techniques_on_and_its_model_is_checked(name):
     config = recipe(name)
     assert dapo_techniques(config) == ALL_FOUR_ON
@@ -91,6 +101,27 @@ def test_the_32b_recipe_is_the_published_run():
 
 def test_the_grpo_baseline_differs_from_the_7b_recipe_by_the_algorithm_alone():
     baseline, dapo = recipe("grpo_baseline.yaml"), recipe("dapo_qwen2.5_7b.yaml")
+    assert not any(dapo_techniques(baseline).values()) and needs_reference(baseline)
+    assert baseline.actor_rollout_ref.model == dapo.actor_rollout_ref.model
+    assert baseline.actor_rollout_ref.rollout == dapo.actor_rollout_ref.rollout
+    assert baseline.actor_rollout_ref.actor.optim == dapo.actor_rollout_ref.actor.optim
+    assert baseline.actor_rollout_ref.actor.megatron == dapo.actor_rollout_ref.actor.megatron
+    assert baseline.data.model_copy(update={"gen_batch_size": dapo.data.gen_batch_size}) == dapo.data
+    assert baseline.reward == dapo.reward
+
+
+def test_the_agent_recipe_has_the_published_agent_values_and_plays_alfworld():
+    config = recipe("alfworld_dapo_3b.yaml")
+    actor, shaping = config.actor_rollout_ref.actor, config.algorithm.dapo.overlong_reward_shaping
+    assert (shaping.truncation_penalty, shaping.soft_penalty_mode, shaping.buffer_len) == (-0.3, "additive", 0)
+    assert config.algorithm.dapo.dynamic_sampling.filter_mode == "strict"
+    assert (effective_clip(config), actor.loss_agg_mode) == ((0.2, 0.28), "token-mean")
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    assert multi_turn.enable and multi_turn.environment == "alfworld" and config.reward.function == "environment"
+
+
+def test_the_agent_baseline_differs_from_the_agent_recipe_by_the_algorithm_alone():
+    baseline, dapo = recipe("alfworld_grpo_3b.yaml"), recipe("alfworld_dapo_3b.yaml")
     assert not any(dapo_techniques(baseline).values()) and needs_reference(baseline)
     assert baseline.actor_rollout_ref.model == dapo.actor_rollout_ref.model
     assert baseline.actor_rollout_ref.rollout == dapo.actor_rollout_ref.rollout
