@@ -20,7 +20,16 @@ from launch.command_line import (
     show_log,
 )
 from megatron_dapo.checkpointing import StopSignals
-from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, UserError, process_plan, to_yaml, write_whole
+from megatron_dapo.config import (
+    SAVED_EXIT_CODE,
+    Config,
+    RunFolder,
+    UserError,
+    dry_run,
+    process_plan,
+    to_yaml,
+    write_whole,
+)
 
 log = logging.getLogger("launch")
 
@@ -38,12 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.replay:
         overrides = [*overrides, f"trainer.replay={arguments.replay}"]
     try:
-        config = checked_config(arguments.config, overrides, check_files=not arguments.dry_run)
-        require_one_node(config)
         if arguments.dry_run:
-            print(to_yaml(config))
+            dry_run(arguments.config, overrides, check=require_one_node)
+            return 0
+        config = checked_config(arguments.config, overrides)
+        require_one_node(config)
         print(process_plan(config), flush=True)
-        return 0 if arguments.dry_run else run_local(config)
+        return run_local(config)
     except UserError as error:
         print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE

@@ -10,9 +10,8 @@ from megatron_dapo.config import (
     Config,
     UserError,
     config_reference,
+    dry_run,
     load_and_validate,
-    process_plan,
-    to_yaml,
 )
 from megatron_dapo.config.recipes import add_config_arguments
 
@@ -53,14 +52,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace) -> int:
     rank = int(os.environ.get("RANK", "0"))
+    overrides = [*arguments.overrides, *([f"trainer.replay={arguments.replay}"] if arguments.replay else [])]
+    started = os.environ.get("WORLD_SIZE")
+    num_processes = int(started) if started else None if arguments.dry_run else 1
     try:
-        config = _checked_config(arguments, quiet=rank != 0)
+        if arguments.dry_run:
+            dry_run(arguments.config, overrides, num_processes=num_processes, show=rank == 0)
+            return 0
+        config = _checked_config(arguments.config, overrides, num_processes)
     except UserError as error:  # the same on every rank: one of them says it
         if rank == 0:
             print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
-    if arguments.dry_run:
-        return 0
 
     from megatron_dapo.trainer import train  # a dry run must not wait for torch
 
@@ -72,31 +75,14 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0 if is_done else SAVED_EXIT_CODE
 
 
-def _checked_config(arguments: argparse.Namespace, quiet: bool) -> Config:
-    """The validated config. A dry run prints config and plan before it looks for files, so that a cluster's recipe can
-    be read on a laptop; what is missing here is a mistake all the same.
-    """
-    file, overrides = arguments.config, arguments.overrides
-    if arguments.replay:
-        overrides = [*overrides, f"trainer.replay={arguments.replay}"]
-    started = os.environ.get("WORLD_SIZE")
-    num_processes = int(started) if started else None if arguments.dry_run else 1
-    if not arguments.dry_run:
-        config = load_and_validate(file, overrides, num_processes=num_processes)
-        if not config.actor_rollout_ref.rollout.server_urls and not config.trainer.replay:
-            raise UserError(
-                "actor_rollout_ref.rollout.server_urls is empty; give the URLs of running servers, or use "
-                "`python -m launch.local`, which starts them."
-            )
-        return config
-    try:
-        config = load_and_validate(file, overrides, check_files=False, num_processes=num_processes)
-    except UserError:
-        # raises, with what is missing here as well
-        return load_and_validate(file, overrides, num_processes=num_processes)
-    if not quiet:
-        print(f"{to_yaml(config)}\n{process_plan(config)}", flush=True)
-    return load_and_validate(file, overrides)
+def _checked_config(path: str | None, overrides: list[str], num_processes: int) -> Config:
+    config = load_and_validate(path, overrides, num_processes=num_processes)
+    if not config.actor_rollout_ref.rollout.server_urls and not config.trainer.replay:
+        raise UserError(
+            "actor_rollout_ref.rollout.server_urls is empty; give the URLs of running servers, or use "
+            "`python -m launch.local`, which starts them."
+        )
+    return config
 
 
 def _config_reference(arguments: argparse.Namespace) -> int:

@@ -7,9 +7,18 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import KL_CONTROLLERS
+from megatron_dapo.checkpointing.model_weights import load_weights
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
-from megatron_dapo.config import Config, RunFolder, needs_reference, to_yaml, uses_critic, write_whole
+from megatron_dapo.config import (
+    Config,
+    ModelFolder,
+    RunFolder,
+    needs_reference,
+    to_yaml,
+    uses_critic,
+    write_whole,
+)
 from megatron_dapo.config.model_folder import CRITIC, MEGATRON
 from megatron_dapo.data import Group
 from megatron_dapo.models import export_hf
@@ -40,9 +49,9 @@ class Job:
         start: Start,
     ) -> None:
         self.config, self.layout, self.telemetry, self.rollout, self.run = config, layout, telemetry, rollout, run
-        self.policy = Policy(config, layout)
-        self.reference = Reference(config, layout) if needs_reference(config) else None
-        self.critic = Critic(config, layout) if uses_critic(config) else None
+        self.policy = Policy(config, layout, load_weights)
+        self.reference = Reference(config, layout, load_weights) if needs_reference(config) else None
+        self.critic = Critic(config, layout, load_weights) if uses_critic(config) else None
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
         self.weights = None if config.trainer.replay else self._weight_sync()
         kl_ctrl = config.algorithm.kl_ctrl
@@ -127,7 +136,7 @@ class Job:
         """The trained model as a Hugging Face checkpoint in the run folder."""
         with self.telemetry.phase("save_model"):
             model = self.policy.model
-            export_hf(model, self.layout, self.config.actor_rollout_ref.model.path, self.run.model)
+            export_hf(model, self.layout, ModelFolder.of(self.config.actor_rollout_ref.model.path).hf, self.run.model)
 
     def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | Replay], Answer]) -> Answer | None:
         """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the

@@ -6,8 +6,6 @@ May be imported from here: what __all__ lists; none of it needs torch. Writing a
 
 from megatron_dapo.checkpointing.folders import (
     CONTROLLER_STATE,
-    HF,
-    MEGATRON,
     TRAINER_STATE,
     discard,
     newest_first,
@@ -18,6 +16,7 @@ from megatron_dapo.checkpointing.folders import (
 )
 from megatron_dapo.checkpointing.manifest import MANIFEST, Manifest, Verdict, read_manifest, verify, write_manifest
 from megatron_dapo.checkpointing.stop_signals import StopSignals
+from megatron_dapo.config.model_folder import HF, MEGATRON
 
 __all__ = [
     "CONTROLLER_STATE",

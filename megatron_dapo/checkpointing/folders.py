@@ -14,8 +14,6 @@ from pathlib import Path
 from megatron_dapo.checkpointing.manifest import MANIFEST, sync_folder
 from megatron_dapo.config import UserError, write_whole
 
-MEGATRON = "megatron"
-HF = "hf"
 TRAINER_STATE = "trainer.json"
 CONTROLLER_STATE = "controller.json.gz"
 

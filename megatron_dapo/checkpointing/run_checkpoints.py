@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
-from megatron_dapo.checkpointing.folders import HF, read_controller_state, remove_leftovers
+from megatron_dapo.checkpointing.folders import read_controller_state, remove_leftovers
 from megatron_dapo.checkpointing.resume import Start, contents_of, find_start, not_kept, report_lines
 from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist import load, save
-from megatron_dapo.config import Config, RunFolder
+from megatron_dapo.config import Config, ModelFolder, RunFolder
+from megatron_dapo.config.model_folder import HF
 from megatron_dapo.models import ModelParts, copy_companions, export_hf
 from megatron_dapo.platform import ParallelLayout, tell
 
@@ -151,7 +152,7 @@ class RunCheckpoints:
             self._saver.finish()
 
     def _write_tensors(self, folder: Path) -> Pending:
-        trained, source = self._trained, self._config.actor_rollout_ref.model.path
+        trained, source = self._trained, ModelFolder.of(self._config.actor_rollout_ref.model.path).hf
         if self._config.trainer.save_hf:
             export_hf(trained.policy.model, self._layout, source, folder / HF)
         else:
@@ -204,7 +205,7 @@ class RunCheckpoints:
             log.write("\n".join(lines) + "\n")
 
 
-def _copy_companions(source: str, out: Path) -> None:
+def _copy_companions(source: Path, out: Path) -> None:
     out.mkdir(exist_ok=True)
     copy_companions(source, out)
 

@@ -23,6 +23,7 @@ from megatron_dapo.config.derived import (
     uses_overlong_shaping,
     world_size,
 )
+from megatron_dapo.config.dry_run import dry_run
 from megatron_dapo.config.errors import SAVED_EXIT_CODE, UserError
 from megatron_dapo.config.hf_config import ModelSpec, read_model_spec
 from megatron_dapo.config.loader import load_config, to_yaml
@@ -88,6 +89,7 @@ __all__ = [
     "critic_path",
     "dapo_techniques",
     "data_parallel_size",
+    "dry_run",
     "effective_clip",
     "gen_batch_size",
     "layout",

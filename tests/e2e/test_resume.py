@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from launch.local import run_local
 from megatron_dapo.checkpointing import CONTROLLER_STATE, newest_first, read_trainer_state, verify, write_manifest
 from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate
+from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -169,3 +170,38 @@ def test_a_model_without_its_optimizer_is_taken_only_where_that_is_accepted(whol
     told = capfd.readouterr().out
     assert f"Resumed after step {NUM_STEPS}" in told and "not restored: optimizer and generators" in told
     assert model.read_bytes() == trained
+
+
+@pytest.mark.parametrize("whole", ["dp2"], indirect=True)
+def test_a_converted_model_is_trained_as_that_of_hugging_face_bit_for_bit(whole, given, tmp_path):
+    """Converted by two tensor-parallel processes, trained by two data-parallel ranks; so is the reference."""
+    run, made, layout = RunFolder(tmp_path / "run"), tmp_path / "made", whole[1]
+    options = ("--hf-model", str(given / "model"), "--output", str(made), "--tp", "2")
+    run_torchrun(REPOSITORY / "checkpoints_tools" / "hf_to_megatron.py", 2, *options)
+    save = f"trainer.save_interval={NUM_STEPS}"
+    assert train(config_of(given, run.path, f"actor_rollout_ref.model.path={made}", save, *layout)) == 0
+    assert metrics_of(run.path) == metrics_of(whole[0])
+    theirs = RunFolder(whole[0])
+    assert files_of(run.model) == files_of(theirs.model)
+    kept, same = files_of(run.checkpoint(NUM_STEPS) / "hf"), files_of(theirs.checkpoint(NUM_STEPS) / "hf")
+    assert kept == {name: content for name, content in same.items() if not name.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize("whole", ["dp2"], indirect=True)
+def test_a_run_may_start_from_the_model_of_a_training_checkpoint(whole, given, tmp_path):
+    """Cut in another way, with what the run exported as its reference: before the first step no log-prob differs."""
+    run, theirs = tmp_path / "run", RunFolder(whole[0])
+    options = [
+        f"actor_rollout_ref.model.path={theirs.checkpoint(NUM_STEPS)}",
+        f"actor_rollout_ref.ref.path={theirs.model}",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "trainer.total_training_steps=1",
+    ]
+    assert train(config_of(given, run, *options)) == 0
+    (line,) = metrics_of(run)
+    assert line["actor/reward_kl_penalty"] == 0.0 != metrics_of(theirs.path)[-1]["actor/reward_kl_penalty"]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}

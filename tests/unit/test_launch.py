@@ -162,9 +162,9 @@ def test_several_nodes_are_refused_with_the_cure(tmp_path):
     assert run.returncode == 2 and "trainer.nnodes" in error and not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_shows_the_plan_and_starts_nothing(tmp_path):
-    recipe = str(REPOSITORY / "configs" / "demo.yaml")
+def test_a_dry_run_shows_the_plan_then_says_what_is_missing_and_starts_nothing(tmp_path):
+    recipe = str(REPOSITORY / "configs" / "dapo_qwen2.5_7b.yaml")
     run = launch("--dry-run", "--config", recipe, f"trainer.run_dir={tmp_path / 'run'}")
     output, error = run.communicate(timeout=20)
-    assert run.returncode == 0, error
-    assert "Process plan" in output and not (tmp_path / "run").exists()
+    assert run.returncode == 2 and "Process plan" in output and not (tmp_path / "run").exists()
+    assert "models/Qwen2.5-7B, which is not a folder here" in error and "dapo-math-17k.parquet" in error

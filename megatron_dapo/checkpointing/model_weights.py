@@ -1,0 +1,34 @@
+"""The weights that a model starts from: of a Hugging Face checkpoint, or of one of this program."""
+
+from pathlib import Path
+
+from megatron_dapo.checkpointing.manifest import read_manifest, verify
+from megatron_dapo.checkpointing.torch_dist import load
+from megatron_dapo.config import ModelFolder, UserError
+from megatron_dapo.config.model_folder import CRITIC
+from megatron_dapo.models import ModelParts, load_hf_weights
+from megatron_dapo.platform import ParallelLayout, tell
+
+
+def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) -> None:
+    """Fill this rank's parameters from what `model.path` or `ref.path` names, before an optimizer is made.
+
+    Of a checkpoint of this program the model alone is read, which any layout may have written: for a critic that of its
+    critic, or the body of its policy. Collective over all ranks; raises UserError on all of them.
+    """
+    folder = ModelFolder.of(path)
+    if folder.megatron is None:
+        load_hf_weights(model, folder.hf, layout)
+        return
+    tell(layout, f"looking at {path}", lambda: _require_complete(folder.path))
+    critic = folder.path / CRITIC
+    load(critic if model.spec.value_head and critic.is_dir() else folder.megatron, model, layout)
+
+
+def _require_complete(folder: Path) -> None:
+    """By the names and sizes of its files: checksums are compared by `verify_checkpoint`, since a training checkpoint's
+    optimizer lies in the same files as its model."""
+    read_manifest(folder)
+    verdict = verify(folder, contents=False)
+    if not verdict.is_whole:
+        raise UserError(f"{folder} is damaged: {'; '.join(verdict.damage[:5])}; start from another checkpoint.")

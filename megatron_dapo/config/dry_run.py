@@ -1,0 +1,34 @@
+"""What `--dry-run` of every command that trains does."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dapo.config.errors import UserError
+from megatron_dapo.config.loader import to_yaml
+from megatron_dapo.config.plan import process_plan
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.validation import load_and_validate
+
+
+def dry_run(
+    path: str | Path | None,
+    overrides: list[str] = (),
+    *,
+    num_processes: int | None = None,
+    show: bool = True,
+    check: Callable[[Config], None] = lambda config: None,
+) -> None:
+    """Check a config, print it and its process plan, and only then look for the files that a run needs: so a cluster's
+    recipe can be read on a laptop, and what is missing here is a mistake all the same. Raises UserError.
+
+    num_processes: as in `load_and_validate`. show: print. check: the command's own demands.
+    """
+    try:
+        config = load_and_validate(path, overrides, check_files=False, num_processes=num_processes)
+    except UserError:
+        load_and_validate(path, overrides, num_processes=num_processes)  # raises, with what is missing here as well
+        raise
+    check(config)
+    if show:
+        print(f"{to_yaml(config)}\n{process_plan(config)}", flush=True)
+    load_and_validate(path, overrides)
