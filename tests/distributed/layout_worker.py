@@ -4,19 +4,20 @@ Arguments: a JSON file with {"model": path, "out": path, "layouts": [[name, size
 """
 
 import json
+import math
 import sys
 import time
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import FixedKLController
-from megatron_dapo.config import load_config, needs_reference
+from megatron_dapo.config import load_config, needs_reference, uses_critic
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import WeightSource
+from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Policy, Reference, StepDistributor, estimate_advantages
+from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages
 from tests.synthetic import synthetic_groups
 
 COMMON = [
@@ -53,10 +54,12 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     scored = policy.score(shard.mini_batches)
     if needs_reference(config):
         scored = Reference(config, layout).score(scored)
-    if config.algorithm.adv_estimator == "gae":
-        scored = [[replace(batch, values=stand_in_values(batch)) for batch in mini] for mini in scored]
+    shard = shard.with_mini_batches(scored)
+    critic = Critic(config, layout) if uses_critic(config) else None
+    if critic is not None:
+        shard = critic.score(shard)
     controller = FixedKLController(config.algorithm.kl_ctrl.kl_coef)
-    shard, extra = estimate_advantages(shard.with_mini_batches(scored), controller, config, layout)
+    shard, extra = estimate_advantages(shard, controller, config, layout)
     scored = shard.mini_batches
     result = {"num_micro_batches": [len(mini) for mini in scored], "first": first_step(policy, scored[0])}
     if not config.actor_rollout_ref.actor.megatron.use_distributed_optimizer:
@@ -65,21 +68,32 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     result["estimates"] = estimates_by_sample(scored, layout)
     result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     result["weights"] = gathered(policy.weight_source(), layout)
+    if policy.model.spec.mixture:
+        result["errors"] = errors_of_a_poisoned_expert(policy, scored, layout)
+    if critic is not None:
+        result["critic"] = critic_step(critic, shard, layout)
     return result
 
 
-def stand_in_values(batch: MicroBatch) -> torch.Tensor:
-    """Of the tokens alone, so that they do not depend on the layout; NaN where a critic's would mean nothing."""
-    values = torch.sin(batch.tokens.float()) + 0.1 * batch.position_ids
-    return torch.where(batch.loss_mask != 0, values, torch.nan)
+def critic_step(critic: Critic, shard: StepShard, layout: ParallelLayout) -> dict:
+    """num_micro_batches, first, gradients, metrics, weights: as of the policy."""
+    mini_batches = critic.with_targets(shard)
+    first = critic.metrics_of(critic.accumulate_gradients(mini_batches[0]))
+    gradients = WeightSource(critic.model, layout, value=lambda p: p.main_grad)
+    result = {"num_micro_batches": [len(mini) for mini in mini_batches], "first": first}
+    result["gradients"] = gathered(gradients, layout)
+    result["metrics"] = critic.update(shard)
+    result["weights"] = gathered(WeightSource(critic.model, layout), layout)
+    return result
 
 
 def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLayout) -> dict[str, torch.Tensor]:
-    """ "advantages/sample" and, of estimators per token, "returns/sample", [L], from every rank of the last stage."""
+    """ "advantages/sample" and, of estimators per token, "returns/sample" and "values/sample", [L], from every rank of
+    the last stage."""
     mine = {}
     if layout.is_last_stage:
         for batch in (batch for mini in mini_batches for batch in mini):
-            for name in ("advantages", "returns"):
+            for name in ("advantages", "returns", "values"):
                 if (values := getattr(batch, name)) is not None:
                     values = torch.where(batch.loss_mask != 0, values, 0)
                     mine |= {f"{name}/{i}": row.clone() for i, row in batch.by_sample(values).items()}
@@ -88,6 +102,18 @@ def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLa
         assert name not in found or torch.equal(found[name], values), f"tensor ranks differ in {name}"
         found[name] = values
     return found
+
+
+def errors_of_a_poisoned_expert(policy: Policy, mini_batches, layout: ParallelLayout) -> list[str]:
+    """What each rank raises where the gradient of one expert of the last rank is not finite."""
+    if layout.rank == layout.world_size - 1:
+        next(expert_parameters(policy.model.chunks[-1])).register_hook(lambda gradient: gradient * math.nan)
+    message = ""
+    try:
+        policy.update(mini_batches, weight_version=0)
+    except FloatingPointError as error:
+        message = str(error)
+    return layout.gather(message)
 
 
 def first_step(policy: Policy, mini_batch) -> dict[str, float]:
