@@ -206,6 +206,20 @@ def test_without_rewards_of_its_own_the_reward_function_is_to_judge(tokenizer):
     assert play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK)).verdict is None
 
 
+def test_a_template_that_rewrites_earlier_turns_does_not_touch_what_was_written(tmp_path):
+    """As Qwen3's, which drops the thinking of all turns but the last, and wraps a tool's words in a user's turn."""
+    template = (
+        "{% for m in messages %}{% set role = 'user' if m.role == 'tool' else m.role %}"
+        "<|im_start|>{{ role }}\n{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = load_tokenizer(write_byte_level(tmp_path, template=template))
+    first = (*ids(tokenizer, "<think>2+3</think>The answer"), END)
+    trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(first, TALK))
+    between = ids(tokenizer, "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n")
+    assert trajectory.tokens == [*first, *between, *TALK]
+
+
 def test_a_template_that_hides_earlier_turns_is_told(tmp_path):
     write_byte_level(tmp_path, template="{{ messages[0].content }}")
     tokenizer = load_tokenizer(tmp_path)

@@ -1,0 +1,53 @@
+"""What multi-turn rollouts demand of the config: every contradiction is one sentence that names key and cure."""
+
+import pytest
+
+from megatron_dapo.config import UserError, load_config, validate
+
+pytestmark = pytest.mark.unit
+
+KEY = "actor_rollout_ref.rollout.multi_turn"
+ON = (f"{KEY}.enable=true", f"{KEY}.environment=calculator")
+
+
+def sentences(*overrides):
+    try:
+        validate(load_config(None, list(overrides)), None, check_files=False)
+    except UserError as error:
+        return error.sentences
+    return []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ON,
+        (f"{KEY}.enable=true", f"{KEY}.environment=my_games.chess:Board", "reward.function=environment"),
+        (*ON, f"{KEY}.max_tokens_per_turn=128", f"{KEY}.environment_kwargs.role=user", f"{KEY}.max_turns=1"),
+        ("reward.function=reasoning_gym",),
+    ],
+)
+def test_what_fits_together_is_taken(overrides):
+    assert sentences(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"{KEY}.enable=true",), ["environment is ''", "calculator, reasoning_gym, household, alfworld"]),
+        ((f"{KEY}.enable=true", f"{KEY}.environment=calculater"), ["the nearest is calculator"]),
+        ((f"{KEY}.environment=calculator",), ["has no effect while", "set enable to true"]),
+        ((f"{KEY}.max_turns=3",), ["max_turns is 3", "has no effect while"]),
+        (
+            (*ON, f"{KEY}.max_tokens_per_turn=2048"),
+            ["max_tokens_per_turn is 2048", "below data.max_response_length 2048"],
+        ),
+        ((*ON, f"{KEY}.step_timeout_s=700.0"), ["step_timeout_s is 700", "timeout_s 600"]),
+        ((*ON, f"{KEY}.timeout_s=8000.0"), ["timeout_s is 8000", "actor_rollout_ref.rollout.step_timeout_s 7200"]),
+        (("reward.function=environment",), ["reward.function is environment", f"{KEY}.enable is false"]),
+    ],
+)
+def test_a_contradiction_is_one_sentence(overrides, words):
+    (sentence,) = sentences(*overrides)
+    assert all(word in sentence for word in words), sentence
