@@ -63,7 +63,8 @@ def rows(data: Path) -> list[dict]:
         {
             "data_source": "alfworld",
             "prompt": [{"role": "system", "content": INSTRUCTIONS}],
-            "reward_model": {"ground_truth": path.parent.parent.name},
+            # rows with equal prompt and truth are duplicates to a data set: the trial keeps games apart
+            "reward_model": {"ground_truth": f"{path.parent.parent.name}/{path.parent.name}"},
             "extra_info": {"game_file": str(path)},
         }
         for path in files

@@ -30,7 +30,8 @@ def row(seed: int, num_receptacles: int = 4) -> dict:
     return {
         "data_source": "household",
         "prompt": [{"role": "system", "content": INSTRUCTIONS}],
-        "reward_model": {"ground_truth": HouseholdGame(seed, num_receptacles).goal},
+        # rows with equal prompt and truth are duplicates to a data set: the seed keeps games apart
+        "reward_model": {"ground_truth": f"{HouseholdGame(seed, num_receptacles).goal} (game {seed})"},
         "extra_info": {"seed": seed, "num_receptacles": num_receptacles},
     }
 

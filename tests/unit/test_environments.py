@@ -9,11 +9,14 @@ import pytest
 
 from megatron_dapo.config import UserError
 from megatron_dapo.config.multi_turn_checks import BUILT_IN_ENVIRONMENTS
+from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.envs import ENVIRONMENTS, Observation, Task, check_environment, prompts
 from megatron_dapo.envs.calculator import Calculator, calculate
 from megatron_dapo.envs.household import Household, HouseholdGame, row
 from megatron_dapo.envs.registry import make
 from megatron_dapo.envs.text_game import command_of
+from tests.unit.test_tokenizer import write_byte_level
 
 pytestmark = pytest.mark.unit
 
@@ -220,15 +223,23 @@ def test_alfworld_plays_the_engine_it_is_given(monkeypatch):
     assert engines[-1].path == "somewhere/game.tw-pddl" and engines[-1].closed
 
 
-def test_prompt_files_of_games_are_read_by_the_data_set(tmp_path, capsys):
-    for task in ("pick_and_place-Mug/trial_1", "pick_movable/trial_2"):
+def test_prompt_files_of_games_keep_every_game_in_the_data_set(tmp_path, capsys):
+    for task in ("pick_and_place-Mug/trial_1", "pick_and_place-Mug/trial_2", "pick_movable/trial_3"):
         (tmp_path / "train" / task).mkdir(parents=True)
         (tmp_path / "train" / task / "game.tw-pddl").write_text("{}")
     games, household = tmp_path / "games.jsonl", tmp_path / "household.jsonl"
     assert prompts.main(["alfworld", "--games", str(tmp_path / "train"), "--output", str(games)]) == 0
-    assert prompts.main(["household", "--size", "3", "--output", str(household)]) == 0
-    (line,) = games.read_text().splitlines()  # ALFWorld leaves the movable ones out
-    assert json.loads(line)["extra_info"]["game_file"].endswith("trial_1/game.tw-pddl")
-    assert [json.loads(line) for line in household.read_text().splitlines()] == [row(seed) for seed in (1, 2, 3)]
+    assert prompts.main(["household", "--size", "50", "--output", str(household)]) == 0
+    files = [json.loads(line)["extra_info"]["game_file"] for line in games.read_text().splitlines()]
+    assert [file.rpartition("Mug/")[2] for file in files] == [
+        "trial_1/game.tw-pddl",
+        "trial_2/game.tw-pddl",
+    ]  # as they do
+    assert [json.loads(line) for line in household.read_text().splitlines()] == [row(seed) for seed in range(1, 51)]
+    tokenizer = load_tokenizer(write_byte_level(tmp_path))
+    for path, num_games in ((games, 2), (household, 50)):
+        loaded = PromptDataset.load([str(path)], "prompt", tokenizer, max_prompt_length=1000)
+        assert len(loaded.prompts) == num_games
+        assert loaded.prompts[0].messages == json.loads(path.read_text().splitlines()[0])["prompt"]
     assert prompts.main(["alfworld", "--games", str(tmp_path / "none"), "--output", str(games)]) == 2
     assert "there is no task to write" in capsys.readouterr().err
