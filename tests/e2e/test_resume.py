@@ -79,18 +79,29 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of model and optimizer, read by torch alone."""
-    reader = FileSystemReader(checkpoint / "megatron")
-    stored = reader.read_metadata().state_dict_metadata.items()
-    whole = {
-        n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in stored if isinstance(t, TensorStorageMetadata)
-    }
-    load(whole, storage_reader=reader, no_dist=True)
-    return whole
+    """Every tensor of models and optimizers, read by torch alone; of the critic too, where there is one."""
+    found = {}
+    for part in (path for path in (checkpoint / "megatron", checkpoint / "critic") if path.is_dir()):
+        reader = FileSystemReader(part)
+        stored = reader.read_metadata().state_dict_metadata.items()
+        whole = {
+            n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in stored if isinstance(t, TensorStorageMetadata)
+        }
+        load(whole, storage_reader=reader, no_dist=True)
+        found |= whole if part.name == "megatron" else {f"critic.{name}": tensor for name, tensor in whole.items()}
+    return found
 
 
+# with two tensor-parallel ranks PPO: a critic that starts before the policy, with a schedule of its own
 LAYOUTS = {
-    "tp2": ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",),
+    "tp2": (
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "algorithm.adv_estimator=gae",
+        "algorithm.lam=0.95",
+        "critic.optim.lr=1e-3",
+        "critic.optim.lr_decay_style=linear",
+        "trainer.critic_warmup=2",
+    ),
     "dp2": (),
 }
 
@@ -114,6 +125,8 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     assert train(config.model_copy()) == 0
     told = capfd.readouterr().out
     assert f"Resumed after step {STOPPED_AFTER} from {saved}" in told and "not restored: nothing is missing" in told
+    has_critic = "algorithm.adv_estimator=gae" in layout
+    assert ("critic's model, critic's optimizer, critic's lr_schedule" in told) == has_critic
     assert metrics_of(run) == metrics_of(whole[0])
     assert [line["step"] for line in metrics_of(run)] == list(range(1, NUM_STEPS + 1))
     assert metrics_of(run)[STOPPED_AFTER - 1]["rollout/num_surplus"] > 0
@@ -122,6 +135,7 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     ours, theirs = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
     tensors = tensors_of(theirs)
     assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in tensors) > 10
+    assert ("critic.optimizer.state.exp_avg.value_head.weight" in tensors) == has_critic
     equal = {name: torch.equal(tensor, tensors[name]) for name, tensor in tensors_of(ours).items()}
     assert equal == dict.fromkeys(tensors, True)
     assert (ours / CONTROLLER_STATE).read_bytes() == (theirs / CONTROLLER_STATE).read_bytes()
