@@ -166,15 +166,18 @@ class MultiTurn:
             opening = await environment.reset(task)
         trajectory.prompt_tokens = self._opening(prompt, opening)
         trajectory.judge(opening)
+        words: tuple[int, ...] = ()  # of the environment; they count once the model answered them
         while True:
-            room = params.max_new_tokens - len(trajectory.tokens)
-            if room <= 0:
+            room = params.max_new_tokens - len(trajectory.tokens) - len(words)
+            if room <= 0:  # to answer
                 return "length"
             turn = replace(params, max_new_tokens=min(room, self.limits.max_tokens_per_turn or room))
             try:
-                generation = await generate((*trajectory.prompt_tokens, *trajectory.tokens), turn, budget)
+                so_far = (*trajectory.prompt_tokens, *trajectory.tokens, *words)
+                generation = await generate(so_far, turn, budget)
             except OutOfTime:
                 return "time"
+            trajectory.read(words)
             trajectory.write(generation)
             if generation.finish_reason == "length" and turn.max_new_tokens == room:
                 return "length"
@@ -190,9 +193,6 @@ class MultiTurn:
             last_token = generation.tokens[-1] if generation.tokens else None
             with _template_errors():
                 words = self.tokenizer.encode_turn(observation.messages, last_token, self.apply_chat_template)
-            if len(words) >= params.max_new_tokens - len(trajectory.tokens):  # no room to answer
-                return "length"
-            trajectory.read(words)
 
     def _opening(self, prompt: Prompt, opening: Observation) -> tuple[int, ...]:
         """The prompt with the environment's first words behind its own messages."""

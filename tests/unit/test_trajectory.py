@@ -191,6 +191,7 @@ def test_every_turn_may_use_what_the_response_has_left(tokenizer):
 def test_time_used_up_at_the_server_ends_the_trajectory_before_that_turn(tokenizer):
     trajectory = play(tokenizer, Turn(says("on")), Model(TALK, OutOfTime()))
     assert (trajectory.finish_reason, trajectory.num_turns) == ("time", 1)
+    assert trajectory.tokens == list(TALK)  # without words that nobody answers
 
 
 def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
