@@ -19,8 +19,9 @@ def without_a_critic(config: Config) -> Iterator[str]:
         if name.startswith("critic.") or name == "trainer.critic_warmup":
             value = _value(config, name)
             if value != key.default:
+                shown = value if isinstance(value, str) else show(value)
                 yield (
-                    f"{name} is {show(value)}, but there is no critic while algorithm.adv_estimator is "
+                    f"{name} is {shown}, but there is no critic while algorithm.adv_estimator is "
                     f"{config.algorithm.adv_estimator}; set adv_estimator to gae, or remove {name}."
                 )
 
