@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_dapo.config.derived import (
+    critic_batching,
     dapo_techniques,
     effective_clip,
     gen_batch_size,
@@ -10,6 +11,7 @@ from megatron_dapo.config.derived import (
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     samples_per_rollout_step,
+    uses_critic,
     uses_kl_in_reward,
     uses_kl_loss,
 )
@@ -28,6 +30,7 @@ def process_plan(config: Config) -> str:
         ("techniques", list(_techniques(config))),
         *_rollout(config),
         ("reference", [_reference(config)]),
+        *([("critic", list(_critic(config)))] if uses_critic(config) else []),
     ]
     lines = ["Process plan"]
     for label, texts in rows:
@@ -118,6 +121,18 @@ def _reference(config: Config) -> str:
         return "none: no KL coefficient is set"
     weights = config.actor_rollout_ref.ref.path or "the actor's starting weights"
     return f"{weights}, on the trainer ranks, for the {' and the '.join(reasons)}"
+
+
+def _critic(config: Config) -> Iterator[str]:
+    sizes, warmup = critic_batching(config), config.trainer.critic_warmup
+    num_mini_batches = -(-config.data.train_batch_size // sizes.ppo_mini_batch_size)
+    yield f"{config.critic.model.path or 'the starting weights of the actor'} with a value head, on the trainer ranks"
+    yield (
+        f"{_count(num_mini_batches * sizes.ppo_epochs, 'optimizer step')} = {num_mini_batches} mini-batches of "
+        f"{sizes.ppo_mini_batch_size} groups x {_count(sizes.ppo_epochs, 'pass', 'passes')}"
+    )
+    if warmup:
+        yield f"alone in the first {_count(warmup, 'rollout step')}"
 
 
 def _weight_sync(config: Config) -> str:
