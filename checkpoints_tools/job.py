@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
 # between two collectives one rank may read or write everything that it has
 TIMEOUT_S = 4 * 3600.0
+_LAST_WAIT_S = 30.0
 
 
 def run(work: "Callable[[Job], int | None]") -> int:
@@ -37,9 +38,12 @@ def run(work: "Callable[[Job], int | None]") -> int:
             job = Job()
             try:
                 return work(job)
+            except UserError as error:
+                job.fail(error)
+                return USER_ERROR_EXIT_CODE
             finally:
                 job.leave()
-        except UserError:
+        except UserError:  # of Job(), before there was one
             if rank() == 0:
                 raise
             return USER_ERROR_EXIT_CODE
@@ -123,6 +127,15 @@ class Job:
             yield layout
         finally:
             layout.release()
+
+    def fail(self, error: UserError) -> None:
+        """The first process says why, and the others wait for it: launchers end what is left when one has failed."""
+        import torch.distributed as dist
+
+        if self.is_main:
+            print(error.report(), file=sys.stderr, flush=True)
+        with suppress(RuntimeError):  # one of them is gone
+            dist.monitored_barrier(timeout=timedelta(seconds=_LAST_WAIT_S))
 
     def leave(self) -> None:
         import torch.distributed as dist
