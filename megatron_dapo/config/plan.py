@@ -126,7 +126,8 @@ def _reference(config: Config) -> str:
 def _critic(config: Config) -> Iterator[str]:
     sizes, warmup = critic_batching(config), config.trainer.critic_warmup
     num_mini_batches = -(-config.data.train_batch_size // sizes.ppo_mini_batch_size)
-    yield f"{config.critic.model.path or 'the starting weights of the actor'} with a value head, on the trainer ranks"
+    weights = config.critic.model.path or "the actor's starting weights"
+    yield f"{weights} with a value head, on the trainer ranks"
     yield (
         f"{_count(num_mini_batches * sizes.ppo_epochs, 'optimizer step')} = {num_mini_batches} mini-batches of "
         f"{sizes.ppo_mini_batch_size} groups x {_count(sizes.ppo_epochs, 'pass', 'passes')}"

@@ -12,8 +12,10 @@ from megatron_dapo.config import (
     load_config,
     needs_reference,
     num_optimizer_steps_per_rollout_step,
+    process_plan,
     samples_per_rollout_step,
     to_yaml,
+    uses_critic,
     validate,
 )
 
@@ -97,6 +99,17 @@ def test_the_32b_recipe_is_the_published_run():
     assert (optim.weight_decay, optim.clip_grad, optim.betas) == (0.1, 1.0, (0.9, 0.999))
     assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.val_n) == (1.0, 1.0, -1, 32)
     assert (actor.entropy_coef, config.reward.function, data_parallel_size(config)) == (0.0, "math_dapo", 8)
+
+
+def test_the_ppo_recipe_has_a_critic_that_learns_first_and_tells_so():
+    config = recipe("ppo_qwen2.5_7b.yaml")
+    assert uses_critic(config) and needs_reference(config) and config.trainer.critic_warmup > 0
+    assert (
+        config.actor_rollout_ref.model.path in MODELS
+        and config.critic.optim.lr > config.actor_rollout_ref.actor.optim.lr
+    )
+    assert (config.critic.value_loss_coef, config.critic.cliprange_value, config.algorithm.lam) == (0.5, 0.2, 0.95)
+    assert "with a value head" in process_plan(config) and "alone in the first 5 rollout steps" in process_plan(config)
 
 
 def test_the_grpo_baseline_differs_from_the_7b_recipe_by_the_algorithm_alone():
