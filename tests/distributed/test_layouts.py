@@ -195,6 +195,13 @@ def test_a_mixture_of_experts_gets_the_gradients_of_all_tokens_wherever_its_expe
     assert mixture[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
 
 
+@pytest.mark.parametrize("case", [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in MIXTURE_VARIANTS])
+def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, case):
+    errors = mixture[case]["errors"]
+    assert len(errors) == MIXTURE_WORLD_SIZES[case.partition("/")[0]]
+    assert all("gradient norm of a mini-batch is nan" in error for error in errors), errors
+
+
 def assert_same(got: dict, expected: dict) -> None:
     assert got["metrics"].keys() == expected["metrics"].keys()
     for name, value in expected["metrics"].items():

@@ -1,5 +1,7 @@
 """Transformer Engine where it is absent: our layers instead, errors with key and cure; its names in the weight map."""
 
+import re
+
 import pytest
 
 from megatron_dapo.config import MegatronConfig, UserError, load_config, read_model_spec, tokens_multiple
@@ -51,13 +53,15 @@ def test_asking_for_it_where_it_cannot_be_is_an_error_with_the_cure(model_path, 
     assert all(word in sentence for word in [*words, "needs a GPU", "transformer_engine"]), sentence
 
 
-def as_named_by_transformer_engine(name: str) -> str:
-    """Its layers hold the norm before a product inside the product's module."""
+def as_named_by_transformer_engine(name: str, is_mixture: bool) -> str:
+    """Its layers hold the norm before a product inside the product's module, and all experts in one."""
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    if is_mixture:
+        return re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)", r"\2\1", name)
     return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
     spec = read_model_spec(make_tiny(tmp_path, family, layers=2, hidden=16, heads=2))
     (chunk,) = build_model(spec, layout, MegatronConfig()).chunks
@@ -68,7 +72,9 @@ def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
         decoder = chunk.decoder
 
         def named_parameters(self):
-            return [(as_named_by_transformer_engine(name), p) for name, p in chunk.named_parameters()]
+            return [
+                (as_named_by_transformer_engine(name, bool(spec.mixture)), p) for name, p in chunk.named_parameters()
+            ]
 
     assert {name for name, _ in Renamed().named_parameters()} != {name for name, _ in chunk.named_parameters()}
     ours, theirs = weight_entries([chunk], spec), weight_entries([Renamed()], spec)
