@@ -14,7 +14,7 @@ async def evaluate(sampler: Sampler, prompts: Sequence[Prompt], config: Config) 
     """`rollout.val_n` responses per prompt at `val_temperature` (0 = greedy). No shaping, nothing is filtered.
 
     Returns val/accuracy, val/reward_mean (raw), val/response_length_mean, val/num_turns_mean, val/truncation_ratio over
-    all responses, and val/num_prompts; {} without prompts.
+    all responses, val/num_env_failures and val/num_prompts; {} without prompts.
     """
     if not prompts:
         return {}
@@ -34,5 +34,6 @@ async def evaluate(sampler: Sampler, prompts: Sequence[Prompt], config: Config) 
         **mean_metrics("val/response_length_mean", (sample.num_response_tokens for sample in samples)),
         **mean_metrics("val/num_turns_mean", (sample.num_turns for sample in samples)),
         **mean_metrics("val/truncation_ratio", (sample.is_truncated for sample in samples)),
+        "val/num_env_failures": sum(sample.finish_reason == "environment" for sample in samples),
         "val/num_prompts": len(prompts),
     }

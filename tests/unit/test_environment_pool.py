@@ -104,7 +104,6 @@ ANSWERED = Observation(({"role": "user", "content": "WELL"},), reward=0.5)
 
 def test_each_failure_costs_one_trajectory_and_says_why(folder):
     failures = {
-        "spin": "timeout",
         "exit": "crash",
         "raise": "exception: ValueError: no such place",
         "hog": "exception: MemoryError",

@@ -4,6 +4,8 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dapo.config import UserError
 from megatron_dapo.data.tokenizer import load_tokenizer
@@ -205,6 +207,41 @@ def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
 
 def test_without_rewards_of_its_own_the_reward_function_is_to_judge(tokenizer):
     assert play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK)).verdict is None
+
+
+@st.composite
+def scripts(draw):
+    """(turns of the model, the environment's messages between them, limits)."""
+    turn = st.lists(st.integers(3, 250), max_size=6).map(lambda tokens: (*tokens, END))
+    num_turns = draw(st.integers(1, 5))
+    turns = draw(st.lists(turn, min_size=num_turns, max_size=num_turns))
+    said = draw(st.lists(st.text("ab <|im_end|>\n", max_size=8), min_size=num_turns, max_size=num_turns))
+    limits = {"max_tokens": draw(st.integers(1, 120)), "max_turns": draw(st.integers(1, 6))}
+    limits["max_tokens_per_turn"] = draw(st.none() | st.integers(1, 5))
+    return turns, said, limits, draw(st.booleans())
+
+
+@given(scripts())
+def test_whatever_is_said_the_requests_grow_and_masks_count_what_was_written(tokenizer, script):
+    """For every script: each request begins with the one before and what the model then wrote, letter by letter; the
+    trajectory is the last of them with the last turn; the mask marks the written tokens and nothing else."""
+    turns, said, limits, chat = script
+    model = Model(*turns)
+    answers = [says(text) for text in said[:-1]] + [Observation(done=True)]
+    trajectory = play(tokenizer, Turn(*answers), model, chat=chat, **limits)
+    written = [turn[:cap] for turn, cap in zip(turns, model.limits, strict=False)]
+    for sent, following, own in zip(model.sent, model.sent[1:], written, strict=False):
+        assert following[: len(sent) + len(own)] == (*sent, *own)
+    assert trajectory.prompt_tokens == model.sent[0]
+    assert (*trajectory.prompt_tokens, *trajectory.tokens) == (*model.sent[-1], *written[-1])
+    mask = [0] * len(trajectory.tokens)
+    for sent, own in zip(model.sent, written, strict=True):
+        start = len(sent) - len(trajectory.prompt_tokens)
+        mask[start : start + len(own)] = [1] * len(own)
+    assert trajectory.loss_mask == mask
+    assert [score for score, own in zip(trajectory.log_probs, mask, strict=True) if not own] == [0.0] * mask.count(0)
+    assert len(trajectory.weight_versions) == len(mask) <= limits["max_tokens"]
+    assert trajectory.num_turns == len(written) <= limits["max_turns"]
 
 
 def test_a_template_that_rewrites_earlier_turns_does_not_touch_what_was_written(tmp_path):
