@@ -93,8 +93,16 @@ def _rollout(config: Config) -> list[tuple[str, list[str]]]:
         ("servers", list(_servers(config))),
         ("controller", ["1 process beside rank 0"]),
         ("rewards", [f"{_count(reward.num_workers, 'process', 'processes')}, {reward.timeout_s:g} s per answer"]),
+        *_environments(config),
         ("weight sync", [_weight_sync(config)]),
     ]
+
+
+def _environments(config: Config) -> Iterator[tuple[str, list[str]]]:
+    keys = config.actor_rollout_ref.rollout.multi_turn
+    if keys.enable:
+        workers = f"{_count(keys.num_workers, 'process', 'processes')}, {keys.step_timeout_s:g} s per answer"
+        yield "environments", [f"{keys.environment}: {workers}, at most {_count(keys.max_turns, 'turn')}"]
 
 
 def _servers(config: Config) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dapo.config import UserError, load_config, validate
+from megatron_dapo.config import UserError, load_config, process_plan, validate
 
 pytestmark = pytest.mark.unit
 
@@ -51,3 +51,10 @@ def test_what_fits_together_is_taken(overrides):
 def test_a_contradiction_is_one_sentence(overrides, words):
     (sentence,) = sentences(*overrides)
     assert all(word in sentence for word in words), sentence
+
+
+def test_the_plan_says_who_plays():
+    assert "environments  calculator: 16 processes, 30 s per answer, at most 16 turns" in process_plan(
+        load_config(None, list(ON))
+    )
+    assert "environments" not in process_plan(load_config(None, []))
