@@ -1,0 +1,64 @@
+"""What the agent is told, what it carries along, and what it reports."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from examples.classic_control.networks import ActorCriticParams, ActorCriticShared
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Hashable and unchanging. lr: of Adam. clip_eps: of the ratio and of the value alike. n_steps: per environment and
+    rollout."""
+
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    lr: float = 2.5e-4
+    max_grad_norm: float = 0.5
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip_eps: float = 0.2
+    vf_coef: float = 0.5
+    ent_coef: float = 0.01
+    n_steps: int = 128
+    n_minibatches: int = 4
+    n_epochs: int = 4
+    num_envs: int = 1
+    shared_backbone: bool = False
+
+
+class PPOState(NamedTuple):
+    """Everything the agent is. A method that changes it returns another one and leaves this one as it was."""
+
+    params: ActorCriticParams | ActorCriticShared
+    opt_state: torch.optim.Adam
+    step: int  # updates so far
+    rng: torch.Generator
+
+
+class PPOTransition(NamedTuple):
+    """One step, or a rollout of them: [T] from one environment, [T, N] from several; obs with its own shape behind.
+
+    done: the episode ended here, by its rules or by its time limit. bootstrap: where the time limit ended it, the value
+    of the observation that came next; 0 elsewhere.
+    """
+
+    obs: Tensor
+    action: Tensor
+    reward: Tensor
+    done: Tensor
+    log_prob: Tensor
+    value: Tensor
+    bootstrap: Tensor
+
+
+class PPOMetrics(NamedTuple):
+    """Means over the mini-batches of one update. approx_kl: mean of old - new log-prob."""
+
+    total_loss: float
+    actor_loss: float
+    critic_loss: float
+    entropy: float
+    approx_kl: float
