@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.config.derived import (
     effective_clip,
-    gen_batch_size,
     layout,
     longest_micro_batch_sample,
     needs_reference,
@@ -19,6 +18,7 @@ from megatron_dapo.config.estimator_checks import estimators
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.multi_turn_checks import multi_turn
+from megatron_dapo.config.sampling_checks import SAMPLING, SAMPLING_CHECKS
 from megatron_dapo.config.schema import Config
 
 BUILT_IN_REWARDS = frozenset(
@@ -29,7 +29,6 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
 ROLLOUT = "actor_rollout_ref.rollout"
-SAMPLING = "algorithm.dapo.dynamic_sampling"
 OVERLONG = "algorithm.dapo.overlong_reward_shaping"
 
 
@@ -47,25 +46,6 @@ def batch_sizes(config: Config) -> Iterator[str]:
             f"A mini-batch of {mini * n} samples ({ACTOR}.ppo_mini_batch_size {mini} x {ROLLOUT}.n {n}) cannot be "
             f"shared evenly by {sizes.dp} data-parallel ranks (world size {sizes.world} / TP {sizes.tp} / "
             f"PP {sizes.pp}); change ppo_mini_batch_size, n or the number of ranks."
-        )
-
-
-def gen_batches(config: Config) -> Iterator[str]:
-    groups, prompts, sampling = (
-        config.data.train_batch_size,
-        gen_batch_size(config),
-        config.algorithm.dapo.dynamic_sampling,
-    )
-    dropping = config.algorithm.dapo.enable and sampling.enable
-    if prompts > groups and not dropping:
-        yield (
-            f"data.gen_batch_size is {prompts}, above data.train_batch_size {groups}, but no group is ever dropped "
-            f"with dynamic sampling off; set it to null, or enable {SAMPLING}."
-        )
-    if prompts * sampling.max_num_gen_batches < groups:
-        yield (
-            f"data.gen_batch_size {prompts} x {SAMPLING}.max_num_gen_batches {sampling.max_num_gen_batches} prompts "
-            f"can never fill data.train_batch_size {groups}; raise one of the first two."
         )
 
 
@@ -139,13 +119,14 @@ def fp8(config: Config) -> Iterator[str]:
 def clipping(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     low, high = effective_clip(config)
-    low_key = f"{ACTOR}.clip_ratio_low" if actor.use_dapo else f"{ACTOR}.clip_ratio"
+    has_low = actor.use_dapo and actor.clip_ratio_low is not None
+    low_key = f"{ACTOR}.clip_ratio_low" if has_low else f"{ACTOR}.clip_ratio"
     if low >= 1.0:
         yield f"{low_key} is {low:g}, but must be below 1: the ratio of two probabilities is never negative."
     if high < low:
         yield (
-            f"{ACTOR}.clip_ratio_high is {high:g}, below clip_ratio_low {low:g}; clip-higher widens the upper side: "
-            f"set clip_ratio_high to clip_ratio_low or more."
+            f"{ACTOR}.clip_ratio_high is {high:g}, below {low_key.rpartition('.')[2]} {low:g}; clip-higher widens the "
+            f"upper side: set clip_ratio_high to that or more."
         )
     if actor.clip_ratio_c is not None and actor.clip_ratio_c <= 1.0 + high:
         yield (
@@ -154,7 +135,7 @@ def clipping(config: Config) -> Iterator[str]:
         )
     for name in ("clip_ratio_low", "clip_ratio_high"):
         value, default = getattr(actor, name), known_keys()[f"{ACTOR}.{name}"].default
-        if value != default and not actor.use_dapo:
+        if value not in (default, None) and not actor.use_dapo:
             yield (
                 f"{ACTOR}.{name} is {value:g}, but has no effect while {ACTOR}.use_dapo is false; "
                 f"set use_dapo to true, or remove {name}."
@@ -174,11 +155,6 @@ def dapo_switches(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.dapo.enable is true, but does nothing by itself; enable {SAMPLING} or {OVERLONG}, "
             f"or set it to false (clip-higher is {ACTOR}.use_dapo)."
-        )
-    if switches[SAMPLING] and dapo.dynamic_sampling.filter_mode != "none" and config.actor_rollout_ref.rollout.n == 1:
-        yield (
-            f"{ROLLOUT}.n is 1, but with {SAMPLING}.enable true every group of one is uniform and would be dropped; "
-            f"set n to 2 or more, or switch dynamic sampling off."
         )
 
 
@@ -361,7 +337,7 @@ def reward(config: Config) -> Iterator[str]:
 
 CHECKS = (
     batch_sizes,
-    gen_batches,
+    *SAMPLING_CHECKS,
     lengths,
     parallel_layout,
     fp8,

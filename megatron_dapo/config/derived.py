@@ -113,7 +113,9 @@ def critic_path(config: Config) -> str:
 def effective_clip(config: Config) -> tuple[float, float]:
     """(low, high) of the policy loss: the ratio is clipped to [1 - low, 1 + high]."""
     actor = config.actor_rollout_ref.actor
-    return (actor.clip_ratio_low, actor.clip_ratio_high) if actor.use_dapo else (actor.clip_ratio, actor.clip_ratio)
+    sides = (actor.clip_ratio_low, actor.clip_ratio_high) if actor.use_dapo else (None, None)
+    low, high = (actor.clip_ratio if side is None else side for side in sides)
+    return low, high
 
 
 def uses_kl_loss(config: Config) -> bool:
@@ -135,10 +137,15 @@ def needs_reference(config: Config) -> bool:
     return uses_kl_loss(config) or uses_kl_in_reward(config)
 
 
-def uses_dynamic_sampling(config: Config) -> bool:
-    """True where groups can be dropped and replaced."""
+def uses_filter_mode(config: Config) -> bool:
+    """True where groups without signal are found by `dapo.dynamic_sampling`."""
     dapo = config.algorithm.dapo
     return dapo.enable and dapo.dynamic_sampling.enable and dapo.dynamic_sampling.filter_mode != "none"
+
+
+def uses_dynamic_sampling(config: Config) -> bool:
+    """True where groups without signal are replaced or masked, found in either way."""
+    return uses_filter_mode(config) or config.algorithm.filter_groups.enable
 
 
 def uses_overlong_shaping(config: Config) -> bool:

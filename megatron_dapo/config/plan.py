@@ -70,11 +70,11 @@ def _rollout_step(config: Config) -> Iterator[str]:
 
 def _techniques(config: Config) -> Iterator[str]:
     low, high = effective_clip(config)
-    sampling, shaping = config.algorithm.dapo.dynamic_sampling, config.algorithm.dapo.overlong_reward_shaping
+    shaping = config.algorithm.dapo.overlong_reward_shaping
     soft = f"soft buffer {shaping.buffer_len}" if shaping.buffer_len else f"truncation {shaping.truncation_penalty:g}"
     details = {
         "clip_higher": f"ratio clipped to [{1 - low:g}, {1 + high:g}]",
-        "dynamic_sampling": f"{sampling.filter_mode}, at most {sampling.max_num_gen_batches} gen batches",
+        "dynamic_sampling": _dynamic_sampling(config),
         "token_level_loss": config.actor_rollout_ref.actor.loss_agg_mode,
         "overlong_shaping": soft + (", truncated filtered" if shaping.filter_truncated else ""),
     }
@@ -82,6 +82,16 @@ def _techniques(config: Config) -> Iterator[str]:
     for name, on in dapo_techniques(config).items():
         detail = f"  ({details[name]})" if on or name in shown_when_off else ""
         yield f"{name.replace('_', ' '):<17}{'on ' if on else 'off'}{detail}".rstrip()
+
+
+def _dynamic_sampling(config: Config) -> str:
+    sampling, groups = config.algorithm.dapo.dynamic_sampling, config.algorithm.filter_groups
+    if not groups.enable and sampling.form == "mask":
+        return f"{sampling.filter_mode}, by advantages of 0"
+    by, limit = f"spread of {groups.metric}", groups.max_num_gen_batches
+    if not groups.enable:
+        by, limit = sampling.filter_mode, sampling.max_num_gen_batches
+    return f"{by}, {f'at most {limit}' if limit > 0 else 'any number of'} gen batches"
 
 
 def _rollout(config: Config) -> list[tuple[str, list[str]]]:

@@ -32,7 +32,8 @@ class TrainSample:
     advantage: float  # the same for every token of the response
     correct: bool
     weight_version: int  # the oldest that wrote a token of it; 0 for an empty response
-    baseline_reward: float | None = None  # the group's: see Outcome
+    baseline_reward: float | None = None  # the group's, as is `keep`: see Outcome
+    keep: bool = True
 
     @property
     def length(self) -> int:
@@ -40,7 +41,7 @@ class TrainSample:
 
     @property
     def outcome(self) -> "Outcome":
-        return Outcome(self.uid, self.reward, self.baseline_reward)
+        return Outcome(self.uid, self.reward, self.baseline_reward, self.keep)
 
 
 class Outcome(NamedTuple):
@@ -49,6 +50,7 @@ class Outcome(NamedTuple):
     uid: str  # the group's
     reward: float  # after shaping
     baseline: float | None = None  # shaped reward of one greedy answer to the group's prompt (remax)
+    keep: bool = True  # False: the group's advantages are 0, whatever an estimator says
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def assemble(
     the group's mean and deviation. Raises UserError for a reward that is no finite number, and for remax without the
     reward of a greedy answer.
     """
-    flat = [(sample, group.baseline_reward) for group in groups for sample in group.samples]
+    flat = [(sample, group) for group in groups for sample in group.samples]
     samples = [_train_sample(index, *pair, filter_truncated) for index, pair in enumerate(flat)]
     outcomes = {sample.sample_id: sample.outcome for sample in samples}
     for outcome in outcomes.values():
@@ -97,7 +99,8 @@ def assemble(
 
 
 def group_estimates(outcomes: Mapping[int, Outcome], estimator: str, normalize_by_std: bool) -> dict[int, float]:
-    """sample_id -> advantage, by an estimator of GROUP_ESTIMATORS; the samples of a group have one uid."""
+    """sample_id -> advantage, by an estimator of GROUP_ESTIMATORS, but 0 in groups that are not kept; the samples of a
+    group have one uid."""
     members: dict[str, list[int]] = {}
     for sample_id, outcome in outcomes.items():
         members.setdefault(outcome.uid, []).append(sample_id)
@@ -105,7 +108,8 @@ def group_estimates(outcomes: Mapping[int, Outcome], estimator: str, normalize_b
     for ids in members.values():
         rewards = torch.tensor([outcomes[i].reward for i in ids], dtype=torch.float64)
         group = GroupRewards(rewards, outcomes[ids[0]].baseline, normalize_by_std)
-        advantages.update(zip(ids, GROUP_ESTIMATORS[estimator](group).tolist(), strict=True))
+        estimates = GROUP_ESTIMATORS[estimator](group) * float(outcomes[ids[0]].keep)
+        advantages.update(zip(ids, estimates.tolist(), strict=True))
     return advantages
 
 
@@ -170,7 +174,7 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
     return groups
 
 
-def _train_sample(index: int, sample: Sample, baseline_reward: float | None, filter_truncated: bool) -> TrainSample:
+def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bool) -> TrainSample:
     assert sample.prompt_tokens, f"sample {sample.uid}: without a prompt nothing predicts the first token"
     num_prompt, num_response = len(sample.prompt_tokens), len(sample.response_tokens)
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == num_response, (
@@ -193,5 +197,6 @@ def _train_sample(index: int, sample: Sample, baseline_reward: float | None, fil
         advantage=0.0,
         correct=sample.correct,
         weight_version=min(sample.weight_versions, default=0),
-        baseline_reward=baseline_reward,
+        baseline_reward=group.baseline_reward,
+        keep=group.keep,
     )

@@ -55,12 +55,14 @@ class Group:
     """The n responses to one prompt.
 
     baseline_reward: shaped reward of one greedy answer beside them, where the advantage estimator asks for it (remax).
+    keep: False where dynamic sampling found no signal and masks the group: it is trained on with advantages of 0.
     """
 
     uid: str
     prompt: Prompt
     samples: tuple[Sample, ...]
     baseline_reward: float | None = None
+    keep: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from megatron_dapo.algorithms import FILTER_MODES, OverlongShaping
+from megatron_dapo.algorithms import OverlongShaping
 from megatron_dapo.config import (
     Config,
     DataConfig,
     ModelFolder,
     RunFolder,
     UserError,
-    gen_batch_size,
     uses_dynamic_sampling,
     uses_overlong_shaping,
     write_whole,
@@ -31,7 +30,8 @@ from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import evaluate
-from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
+from megatron_dapo.rollout.group_filter import filter_in_words, make_queue
+from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, run_all
 from megatron_dapo.rollout.server_pool import ServerPool, State
@@ -124,6 +124,9 @@ class Controller:
         self._seconds, self._num_syncs = 0.0, 0
         self._dump(step, result.groups)
         metrics = step_metrics(result, weight_version, num_retries, seconds)
+        if uses_dynamic_sampling(self._config):
+            words = filter_in_words(self._config)
+            log.info("DAPO Dynamic Sampling: Filtered %d samples with %s", result.num_filtered_samples, words)
         batch = RolloutBatch(groups=result.groups, metrics={name: float(value) for name, value in metrics.items()})
         if self._config.trainer.dump_batches:
             write_batch(self._folder.batches, step, batch)
@@ -241,15 +244,6 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -
     for report in dataset.report:
         log.info("%s", report)
     return dataset.prompts
-
-
-def make_queue(config: Config) -> GroupQueue:
-    """The bookkeeping that the config asks for: without dynamic sampling one gen batch of which nothing is dropped."""
-    train_batch_size, dynamic = config.data.train_batch_size, config.algorithm.dapo.dynamic_sampling
-    if not uses_dynamic_sampling(config):
-        return GroupQueue(QueueLimits(train_batch_size, train_batch_size), FILTER_MODES["none"])
-    limits = QueueLimits(train_batch_size, gen_batch_size(config), dynamic.max_num_gen_batches, dynamic.on_exhausted)
-    return GroupQueue(limits, FILTER_MODES[dynamic.filter_mode])
 
 
 def make_environments(config: Config) -> EnvironmentPool | None:

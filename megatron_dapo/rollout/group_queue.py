@@ -6,13 +6,13 @@ filtered, kept, surplus, or in the open gen batch.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_dapo.config import UserError
-from megatron_dapo.data.types import Group, Prompt
+from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain, prompt_from_plain, prompt_to_plain
 
-FilterReason = Callable[[Sequence[bool]], str | None]  # raw correctness of a group -> why it is dropped, None = keep
+FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> why it has no signal, None = it has
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,24 @@ class StepGroups:
 
     groups: tuple[Group, ...]  # to train on; surplus of earlier steps first
     generated: tuple[Group, ...]  # all groups generated in this step, kept or not
-    filtered: Counter  # reason -> groups
+    filtered: Counter  # reason -> groups, dropped or masked
+    num_filtered_samples: int
     num_gen_batches: int
     num_surplus_used: int  # how many of `groups` an earlier step generated
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """train_batch_size: groups per step; gen_batch_size: prompts per gen batch; the rest: what ends a step early."""
+    """train_batch_size: groups per step; gen_batch_size: prompts per gen batch; max_num_gen_batches (0 or less: no
+    limit) and on_exhausted: what ends a step early; masks: groups without signal stay in the step, marked, instead of
+    being dropped; section: where the config says so."""
 
     train_batch_size: int
     gen_batch_size: int
     max_num_gen_batches: int = 1
     on_exhausted: str = "raise"
+    masks: bool = False
+    section: str = "algorithm.dapo.dynamic_sampling"
 
 
 @dataclass
@@ -51,6 +56,7 @@ class _Step:
     number: int
     num_gen_batches: int = 0
     num_surplus_used: int = 0
+    num_filtered_samples: int = 0
     filtered: Counter = field(default_factory=Counter)
     generated: list[Group] = field(default_factory=list)
 
@@ -102,7 +108,7 @@ class GroupQueue:
         """
         if not self.num_groups_wanted:
             return False
-        if self._step.num_gen_batches < self.limits.max_num_gen_batches:
+        if self.limits.max_num_gen_batches <= 0 or self._step.num_gen_batches < self.limits.max_num_gen_batches:
             return True
         if self.limits.on_exhausted == "raise" or not self._kept:
             raise UserError(self._exhausted())
@@ -132,11 +138,12 @@ class GroupQueue:
         for uid in self._open:
             group = self._finished[uid]
             self._step.generated.append(group)
-            reason = self._filter_reason([sample.correct for sample in group.samples])
-            if reason is None:
-                self._kept.append(group)
-            else:
+            reason = self._filter_reason(group.samples)
+            if reason is not None:
                 self._step.filtered[reason] += 1
+                self._step.num_filtered_samples += len(group.samples)
+            if reason is None or self.limits.masks:
+                self._kept.append(replace(group, keep=reason is None))
         self._step.num_gen_batches += 1
         self._open, self._finished = {}, {}
 
@@ -150,6 +157,7 @@ class GroupQueue:
             groups=groups,
             generated=tuple(step.generated),
             filtered=step.filtered,
+            num_filtered_samples=step.num_filtered_samples,
             num_gen_batches=step.num_gen_batches,
             num_surplus_used=step.num_surplus_used,
         )
@@ -174,9 +182,9 @@ class GroupQueue:
         limits, step = self.limits, self._step
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(step.filtered.items())) or "none dropped"
         return (
-            f"algorithm.dapo.dynamic_sampling.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "
+            f"{limits.section}.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "
             f"{len(self._kept)} of the {limits.train_batch_size} groups that rollout step {step.number} needs "
-            f"(dropped of {len(step.generated)} generated: {reasons}): change the data or the model so that groups are "
-            "neither all right nor all wrong, raise max_num_gen_batches or data.gen_batch_size, or set "
+            f"(dropped of {len(step.generated)} generated: {reasons}): change the data or the model so that the "
+            "responses of a group differ, raise max_num_gen_batches or data.gen_batch_size, or set "
             "on_exhausted=train_partial (which needs at least one group)."
         )

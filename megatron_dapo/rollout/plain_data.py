@@ -21,6 +21,7 @@ def group_to_plain(group: Group) -> dict:
         "prompt": prompt_to_plain(group.prompt),
         "samples": [dict(vars(sample)) for sample in group.samples],
         "baseline_reward": group.baseline_reward,
+        "keep": group.keep,
     }
 
 
@@ -28,5 +29,10 @@ def group_from_plain(plain: dict) -> Group:
     samples = (
         Sample(**{**sample, **{name: tuple(sample[name]) for name in _PER_TOKEN}}) for sample in plain["samples"]
     )
-    prompt, baseline = prompt_from_plain(plain["prompt"]), plain.get("baseline_reward")
-    return Group(uid=plain["uid"], prompt=prompt, samples=tuple(samples), baseline_reward=baseline)
+    return Group(
+        uid=plain["uid"],
+        prompt=prompt_from_plain(plain["prompt"]),
+        samples=tuple(samples),
+        baseline_reward=plain.get("baseline_reward"),
+        keep=plain.get("keep", True),
+    )

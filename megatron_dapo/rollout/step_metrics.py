@@ -37,7 +37,7 @@ def mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
 def _sampling_metrics(result: StepGroups, num_generated: int) -> dict[str, float]:
     num_filtered_groups = sum(result.filtered.values())
     num_kept_groups = len(result.generated) - num_filtered_groups
-    num_filtered = num_generated * num_filtered_groups // len(result.generated) if result.generated else 0
+    num_filtered = result.num_filtered_samples
     return {
         "dapo/num_gen_batches": result.num_gen_batches,
         "dapo/num_kept_groups": num_kept_groups,
@@ -46,6 +46,7 @@ def _sampling_metrics(result: StepGroups, num_generated: int) -> dict[str, float
         **({"dapo/filter_ratio": num_filtered / num_generated} if num_generated else {}),
         "dapo/filtered_all_correct": result.filtered["all_correct"],
         "dapo/filtered_all_incorrect": result.filtered["all_incorrect"],
+        "dapo/filtered_uniform": result.filtered["uniform"],
     }
 
 

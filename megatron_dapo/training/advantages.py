@@ -90,7 +90,10 @@ def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], to
 
     def filled(batch: MicroBatch) -> MicroBatch:
         advantages, returns = next(remaining)
-        whitened = torch.where(batch.loss_mask != 0, whiten(advantages, total), 0)
+        keep = advantages.new_zeros(batch.num_segments, dtype=torch.bool)
+        keep[: len(batch.sample_ids)] = torch.tensor([shard.outcomes[i].keep for i in batch.sample_ids])
+        acts = (batch.loss_mask != 0) & keep[batch.segment_ids]  # after whitening: masked groups belong to its moments
+        whitened = torch.where(acts, whiten(advantages, total), 0)
         return replace(batch, advantages=whitened.float(), returns=returns.float())
 
     return shard.with_mini_batches([[filled(batch) for batch in mini] for mini in shard.mini_batches])

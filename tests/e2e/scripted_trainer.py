@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import megatron_dapo.job
 from megatron_dapo.__main__ import main
-from megatron_dapo.algorithms import FILTER_MODES
 from megatron_dapo.data import Group, Prompt, RolloutBatch
 from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
 from megatron_dapo.telemetry import Telemetry
 from tests.synthetic import synthetic_groups
@@ -28,7 +28,7 @@ class ScriptedRollout:
 
     def __init__(self) -> None:
         self._cursor = PromptCursor(NUM_PROMPTS, seed=1)
-        self._queue = GroupQueue(QueueLimits(NUM_GROUPS, GEN_BATCH, max_num_gen_batches=20), FILTER_MODES["strict"])
+        self._queue = GroupQueue(QueueLimits(NUM_GROUPS, GEN_BATCH, max_num_gen_batches=20), by_correctness("strict"))
 
     def wait_ready(self) -> None:
         pass

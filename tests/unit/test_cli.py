@@ -159,15 +159,14 @@ def test_a_recipe_can_be_named_in_place_of_its_file(module, capsys):
     run = {"megatron_dapo": lambda *given: main(["train", *given]), "launch.local": lambda *given: local(given)}[module]
     printed = []
     for given in (["--config-name", "demo"], ["--config", str(ROOT / "configs" / "demo.yaml")]):
-        assert run(*given, "--dry-run", "data.train_files=[pyproject.toml]") == 2  # no prompt file
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] and "experiment_name: demo" in printed[0]
+        printed.append((run(*given, "--dry-run"), capsys.readouterr().out))
+    assert printed[0] == printed[1] and "experiment_name: demo" in printed[0][1]
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (["--config-name", "demoo"], "there is no configs/demoo.yaml; the nearest is demo; known are dapo_qwen2.5_32b"),
+        (["--config-name", "demoo"], "there is no configs/demoo.yaml; the nearest is demo; known are "),
         (["--config-name", "demo", "--config", "x.yaml"], "not allowed with argument --config-name"),
     ],
 )

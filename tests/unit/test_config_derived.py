@@ -52,6 +52,9 @@ def test_a_technique_counts_as_on_only_where_it_acts(override, off):
 def test_the_clip_range_is_that_of_the_switch():
     assert effective_clip(load_config(None, ["actor_rollout_ref.actor.clip_ratio=0.1"])) == (0.1, 0.1)
     assert effective_clip(load_config(None, ["actor_rollout_ref.actor.use_dapo=true"])) == (0.2, 0.28)
+    assert effective_clip(load_config(None, ["actor.use_dapo=true", "actor.clip_ratio_low=null"])) == (0.2, 0.28)
+    both_null = ["actor.clip_ratio=0.1", "actor.clip_ratio_low=null", "actor.clip_ratio_high=null"]
+    assert effective_clip(load_config(None, ["actor.use_dapo=true", *both_null])) == (0.1, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ SHORT = {
     "ref.": "actor_rollout_ref.ref.",
     "sampling.": "algorithm.dapo.dynamic_sampling.",
     "overlong.": "algorithm.dapo.overlong_reward_shaping.",
+    "groups.": "algorithm.filter_groups.",
 }
 
 
@@ -84,6 +85,20 @@ CONTRADICTIONS = [
     ("overlong.enable=true", ["overlong_reward_shaping.enable is true", "algorithm.dapo.enable is false"]),
     ("algorithm.dapo.enable=true", ["algorithm.dapo.enable is true", "nothing by itself"]),
     (f"{SAMPLING_ON} rollout.n=1", ["rollout.n is 1", "2 or more"]),
+    ("sampling.form=mask", ["form is mask", "nothing is filtered", "enable"]),
+    (f"{SAMPLING_ON} sampling.filter_mode=none sampling.form=mask", ["form is mask", "filter_mode"]),
+    (f"{SAMPLING_ON} sampling.form=mask data.gen_batch_size=1024", ["gen_batch_size is 1024", "resample"]),
+    (f"{SAMPLING_ON} sampling.form=mask sampling.max_num_gen_batches=3", ["max_num_gen_batches is 3", "form is mask"]),
+    (f"{SAMPLING_ON} sampling.form=mask sampling.on_exhausted=train_partial", ["on_exhausted is train_partial"]),
+    (f"{SAMPLING_ON} groups.enable=true", ["filter_groups.enable", "dynamic_sampling.enable", "judged once"]),
+    ("groups.enable=true rollout.n=1", ["rollout.n is 1", "filter_groups.enable is true"]),
+    ("groups.metric=score", ["metric is score", "filter_groups.enable is false"]),
+    ("groups.max_num_gen_batches=0", ["max_num_gen_batches is 0", "filter_groups.enable is false"]),
+    ("groups.enable=true data.gen_batch_size=51", ["51 x algorithm.filter_groups.max_num_gen_batches 10", "512"]),
+    ("groups.enable=true groups.metric=seq_final_reward algorithm.use_kl_in_reward=true "
+     "algorithm.kl_ctrl.kl_coef=0.01", ["metric is seq_final_reward", "use_kl_in_reward", "seq_reward"]),
+    ("actor.use_dapo=true actor.clip_ratio_low=null actor.clip_ratio_high=null actor.clip_ratio=1.5 "
+     "actor.clip_ratio_c=null", ["actor.clip_ratio is 1.5", "below 1"]),
     ("buffer=10", ["buffer_len is 10", "enable is false"]),
     (f"{OVERLONG_ON} buffer=2048", ["buffer_len is 2048", "max_response_length 2048"]),
     (f"{OVERLONG_ON} buffer=48 overlong.expected_len=2001", ["expected_len 2001", "buffer_len 48", "2048"]),
@@ -203,6 +218,11 @@ def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
         f"{SAMPLING_ON} data.gen_batch_size=1536",
         f"{SAMPLING_ON} data.gen_batch_size=64",
         f"{SAMPLING_ON} sampling.filter_mode=none rollout.n=1",
+        f"{SAMPLING_ON} sampling.form=mask",
+        "groups.enable=true groups.metric=seq_final_reward data.gen_batch_size=1024",
+        "groups.enable=true groups.max_num_gen_batches=0 data.gen_batch_size=1",
+        "actor.clip_ratio_low=null actor.clip_ratio_high=null",
+        "actor.use_dapo=true actor.clip_ratio_low=null actor.clip_ratio=0.1",
         f"{OVERLONG_ON} buffer=512 overlong.filter_truncated=true",
         f"{OVERLONG_ON} buffer=48 overlong.expected_len=2000",
         f"{OVERLONG_ON} overlong.soft_penalty_mode=cap overlong.truncation_penalty=0.1",

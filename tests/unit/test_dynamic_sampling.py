@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron_dapo.algorithms import FILTER_MODES
 from megatron_dapo.config import UserError
 from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.step_metrics import step_metrics
 
@@ -18,7 +19,7 @@ MIXED, RIGHT, WRONG = (True, False), (True, True), (False, False)
 
 
 def make_queue(train=2, gen=4, max_gen=3, on_exhausted="raise", mode="strict"):
-    return GroupQueue(QueueLimits(train, gen, max_gen, on_exhausted), FILTER_MODES[mode])
+    return GroupQueue(QueueLimits(train, gen, max_gen, on_exhausted), by_correctness(mode))
 
 
 def prompts(first, count):

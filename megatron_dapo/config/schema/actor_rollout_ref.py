@@ -92,10 +92,10 @@ class ActorConfig(Section):
     """Clip-higher: clip to [1 - clip_ratio_low, 1 + clip_ratio_high] instead of 1 +- clip_ratio."""
     clip_ratio: PositiveFloat = 0.2
     """Symmetric clip range, used when `use_dapo` is false."""
-    clip_ratio_low: PositiveFloat = 0.2
-    """Lower clip range of clip-higher."""
-    clip_ratio_high: PositiveFloat = 0.28
-    """Upper clip range of clip-higher."""
+    clip_ratio_low: PositiveFloat | None = 0.2
+    """Lower clip range of clip-higher; none = clip_ratio."""
+    clip_ratio_high: PositiveFloat | None = 0.28
+    """Upper clip range of clip-higher; none = clip_ratio."""
     clip_ratio_c: PositiveFloat | None = 3.0
     """Dual clip: upper bound of the ratio where the advantage is negative (> 1); none = no bound."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (

@@ -17,9 +17,25 @@ class DynamicSamplingConfig(Section):
     """Sample until `data.train_batch_size` groups carry signal."""
     filter_mode: Literal["strict", "remove_all_correct", "remove_all_incorrect", "none"] = "strict"
     """Which groups are dropped, judged on raw correctness: all right or all wrong; all right; all wrong; none."""
+    form: Literal["resample", "mask"] = "resample"
+    """What becomes of those groups: others are sampled in their place; or they stay, with advantages of 0."""
     max_num_gen_batches: PositiveInt = 10
     """Gen batches of one rollout step before `on_exhausted` decides."""
     on_exhausted: Literal["raise", "train_partial"] = "raise"
+    """At the limit: stop with the counts, or train on the groups there are."""
+
+
+class FilterGroupsConfig(Section):
+    """Dynamic sampling by the spread of a metric, under verl's names; in place of `dapo.dynamic_sampling`."""
+
+    enable: bool = False
+    """Sample until the responses of `data.train_batch_size` groups differ in `metric`."""
+    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
+    """What a group's responses must not all have the same of: correctness; the raw reward; the shaped reward; that too
+    (without a KL penalty in the reward the two are the same)."""
+    max_num_gen_batches: int = 10
+    """Gen batches of one rollout step before `on_exhausted` decides; 0 or less = no limit."""
+    on_exhausted: Literal["raise", "train_partial"] = "train_partial"
     """At the limit: stop with the counts, or train on the groups there are."""
 
 
@@ -80,4 +96,5 @@ class AlgorithmConfig(Section):
     """KL estimator of the penalty in the reward."""
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     dapo: DapoConfig = DapoConfig()
