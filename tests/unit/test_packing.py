@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.config import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, assemble
-from megatron_dapo.data.packing import MicroBatch, collate, first_fit_decreasing, schedule
+from megatron_dapo.data.packing import MicroBatch, collate, first_fit_decreasing, schedule, schedule_shards
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
@@ -105,6 +105,25 @@ def test_the_schedule_does_not_depend_on_the_order_of_arrival(lengths, layout, r
     shuffled = rng.sample(samples, len(samples))
     ids = [[[s.sample_id for s in bin_] for bin_ in rank] for rank in schedule(samples, **layout)]
     assert ids == [[[s.sample_id for s in bin_] for bin_ in rank] for rank in schedule(shuffled, **layout)]
+
+
+@QUICK
+@given(LENGTHS, LAYOUTS, st.integers(0, 3))
+def test_a_second_cut_leaves_every_sample_on_its_rank(lengths, layout, offset):
+    """Shards of any balance, under the cap; and of the first cut's own shards the same bins."""
+    samples, cut = make_samples(lengths), {name: value for name, value in layout.items() if name != "dp_size"}
+    shards = [
+        [s for s in samples if (s.sample_id + offset) // 2 % layout["dp_size"] == r] for r in range(layout["dp_size"])
+    ]
+    plan = schedule_shards(shards, **cut)
+    (number,) = {len(rank) for rank in plan}
+    assert number % layout["num_microbatches_multiple"] == 0
+    for rank, shard in zip(plan, shards, strict=True):
+        assert sorted(s.sample_id for bin_ in rank for s in bin_) == [s.sample_id for s in shard]
+        sizes = [collate(b, pad_multiple=layout["pad_multiple"], packed=layout["packed"]).tokens.numel() for b in rank]
+        assert max(sizes) <= layout["max_tokens"]
+    first = schedule(samples, **layout)
+    assert schedule_shards([sum(rank, []) for rank in first], **cut) == first
 
 
 def test_first_fit_decreasing_fills_the_first_bin_with_room():
