@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-llm train test test-unit test-gpu mutation lint bench clean need-config
+.PHONY: help setup demo demo-llm round-trip train test test-unit test-gpu mutation lint bench clean need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ demo: setup ## DAPO on two-digit sums: TP=2, a real SGLang server, on this machi
 
 demo-llm: setup ## DAPO on SmolLM2-135M-Instruct: PP=2 (93 MB to download once)
 	@$(BIN)/python -m examples.smollm2.demo $(ARGS)
+
+round-trip: setup ## SmolLM2 to Megatron, back and served: equal files and log-probs (93 MB once)
+	@$(BIN)/python -m examples.smollm2.round_trip
 
 train: need-config setup ## Servers and trainer of CONFIG=... on this machine, with ARGS='key=value ...'
 	@$(BIN)/python -m launch.local --config $(CONFIG) $(ARGS)

@@ -1,6 +1,8 @@
 """One real SGLang server for all tests of this folder that can share it: a start takes half a minute."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield RunningServer(supervisor.urls[0], model_path, supervisor)
     finally:
         supervisor.stop()
+
+
+def converted(model_path: Path, out: Path) -> Path:
+    """The model as `hf_to_megatron` writes it, which a run may start from."""
+    options = ("--hf-model", str(model_path), "--output", str(out))
+    subprocess.run([sys.executable, "-m", "checkpoints_tools.hf_to_megatron", *options], cwd=REPOSITORY, check=True)
+    return out
 
 
 def _there_and_back(model_path: Path, folder: Path) -> Path:

@@ -119,5 +119,13 @@ def test_the_command_of_a_cpu_server_serves_fp32_on_its_port_with_the_cpu_adapta
     words = " ".join(made.command[1:])
     assert words.startswith("-m sglang.launch_server --model-path some/model --host 127.0.0.1 --port 31000 --tp-size 1")
     assert "--dtype float32" in words and "--device cpu" in words and words.endswith("--log-level debug")
+    assert "--load-format" not in words
     assert made.environment["PYTHONPATH"].split(":")[0].endswith("platform/sglang_cpu/site")
     assert made.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_servers_of_a_checkpoint_of_ours_start_without_weights(tmp_path):
+    (tmp_path / "megatron").mkdir()
+    config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
+    words = " ".join(sglang_command(config, "127.0.0.1", 31000, []).command)
+    assert f"--model-path {tmp_path}/hf --host" in words and "--load-format dummy" in words
