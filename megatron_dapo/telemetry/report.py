@@ -13,6 +13,8 @@ PHASE_TITLES = {
     "distribute": "distributing samples",
     "old_log_probs": "old log-probs",
     "ref_log_probs": "reference log-probs",
+    "values": "values of the critic",
+    "update_critic": "critic update",
     "update": "policy update",
     "weight_sync": "weights to servers",
     "validation": "held-out evaluation",
@@ -25,6 +27,8 @@ ROWS = (
     ("accuracy, sampled", "reward/accuracy", "{:.3f}"),
     ("response length (tokens)", "response_length/mean", "{:.1f}"),
     ("entropy", "actor/entropy", "{:.3f}"),
+    ("value loss", "critic/vf_loss", "{:.3f}"),
+    ("explained variance", "critic/explained_variance", "{:.3f}"),
 )
 
 
