@@ -1,4 +1,7 @@
-"""A run with a real server and controller, stopped by a file and started again: no group is lost, none comes twice."""
+"""A run with a real server and controller, stopped by a file and started again: no group is lost, none comes twice.
+
+It starts from a model that hf_to_megatron wrote: the server begins without weights, and gets them from the trainer.
+"""
 
 import json
 import os
@@ -11,6 +14,7 @@ import pytest
 
 from megatron_dapo.checkpointing import newest_first, read_controller_state
 from megatron_dapo.config import RunFolder
+from tests.e2e.conftest import converted
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
@@ -24,7 +28,7 @@ def runs(tmp_path_factory) -> tuple[RunFolder, list[str]]:
     """The run folder after a stop, a resume and two more steps; what the two printed."""
     folder = tmp_path_factory.mktemp("stopped")
     run = RunFolder(folder / "run")
-    model = make_tiny(folder / "model", "qwen2", layers=2)
+    model = converted(make_tiny(folder / "hf", "qwen2", layers=2), folder / "model")
     prompts = folder / "prompts.jsonl"
     rows = [{"data_source": "made up", "prompt": f"{i}+{i}=", "reward_model": {"ground_truth": "0"}} for i in range(90)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
