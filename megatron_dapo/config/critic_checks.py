@@ -1,13 +1,11 @@
 """What the critic's keys demand of each other, of the actor's, and of the critic's own config.json."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
 from megatron_dapo.config.keys import known_keys, show
-from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, positions
-from megatron_dapo.config.model_folder import ModelFolder
+from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, model_json_of, positions
 from megatron_dapo.config.schema import Config
 
 
@@ -65,7 +63,7 @@ def schedule(config: Config) -> Iterator[str]:
 def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
     """A critic of another size than the actor's: the same demands, and the same tokens."""
     path = config.critic.model.path
-    critic_json = _model_json(path) if path and uses_critic(config) else None
+    critic_json = model_json_of(path) if path and uses_critic(config) else None
     if critic_json is None:
         return
     for check in (divisible_by_tp, divisible_by_pp, positions):
@@ -76,14 +74,6 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
             f"critic.model.path is {path}, whose vocab_size is {theirs}, but the actor's is {ours}: both must read the "
             f"same tokens; choose a critic of the actor's family."
         )
-
-
-def _model_json(path: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(ModelFolder.of(path).config_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _value(config: Config, name: str) -> Any:

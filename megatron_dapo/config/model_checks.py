@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron_dapo.config.checks import MEGATRON, ROLLOUT
@@ -14,15 +13,16 @@ from megatron_dapo.config.schema import Config
 
 def read_model_json(config: Config) -> dict[str, Any] | None:
     """config.json of the actor's checkpoint; none where it cannot be read (`validate` says why)."""
+    return model_json_of(config.actor_rollout_ref.model.path)
+
+
+def model_json_of(path: str) -> dict[str, Any] | None:
+    """config.json of a checkpoint of either kind."""
     try:
-        content = json.loads(model_json_path(config).read_text(encoding="utf-8"))
+        content = json.loads(ModelFolder.of(path).config_json.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def model_json_path(config: Config) -> Path:
-    return ModelFolder.of(config.actor_rollout_ref.model.path).config_json
 
 
 def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from megatron_dapo.config.derived import world_size
 from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.hf_config import model_spec
 from megatron_dapo.config.loader import read_config
-from megatron_dapo.config.model_checks import MODEL_CHECKS, model_json_path, read_model_json
+from megatron_dapo.config.model_checks import MODEL_CHECKS, model_json_of, read_model_json
 from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.run_folder import RunFolder, batch_steps
 from megatron_dapo.config.schema import Config
@@ -108,17 +108,17 @@ def _checkpoints(config: Config) -> Iterator[str]:
     for key, path in roles.items():
         if path and (fault := ModelFolder.of(path).fault()):
             yield f"{key} is {path}, which {fault}"
-    if config.actor_rollout_ref.model.path and model_json_path(config).is_file():
-        yield from _model(config)
+        elif path:
+            yield from _model(key, path)
 
 
-def _model(config: Config) -> Iterator[str]:
-    model_json = read_model_json(config)
+def _model(key: str, path: str) -> Iterator[str]:
+    source, model_json = f"{key}: {ModelFolder.of(path).config_json}", model_json_of(path)
     if model_json is None:
-        yield f"actor_rollout_ref.model.path: {model_json_path(config)} does not hold a JSON object; download it again."
+        yield f"{source} does not hold a JSON object; download it again."
         return
     try:
-        model_spec(model_json, source=f"actor_rollout_ref.model.path: {model_json_path(config)}")
+        model_spec(model_json, source=source)
     except UserError as error:
         yield from error.sentences
 

@@ -77,6 +77,14 @@ def test_a_critic_of_its_own_must_fit_the_layout_the_lengths_and_the_tokens(tmp_
     assert "critic.model.path" in sentence and all(word in sentence for word in words), sentence
 
 
+def test_a_critic_of_an_architecture_that_is_not_supported_is_named_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(UserError) as error:
+        validate(config(GAE, f"critic.model.path={tmp_path}"), None)
+    found = [text for text in error.value.sentences if text.startswith("critic.model.path: ")]
+    assert len(found) == 1 and "GPT2LMHeadModel" in found[0]
+
+
 def test_a_resume_without_the_critics_part_is_refused_by_name_and_may_be_accepted(tmp_path):
     folder, now = tmp_path / "step_000003", config(GAE)
     folder.mkdir()
