@@ -18,6 +18,7 @@ from megatron_dapo.config.estimator_checks import estimators
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.multi_turn_checks import multi_turn
+from megatron_dapo.config.replay_checks import experience_replay
 from megatron_dapo.config.sampling_checks import SAMPLING, SAMPLING_CHECKS
 from megatron_dapo.config.schema import Config
 
@@ -345,6 +346,7 @@ CHECKS = (
     dapo_switches,
     overlong_shaping,
     estimators,
+    experience_replay,
     kl,
     rollout_correction,
     optimizer,

@@ -14,7 +14,6 @@ class Layout:
     vpp: int | None
     world: int
     ep: int = 1
-    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -118,6 +117,10 @@ def effective_clip(config: Config) -> tuple[float, float]:
     return low, high
 
 
+def uses_experience_replay(config: Config) -> bool:
+    return config.exp_manager.experience_replay.enable
+
+
 def uses_kl_loss(config: Config) -> bool:
     actor = config.actor_rollout_ref.actor
     return actor.use_kl_loss and actor.kl_loss_coef != 0.0
@@ -128,8 +131,10 @@ def uses_kl_in_reward(config: Config) -> bool:
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Whether the log-probs before the update are computed; with one optimizer step they are the current ones."""
-    return num_optimizer_steps_per_rollout_step(config) > 1 or uses_kl_in_reward(config)
+    """Whether the log-probs before the update are computed; with one optimizer step they are the current ones, but for
+    replayed tokens."""
+    several_steps = num_optimizer_steps_per_rollout_step(config) > 1
+    return several_steps or uses_kl_in_reward(config) or uses_experience_replay(config)
 
 
 def needs_reference(config: Config) -> bool:

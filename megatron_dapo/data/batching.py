@@ -32,6 +32,7 @@ class TrainSample:
     advantage: float  # the same for every token of the response
     correct: bool
     weight_version: int  # the oldest that wrote a token of it; 0 for an empty response
+    exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
     baseline_reward: float | None = None  # the group's, as is `keep`: see Outcome
     keep: bool = True
 
@@ -197,6 +198,7 @@ def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bo
         advantage=0.0,
         correct=sample.correct,
         weight_version=min(sample.weight_versions, default=0),
+        exp_mask=sample.exp_mask,
         baseline_reward=group.baseline_reward,
         keep=group.keep,
     )

@@ -137,9 +137,10 @@ def _round_up(number: int, multiple: int) -> int:
 class MicroBatch:
     """The tensors of one forward and backward pass; shape [1, T] packed, [B, S] not.
 
-    tokens, position_ids, targets, segment_ids, weight_version (the oldest that wrote the sample): int64; loss_mask,
-    advantages, *_log_probs, values, returns: float32, aligned to the position that predicts: entry t belongs to token
-    t + 1 of the same sequence, which is targets[t]. The last token of a sequence and padding have target 0 and mask 0.
+    tokens, position_ids, targets, segment_ids, weight_version (the oldest that wrote the sample): int64; exp_mask (1 in
+    replayed samples): float32; loss_mask, advantages, *_log_probs, values, returns: float32, aligned to the position
+    that predicts: entry t belongs to token t + 1 of the same sequence, which is targets[t]. A sequence's last token
+    and padding have target 0 and mask 0.
     position_ids count from 0 in every segment.
     Packed: cu_seqlens [num_segments + 1] int32 covers all T; what T was padded with is one more segment, the last.
     Not packed: cu_seqlens is None, every row is a segment, padded at its right.
@@ -152,6 +153,7 @@ class MicroBatch:
     advantages: Tensor
     rollout_log_probs: Tensor
     weight_version: Tensor
+    exp_mask: Tensor
     segment_ids: Tensor
     cu_seqlens: Tensor | None
     max_seqlen: int
@@ -185,6 +187,13 @@ class MicroBatch:
             old_log_probs=self.old_log_probs if old is None else old,
             ref_log_probs=self.ref_log_probs if ref is None else ref,
         )
+
+    def with_recorded_log_probs(self) -> "MicroBatch":
+        """The same with the server's log-probs as the old ones of replayed samples: the policy that wrote them is not
+        the one that was asked. Where there are no old log-probs nothing changes."""
+        if self.old_log_probs is None:
+            return self
+        return self.with_log_probs(old=torch.where(self.exp_mask != 0, self.rollout_log_probs, self.old_log_probs))
 
     def by_sample(self, values: Tensor) -> dict[int, Tensor]:
         """Cuts values of the shape of `tokens` into {sample_id: [L]}."""
@@ -247,5 +256,6 @@ def _row(sample: TrainSample | None, width: int, segment: int) -> dict[str, np.n
         "advantages": padded(np.full(len(tokens), sample.advantage if sample else 0.0), np.float32),
         "rollout_log_probs": padded(sample.rollout_log_probs if sample else nothing, np.float32),
         "weight_version": np.full(width, sample.weight_version if sample else 0, dtype=np.int64),
+        "exp_mask": np.full(width, sample.exp_mask if sample else 0, dtype=np.float32),
         "segment_ids": np.full(width, segment, dtype=np.int64),
     }

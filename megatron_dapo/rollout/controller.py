@@ -30,6 +30,7 @@ from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import evaluate
+from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
 from megatron_dapo.rollout.group_filter import filter_in_words, make_queue
 from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.records import group_record
@@ -64,6 +65,7 @@ class Controller:
         check_reward(reward.function, reward.kwargs, sorted(sources))
         self._cursor = PromptCursor(len(self._prompts), data.seed, data.shuffle)
         self._queue = make_queue(config)
+        self._pool = make_pool(config)
         self._servers = ServerPool(
             [SGLangClient(url) for url in rollout.server_urls],
             max_concurrency=rollout.max_concurrency,
@@ -124,6 +126,9 @@ class Controller:
         self._seconds, self._num_syncs = 0.0, 0
         self._dump(step, result.groups)
         metrics = step_metrics(result, weight_version, num_retries, seconds)
+        if self._pool is not None:
+            self._pool.record(result.generated)
+            metrics |= self._pool.metrics() | replay_metrics(result.groups, weight_version)
         if uses_dynamic_sampling(self._config):
             words = filter_in_words(self._config)
             log.info("DAPO Dynamic Sampling: Filtered %d samples with %s", result.num_filtered_samples, words)
@@ -148,8 +153,9 @@ class Controller:
         )
 
     def state_dict(self) -> dict:
-        """Plain data: the cursor, the surplus groups, the open gen batch if a step is open."""
-        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict()}
+        """Plain data: the cursor, the surplus groups, the open gen batch if a step is open, what can be replayed."""
+        pool = {} if self._pool is None else {"experiences": self._pool.state_dict()}
+        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict(), **pool}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where a saved controller stood. Raises UserError for the state of a replay, which has no prompts."""
@@ -160,6 +166,8 @@ class Controller:
             )
         self._cursor.load_state_dict(state["cursor"])
         self._queue.load_state_dict(state["queue"])
+        if self._pool is not None and "experiences" in state:
+            self._pool.load_state_dict(state["experiences"])
 
     async def close(self) -> None:
         await self._rewards.close()
@@ -173,8 +181,9 @@ class Controller:
             if stale := self._servers.urls(State.STALE):
                 raise NeedsSync(f"not with weight version {weight_version}: {', '.join(stale)}")
             if not self._queue.has_open_gen_batch:
-                numbers = self._cursor.next(self._queue.limits.gen_batch_size)
-                self._queue.open_gen_batch([self._prompts[number] for number in numbers])
+                drawn = next_prompts(self._cursor, self._pool, self._queue.limits.gen_batch_size)
+                prompts = [self._prompts[number] for number, _ in drawn]
+                self._queue.open_gen_batch(prompts, [replayed for _, replayed in drawn])
             unserved = await run_all(self._make_group(draw) for draw in self._queue.missing())
             if reason := next(filter(None, unserved), None):
                 raise reason

@@ -10,17 +10,28 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dapo.config import UserError
 from megatron_dapo.data.types import Group, Prompt, Sample
-from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain, prompt_from_plain, prompt_to_plain
+from megatron_dapo.rollout.plain_data import (
+    group_from_plain,
+    group_to_plain,
+    prompt_from_plain,
+    prompt_to_plain,
+    sample_from_plain,
+    sample_to_plain,
+)
 
 FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> why it has no signal, None = it has
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One use of a prompt. The uid is new for every draw, so that a prompt drawn twice makes two groups."""
+    """One use of a prompt. The uid is new for every draw, so that a prompt drawn twice makes two groups.
+
+    replayed: a sample of an earlier step that is one of the group's, with this uid.
+    """
 
     uid: str
     prompt: Prompt
+    replayed: Sample | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class GroupQueue:
         self._filter_reason = filter_reason
         self._num_drawn = 0
         self._kept: list[Group] = []  # between steps this is the surplus
-        self._open: dict[str, Prompt] = {}  # uid -> prompt of the open gen batch, in the order drawn
+        self._open: dict[str, Draw] = {}  # uid -> draw of the open gen batch, in the order drawn
         self._finished: dict[str, Group] = {}  # uid -> group of the open gen batch
         self._step: _Step | None = None
 
@@ -114,17 +125,19 @@ class GroupQueue:
             raise UserError(self._exhausted())
         return False
 
-    def open_gen_batch(self, prompts: Sequence[Prompt]) -> None:
-        """Take in the prompts of one gen batch, in the order in which they were drawn."""
+    def open_gen_batch(self, prompts: Sequence[Prompt], replayed: Sequence[Sample | None] | None = None) -> None:
+        """Take in the prompts of one gen batch, in the order in which they were drawn. replayed: per prompt the
+        trajectory that its group borrows, if any."""
         assert not self._open, "the last gen batch is still open"
         assert prompts, "a gen batch has prompts"
-        for prompt in prompts:
-            self._open[f"{self._num_drawn:08d}-{prompt.index}"] = prompt
+        for prompt, sample in zip(prompts, replayed or [None] * len(prompts), strict=True):
+            uid = f"{self._num_drawn:08d}-{prompt.index}"
+            self._open[uid] = Draw(uid, prompt, sample and replace(sample, uid=uid, exp_mask=True))
             self._num_drawn += 1
 
     def missing(self) -> list[Draw]:
         """Draws of the open gen batch that have no group yet."""
-        return [Draw(uid, prompt) for uid, prompt in self._open.items() if uid not in self._finished]
+        return [draw for uid, draw in self._open.items() if uid not in self._finished]
 
     def finish(self, group: Group) -> None:
         """Take in the finished group of a draw of the open gen batch."""
@@ -167,14 +180,14 @@ class GroupQueue:
         return {
             "num_drawn": self._num_drawn,
             "kept": [group_to_plain(group) for group in self._kept],
-            "open": [{"uid": uid, "prompt": prompt_to_plain(prompt)} for uid, prompt in self._open.items()],
+            "open": [_draw_to_plain(draw) for draw in self._open.values()],
             "finished": [group_to_plain(group) for group in self._finished.values()],
         }
 
     def load_state_dict(self, state: dict) -> None:
         self._num_drawn = state["num_drawn"]
         self._kept = [group_from_plain(plain) for plain in state["kept"]]
-        self._open = {plain["uid"]: prompt_from_plain(plain["prompt"]) for plain in state["open"]}
+        self._open = {plain["uid"]: _draw_from_plain(plain) for plain in state["open"]}
         self._finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
         self._step = None
 
@@ -188,3 +201,13 @@ class GroupQueue:
             "responses of a group differ, raise max_num_gen_batches or data.gen_batch_size, or set "
             "on_exhausted=train_partial (which needs at least one group)."
         )
+
+
+def _draw_to_plain(draw: Draw) -> dict:
+    replayed = {"replayed": sample_to_plain(draw.replayed)} if draw.replayed else {}
+    return {"uid": draw.uid, "prompt": prompt_to_plain(draw.prompt), **replayed}
+
+
+def _draw_from_plain(plain: dict) -> Draw:
+    replayed = sample_from_plain(plain["replayed"]) if "replayed" in plain else None
+    return Draw(plain["uid"], prompt_from_plain(plain["prompt"]), replayed)

@@ -15,24 +15,29 @@ def prompt_from_plain(plain: dict) -> Prompt:
     return Prompt(**{**plain, "tokens": tuple(plain["tokens"])})
 
 
+def sample_to_plain(sample: Sample) -> dict:
+    return dict(vars(sample))
+
+
+def sample_from_plain(plain: dict) -> Sample:
+    return Sample(**{**plain, **{name: tuple(plain[name]) for name in _PER_TOKEN}})
+
+
 def group_to_plain(group: Group) -> dict:
     return {
         "uid": group.uid,
         "prompt": prompt_to_plain(group.prompt),
-        "samples": [dict(vars(sample)) for sample in group.samples],
+        "samples": [sample_to_plain(sample) for sample in group.samples],
         "baseline_reward": group.baseline_reward,
         "keep": group.keep,
     }
 
 
 def group_from_plain(plain: dict) -> Group:
-    samples = (
-        Sample(**{**sample, **{name: tuple(sample[name]) for name in _PER_TOKEN}}) for sample in plain["samples"]
-    )
     return Group(
         uid=plain["uid"],
         prompt=prompt_from_plain(plain["prompt"]),
-        samples=tuple(samples),
+        samples=tuple(sample_from_plain(sample) for sample in plain["samples"]),
         baseline_reward=plain.get("baseline_reward"),
         keep=plain.get("keep", True),
     )

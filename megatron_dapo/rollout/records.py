@@ -30,6 +30,8 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
         record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
     if 0 in sample.loss_mask or sample.num_turns != 1:
         record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
+    if sample.exp_mask:
+        record["replayed"] = True
     if sample.reward_error:
         record["reward_error"] = sample.reward_error
     return record

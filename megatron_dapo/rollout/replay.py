@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, UserError, batch_file, uses_experience_replay
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.rollout.handle import RolloutHandle
@@ -10,17 +10,19 @@ from megatron_dapo.rollout.handle import RolloutHandle
 
 def start_rollout(config: Config) -> "RolloutHandle | Replay":
     """Where the run's batches come from: dumped ones with `trainer.replay`, else a controller, which starts."""
-    return Replay(config.trainer.replay) if config.trainer.replay else RolloutHandle.start(config)
+    folder = config.trainer.replay
+    return Replay(folder, uses_experience_replay(config)) if folder else RolloutHandle.start(config)
 
 
 class Replay:
     """Dumped batches in place of a controller and its servers: the calls of RolloutHandle.
 
     A batch is found by its step, so a run that resumes at step 4 takes those of 4 and later, and there is no state.
+    takes_experiences: whether the loss knows what to do with samples that had been replayed in the dumped run.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | Path, takes_experiences: bool = False) -> None:
+        self._folder, self._takes_experiences = Path(folder), takes_experiences
 
     def wait_ready(self) -> None:
         """At once: nothing has to start."""
@@ -30,7 +32,13 @@ class Replay:
 
         weight_version: not used; the tokens keep the versions of the weights that wrote them.
         """
-        return read_batch(self._folder, step)
+        batch = read_batch(self._folder, step)
+        if not self._takes_experiences and any(sample.exp_mask for group in batch.groups for sample in group.samples):
+            raise UserError(
+                f"Batch {batch_file(self._folder, step)} has samples of the dumped run's experience replay, which have a "
+                f"loss of their own; set exp_manager.experience_replay.enable to true, as it was there."
+            )
+        return batch
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """{}: held-out prompts need a server."""

@@ -66,14 +66,16 @@ class Sampler:
         self.counts: Counter = Counter()  # "retries": failed requests that were sent again
 
     async def group(self, draw: Draw, n: int, params: SamplingParams, shaping: OverlongShaping | None) -> Group:
-        """n responses to one prompt, all by the weight version that the pool expects.
+        """n responses to one prompt, the draw's replayed one and new ones by the weight version that the pool expects.
 
         Raises NeedsSync or RolloutError where the servers do not answer.
         """
         greedy = [replace(params, temperature=0.0, top_p=1.0, top_k=-1)] if self._greedy_baseline else []
-        samples = await run_all(self._sample(draw, each, shaping) for each in [*[params] * n, *greedy])
+        replayed = [draw.replayed] if draw.replayed else []
+        new = [params] * (n - len(replayed))
+        samples = await run_all(self._sample(draw, each, shaping) for each in [*new, *greedy])
         baseline_reward = samples.pop().reward if greedy else None
-        return Group(uid=draw.uid, prompt=draw.prompt, samples=tuple(samples), baseline_reward=baseline_reward)
+        return Group(draw.uid, draw.prompt, (*replayed, *samples), baseline_reward)
 
     async def _sample(self, draw: Draw, params: SamplingParams, shaping: OverlongShaping | None) -> Sample:
         prompt, play = draw.prompt, self._multi_turn.play if self._multi_turn else single_turn

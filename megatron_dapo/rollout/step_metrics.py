@@ -11,14 +11,16 @@ _REWARD_ERRORS = {"reward/num_timeouts": "timeout", "reward/num_crashes": "crash
 
 def step_metrics(result: StepGroups, weight_version: int, num_retries: int, seconds: float) -> dict[str, float]:
     """Flat floats. `dapo/`, `reward/`, `response_length/`, `prompt_length/`: over ALL samples generated in this step,
-    kept or not, so that filtering does not colour them; `train/`: over the samples handed to the trainer.
+    kept or not, so that filtering does not colour them; `train/`: over the samples handed to the trainer. Replayed
+    samples were not generated; they belong to the groups that are filtered, and to those that are trained on.
 
     A mean over nothing (a step filled by surplus alone) is left out.
     """
-    generated = [sample for group in result.generated for sample in group.samples]
+    judged = [sample for group in result.generated for sample in group.samples]
+    generated = [sample for sample in judged if not sample.exp_mask]
     trained = [sample for group in result.groups for sample in group.samples]
     return {
-        **_sampling_metrics(result, len(generated)),
+        **_sampling_metrics(result, len(judged)),
         **_truncation_metrics(generated),
         **_reward_metrics(generated),
         **mean_metrics("train/reward_mean", (sample.reward for sample in trained)),
@@ -34,7 +36,7 @@ def mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
     return {name: sum(values) / len(values)} if values else {}
 
 
-def _sampling_metrics(result: StepGroups, num_generated: int) -> dict[str, float]:
+def _sampling_metrics(result: StepGroups, num_judged: int) -> dict[str, float]:
     num_filtered_groups = sum(result.filtered.values())
     num_kept_groups = len(result.generated) - num_filtered_groups
     num_filtered = result.num_filtered_samples
@@ -43,7 +45,7 @@ def _sampling_metrics(result: StepGroups, num_generated: int) -> dict[str, float
         "dapo/num_kept_groups": num_kept_groups,
         "dapo/num_filtered_groups": num_filtered_groups,
         "dapo/num_filtered_samples": num_filtered,
-        **({"dapo/filter_ratio": num_filtered / num_generated} if num_generated else {}),
+        **({"dapo/filter_ratio": num_filtered / num_judged} if num_judged else {}),
         "dapo/filtered_all_correct": result.filtered["all_correct"],
         "dapo/filtered_all_incorrect": result.filtered["all_incorrect"],
         "dapo/filtered_uniform": result.filtered["uniform"],
@@ -97,6 +99,7 @@ def _rollout_metrics(
 
 
 def _staleness(group: Group, weight_version: int) -> int:
-    """Versions between the oldest token of the group and weight_version."""
-    versions = (version for sample in group.samples for version in sample.weight_versions)
+    """Versions between the oldest token that was written for the group and weight_version."""
+    new = (sample for sample in group.samples if not sample.exp_mask)
+    versions = (version for sample in new for version in sample.weight_versions)
     return weight_version - min(versions, default=weight_version)

@@ -103,8 +103,9 @@ def _per_group(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
     """R_i - beta * sum_t KL_t, then the estimator over the group again. The KL of a sample is summed over its counted
-    tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over all tokens."""
-    kl_of_sample: dict[int, tuple[float, float]] = {}  # sample -> (sum over its tokens, number of tokens)
+    tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over all new tokens."""
+    # sample -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older policy's)
+    kl_of_sample: dict[int, tuple[float, float]] = {}
     if layout.is_last_stage and layout.tp_rank == 0:
         for batch in _batches(shard):
             kl_of_sample.update(_kl_by_sample(batch, config.algorithm.kl_penalty))
@@ -116,8 +117,8 @@ def _per_group(
     algorithm = config.algorithm
     advantages = group_estimates(penalised, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)
     num_tokens = sum(tokens for _, tokens in kl_of_sample.values())
-    mean_kl = sum(kl for kl, _ in kl_of_sample.values()) / max(num_tokens, 1.0)
-    metrics = _move(controller, mean_kl, len(kl_of_sample))
+    new = [kl for kl, tokens in kl_of_sample.values() if tokens]
+    metrics = _move(controller, sum(new) / max(num_tokens, 1.0), len(kl_of_sample))
     moved = [[_with_advantages(batch, advantages) for batch in mini_batch] for mini_batch in shard.mini_batches]
     return shard.with_mini_batches(moved), metrics
 
@@ -136,7 +137,7 @@ def _kl(batch: MicroBatch, kind: str) -> Tensor:
 
 
 def _kl_by_sample(batch: MicroBatch, kind: str) -> dict[int, tuple[float, float]]:
-    tokens = batch.by_sample((batch.loss_mask != 0).double())
+    tokens = batch.by_sample(((batch.loss_mask != 0) & (batch.exp_mask == 0)).double())
     kl = batch.by_sample(_kl(batch, kind))
     return {i: (float(values.sum()), float(tokens[i].sum())) for i, values in kl.items()}
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from megatron_dapo.algorithms import Clip, LossConfig
-from megatron_dapo.config import Config, effective_clip, uses_kl_loss
+from megatron_dapo.algorithms import Clip, LossConfig, OffPolicy
+from megatron_dapo.config import Config, effective_clip, uses_experience_replay, uses_kl_loss
 
 
 def loss_config(config: Config) -> LossConfig:
@@ -15,8 +15,18 @@ def loss_config(config: Config) -> LossConfig:
         clip=Clip(low, high, actor.clip_ratio_c),
         entropy_coef=actor.entropy_coef,
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
+        off_policy=_off_policy(config) if uses_experience_replay(config) else None,
         tis_cap=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
     )
     if not uses_kl_loss(config):
         return base
     return replace(base, use_kl_loss=True, kl_loss_coef=actor.kl_loss_coef, kl_loss_type=actor.kl_loss_type)
+
+
+def _off_policy(config: Config) -> OffPolicy:
+    actor = config.actor_rollout_ref.actor
+    return OffPolicy(
+        mode=actor.off_policy_shaping_mode,
+        beta=actor.off_policy_shaping_beta,
+        clip_high=actor.off_policy_clip_ratio_high,
+    )

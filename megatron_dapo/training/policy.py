@@ -45,13 +45,15 @@ class Policy:
         return WeightSource(self.model, self.layout)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The same mini-batches with old log-probs (on the last stage, which computes the loss).
+        """The same mini-batches with old log-probs (on the last stage, which computes the loss): those of the policy as
+        it is, and of replayed samples those of the policy that wrote them, as they were recorded.
 
         Left as they are where a rollout step has one optimizer step: then the old policy is the current one.
         """
         if not self._needs_old:
             return list(mini_batches)
-        return with_log_probs(self._schedule, mini_batches, "old")
+        scored = with_log_probs(self._schedule, mini_batches, "old")
+        return [[batch.with_recorded_log_probs() for batch in mini_batch] for mini_batch in scored]
 
     def update(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> dict[str, float]:
         """One optimizer step per mini-batch and epoch. Returns the actor's metrics over all of them, on every rank.
@@ -90,7 +92,8 @@ class Policy:
             old_log_probs=batch.old_log_probs,
             ref_log_probs=batch.ref_log_probs,
             rollout_log_probs=batch.rollout_log_probs,
-            is_current=batch.weight_version == self._weight_version,
+            is_current=(batch.weight_version == self._weight_version) & (batch.exp_mask == 0),
+            exp_mask=None if self.loss_config.off_policy is None else batch.exp_mask,
         )
 
     def metrics_of(self, part: MetricSums) -> dict[str, float]:

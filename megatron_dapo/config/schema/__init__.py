@@ -25,6 +25,7 @@ from megatron_dapo.config.schema.algorithm import (
 )
 from megatron_dapo.config.schema.base import Section
 from megatron_dapo.config.schema.critic import CriticConfig, CriticModelConfig, CriticOptimConfig
+from megatron_dapo.config.schema.exp_manager import ExperienceReplayConfig, ExpManagerConfig
 from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
 from megatron_dapo.config.schema.run import DataConfig, RewardConfig, TrainerConfig, WeightSyncConfig
 
@@ -39,6 +40,8 @@ __all__ = [
     "DapoConfig",
     "DataConfig",
     "DynamicSamplingConfig",
+    "ExpManagerConfig",
+    "ExperienceReplayConfig",
     "FilterGroupsConfig",
     "KLControlConfig",
     "MegatronConfig",
@@ -64,6 +67,7 @@ class Config(Section):
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    exp_manager: ExpManagerConfig = ExpManagerConfig()
     reward: RewardConfig = RewardConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()

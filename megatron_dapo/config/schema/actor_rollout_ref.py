@@ -53,8 +53,6 @@ class MegatronConfig(Section):
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
-    expert_model_parallel_size: PositiveInt = 1
-    """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and main weights over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -102,6 +100,12 @@ class ActorConfig(Section):
         "token-mean"
     )
     """How token losses become one number; see docs/loss.md."""
+    off_policy_shaping_mode: Literal["exgrpo_policy_shaping", "dapo_clip_higher"] = "exgrpo_policy_shaping"
+    """Loss of replayed tokens: -A r / (r + off_policy_shaping_beta), not clipped; or clipped as new ones are."""
+    off_policy_shaping_beta: PositiveFloat = 0.1
+    """Ratio at which exgrpo_policy_shaping gives one half; the smaller, the less tokens count that are still likely."""
+    off_policy_clip_ratio_high: PositiveFloat | None = None
+    """Upper clip range of replayed tokens with dapo_clip_higher; none = that of new ones."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     use_kl_loss: bool = False

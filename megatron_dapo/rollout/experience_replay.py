@@ -1,0 +1,208 @@
+"""Experience replay: correct trajectories of earlier steps, of which groups borrow one (ExGRPO, arXiv 2510.02245).
+
+Pure: no servers, no clock, no files.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_dapo.config import Config, uses_experience_replay
+from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.data.types import Group, Sample
+from megatron_dapo.rollout.plain_data import sample_from_plain, sample_to_plain
+
+
+@dataclass(frozen=True)
+class ReplayRules:
+    """group_size: responses per prompt, the replayed one included. start_ratio: share of right responses in a step with
+    which replay begins. exp_ratio: share of a gen batch's prompts that are replayed. Bounds of the pool: trajectories
+    per prompt, and tokens in all, of prompts and responses."""
+
+    group_size: int
+    start_ratio: float
+    exp_ratio: float
+    max_trajectories_per_prompt: int
+    max_tokens: int
+
+    def num_replayed(self, gen_batch_size: int) -> int:
+        return math.floor(self.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A correct trajectory with the log-probs and weight versions that its server gave it. prompt: its index."""
+
+    prompt: int
+    sample: Sample
+
+    @property
+    def entropy(self) -> float:
+        """Mean -log-prob of the tokens that the model wrote, as it wrote them."""
+        own = [x for x, mask in zip(self.sample.rollout_log_probs, self.sample.loss_mask, strict=True) if mask]
+        return -sum(own) / len(own)
+
+
+class ExperiencePool:
+    """Experiences by prompt.
+
+    A prompt is retired for good once all responses of a group of it were right. Where a bound is passed, what was
+    recorded first leaves first. Nothing but the seed and what was recorded decides what is drawn.
+    """
+
+    def __init__(self, rules: ReplayRules, seed: int) -> None:
+        self.rules = rules
+        self._seed = seed
+        self._begun = False
+        self._num_draws = self._num_recorded = self._num_tokens = 0
+        self._experiences: dict[int, Experience] = {}  # by number, in the order recorded
+        self._of_prompt: dict[int, list[int]] = {}  # prompt -> numbers of its experiences, in the order recorded
+        self._num_right: dict[int, int] = {}  # prompt in the pool -> successes in its last group
+        self._retired: set[int] = set()
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Take in all groups generated in a rollout step. Fresh samples alone decide whether replay begins; replayed
+        ones count among the successes of their group."""
+        fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
+        if fresh and sum(sample.correct for sample in fresh) >= self.rules.start_ratio * len(fresh):
+            self._begun = True
+        for group in groups:
+            self._record_group(group)
+        while self._num_tokens > self.rules.max_tokens:
+            self._remove(next(iter(self._experiences)))
+
+    def draw(self, gen_batch_size: int) -> list[Experience]:
+        """One experience of each prompt to be replayed in the next gen batch; none before replay begins, fewer than
+        `exp_ratio` where the pool has no more prompts.
+
+        A bucket of prompts with k successes is chosen with the density at k of a normal distribution around half the
+        group size, with deviation 1; a prompt of it uniformly; of its experiences that of least entropy.
+        """
+        if not self._begun:
+            return []
+        draw, buckets = random.Random(f"{self._seed}:{self._num_draws}"), self._buckets()
+        self._num_draws += 1
+        chosen: list[int] = []
+        while buckets and len(chosen) < self.rules.num_replayed(gen_batch_size):
+            (num_right,) = draw.choices(list(buckets), self._weights(buckets))
+            prompts = buckets[num_right]
+            chosen.append(prompts.pop(draw.randrange(len(prompts))))
+            if not prompts:
+                del buckets[num_right]
+        return [self._least_entropy(prompt) for prompt in chosen]
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "replay/num_prompts": len(self._of_prompt),
+            "replay/num_trajectories": len(self._experiences),
+            "replay/num_tokens": self._num_tokens,
+            "replay/num_retired": len(self._retired),
+        }
+
+    def state_dict(self) -> dict:
+        """Plain data that survives JSON."""
+        experiences = [
+            {"number": number, "prompt": experience.prompt, "sample": sample_to_plain(experience.sample)}
+            for number, experience in self._experiences.items()
+        ]
+        return {
+            "begun": self._begun,
+            "num_draws": self._num_draws,
+            "num_recorded": self._num_recorded,
+            "experiences": experiences,
+            "num_right": [list(pair) for pair in sorted(self._num_right.items())],
+            "retired": sorted(self._retired),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self._begun, self._num_draws = state["begun"], state["num_draws"]
+        self._experiences, self._of_prompt, self._num_tokens = {}, {}, 0
+        for plain in state["experiences"]:
+            self._put(plain["number"], Experience(plain["prompt"], sample_from_plain(plain["sample"])))
+        self._num_recorded = state["num_recorded"]
+        self._num_right = dict(map(tuple, state["num_right"]))
+        self._retired = set(state["retired"])
+
+    def _record_group(self, group: Group) -> None:
+        prompt, num_right = group.prompt.index, sum(sample.correct for sample in group.samples)
+        if prompt in self._retired:
+            return
+        if num_right == len(group.samples):
+            self._retired.add(prompt)
+            for number in list(self._of_prompt.get(prompt, ())):
+                self._remove(number)
+            return
+        for sample in group.samples:
+            if sample.correct and not sample.exp_mask and any(sample.loss_mask):
+                self._put(self._num_recorded, Experience(prompt, sample))
+                self._num_recorded += 1
+        if prompt in self._of_prompt:
+            self._num_right[prompt] = num_right
+
+    def _put(self, number: int, experience: Experience) -> None:
+        numbers = self._of_prompt.setdefault(experience.prompt, [])
+        numbers.append(number)
+        self._experiences[number] = experience
+        self._num_tokens += experience.sample.num_tokens
+        if len(numbers) > self.rules.max_trajectories_per_prompt:
+            self._remove(numbers[0])
+
+    def _remove(self, number: int) -> None:
+        experience = self._experiences.pop(number)
+        self._num_tokens -= experience.sample.num_tokens
+        numbers = self._of_prompt[experience.prompt]
+        numbers.remove(number)
+        if not numbers:
+            del self._of_prompt[experience.prompt]
+            self._num_right.pop(experience.prompt, None)
+
+    def _buckets(self) -> dict[int, list[int]]:
+        """Successes -> prompts with them, both in an order that a saved and loaded pool has too."""
+        buckets: dict[int, list[int]] = {}
+        for prompt, num_right in sorted(self._num_right.items()):
+            buckets.setdefault(num_right, []).append(prompt)
+        return dict(sorted(buckets.items()))
+
+    def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:
+        """Densities relative to the best bucket's: where groups are large, all may be 0 in floating point."""
+        squares = [(num_right - self.rules.group_size / 2) ** 2 for num_right in buckets]
+        return [math.exp((min(squares) - square) / 2) for square in squares]
+
+    def _least_entropy(self, prompt: int) -> Experience:
+        return min((self._experiences[number] for number in self._of_prompt[prompt]), key=lambda each: each.entropy)
+
+
+def make_pool(config: Config) -> ExperiencePool | None:
+    """None where nothing is replayed."""
+    if not uses_experience_replay(config):
+        return None
+    keys = config.exp_manager.experience_replay
+    rules = ReplayRules(
+        group_size=config.actor_rollout_ref.rollout.n,
+        start_ratio=keys.replay_start_ratio,
+        exp_ratio=keys.exp_ratio,
+        max_trajectories_per_prompt=keys.max_trajectories_per_task,
+        max_tokens=keys.max_pool_tokens,
+    )
+    return ExperiencePool(rules, config.data.seed)
+
+
+def next_prompts(cursor: PromptCursor, pool: ExperiencePool | None, size: int) -> list[tuple[int, Sample | None]]:
+    """The prompts of a gen batch by number, each with the trajectory that its group borrows, if any.
+
+    Replayed prompts are spread evenly among the new ones, so that neither kind is left over for the next step.
+    """
+    replayed = [(each.prompt, each.sample) for each in (pool.draw(size) if pool else [])]
+    new = [(number, None) for number in cursor.next(size - len(replayed))]
+    takes_replayed = [(place + 1) * len(replayed) // size > place * len(replayed) // size for place in range(size)]
+    return [replayed.pop(0) if taken else new.pop(0) for taken in takes_replayed]
+
+
+def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
+    """Of the groups handed to the trainer: how many have a replayed sample, and the age of those in weight versions."""
+    ages = [
+        weight_version - min(sample.weight_versions) for group in groups for sample in group.samples if sample.exp_mask
+    ]
+    mean = {"replay/age_mean": sum(ages) / len(ages)} if ages else {}
+    return {"replay/num_replayed_groups": len(ages), **mean}
