@@ -86,7 +86,8 @@ def _mark_experts(chunk: GPTModel) -> None:
     where EP > 1: with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
     for parameter in expert_parameters(chunk):
         parameter.allreduce = False
-        parameter.tensor_model_parallel = True  # no other rank of the groups that the norm is summed over has it
+        # for the norm: counted on every rank of their groups. Transformer Engine's experts lack it where EP > 1
+        parameter.tensor_model_parallel = True
 
 
 def _mixture(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
