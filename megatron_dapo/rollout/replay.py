@@ -35,8 +35,8 @@ class Replay:
         batch = read_batch(self._folder, step)
         if not self._takes_experiences and any(sample.exp_mask for group in batch.groups for sample in group.samples):
             raise UserError(
-                f"Batch {batch_file(self._folder, step)} has samples of the dumped run's experience replay, which have a "
-                f"loss of their own; set exp_manager.experience_replay.enable to true, as it was there."
+                f"Batch {batch_file(self._folder, step)} has samples of the dumped run's experience replay, which have "
+                f"a loss of their own; set exp_manager.experience_replay.enable to true, as it was there."
             )
         return batch
 
