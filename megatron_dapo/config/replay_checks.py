@@ -30,14 +30,14 @@ def experience_replay(config: Config) -> Iterator[str]:
     if not keys.enable:
         for name, value in _changed(config, _READ_BY_REPLAY):
             yield (
-                f"{name} is {show(value)}, but has no effect while {REPLAY}.enable is false; set enable to true, or "
+                f"{name} is {value}, but has no effect while {REPLAY}.enable is false; set enable to true, or "
                 f"remove {name.rpartition('.')[2]}."
             )
         return
     for name, value in _changed(config, _READ_BY_MODE):
         if actor.off_policy_shaping_mode != _READ_BY_MODE[name]:
             yield (
-                f"{name} is {show(value)}, but has no effect while {MODE} is {actor.off_policy_shaping_mode}; set it "
+                f"{name} is {value}, but has no effect while {MODE} is {actor.off_policy_shaping_mode}; set it "
                 f"to {_READ_BY_MODE[name]}, or remove {name.rpartition('.')[2]}."
             )
     low, high = effective_clip(config)[0], actor.off_policy_clip_ratio_high
@@ -77,11 +77,11 @@ def _groups(config: Config) -> Iterator[str]:
         )
 
 
-def _changed(config: Config, names: Iterable[str]) -> Iterator[tuple[str, object]]:
-    """Those of the keys that are not at their default."""
+def _changed(config: Config, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Those of the keys that are not at their default, with their values in words."""
     for name in names:
         value = config
         for part in name.split("."):
             value = getattr(value, part)
         if value != known_keys()[name].default:
-            yield name, value
+            yield name, value if isinstance(value, str) else show(value)

@@ -1,0 +1,316 @@
+"""The pool of experiences by hand-computed cases, and what holds of it whatever is recorded."""
+
+import json
+import math
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.config import UserError, load_config, validate
+from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.rollout.experience_replay import ExperiencePool, ReplayRules, next_prompts, replay_metrics
+
+pytestmark = pytest.mark.unit
+
+N = 4
+
+
+def make_pool(seed=1, **rules):
+    return ExperiencePool(ReplayRules(**{**DEFAULTS, **rules}), seed)
+
+
+DEFAULTS = dict(group_size=N, start_ratio=0.0, exp_ratio=0.5, max_trajectories_per_prompt=10, max_tokens=10**6)
+
+
+def sample(correct, *, log_probs=(-0.5, -0.5), mask=None, version=0, exp_mask=False, tag=5):
+    size = len(log_probs)
+    return Sample(
+        uid="", prompt_tokens=(1, 2), response_tokens=(tag,) * size, response_text="", rollout_log_probs=log_probs,
+        loss_mask=mask or (1,) * size, weight_versions=(version,) * size, finish_reason="stop",
+        raw_reward=float(correct), correct=correct, reward=float(correct), is_truncated=False, exp_mask=exp_mask,
+    )  # fmt: skip
+
+
+def group(prompt, *samples):
+    return Group(f"uid{prompt}", Prompt(prompt, f"key{prompt}", (1, 2), "", "test", "0"), samples)
+
+
+def of(prompt, num_right, n=N, **fields):
+    return group(prompt, *(sample(i < num_right, **fields) for i in range(n)))
+
+
+def prompts_of(experiences):
+    return [experience.prompt for experience in experiences]
+
+
+# ---------------------------------------------------------------------------------------------------- what is recorded
+
+
+def test_correct_responses_of_groups_that_are_not_solved_are_kept():
+    pool = make_pool()
+    pool.record([of(0, 1), of(1, 0), of(2, 3)])
+    # two tokens of prompt and two of response each
+    assert pool.metrics() == {
+        "replay/num_prompts": 2, "replay/num_trajectories": 4, "replay/num_tokens": 16, "replay/num_retired": 0,
+    }  # fmt: skip
+
+
+def test_a_trajectory_comes_back_as_it_was_recorded():
+    recorded = sample(True, log_probs=(-0.1, 0.0, -0.3), mask=(1, 0, 1), version=7, tag=9)
+    pool = make_pool()
+    pool.record([group(3, recorded, sample(False))])
+    (experience,) = pool.draw(2)
+    assert experience.sample == recorded
+
+
+def test_a_response_without_a_token_of_the_model_is_nothing_to_learn_from():
+    pool = make_pool()
+    pool.record([group(0, sample(True, log_probs=()), sample(True, mask=(0, 0)), sample(False))])
+    assert pool.draw(4) == []
+
+
+def test_a_solved_prompt_is_retired_for_good():
+    pool = make_pool(exp_ratio=1.0)
+    pool.record([of(0, 2), of(1, 2)])
+    pool.record([of(0, N)])
+    pool.record([of(0, 2)])  # forgotten again
+    assert prompts_of(pool.draw(9)) == [1]
+    assert pool.metrics()["replay/num_retired"] == 1 and pool.metrics()["replay/num_trajectories"] == 2
+
+
+def test_a_replayed_sample_counts_among_the_successes_and_is_not_recorded_again():
+    pool = make_pool(exp_ratio=1.0)
+    pool.record([of(0, 1)])
+    borrowed = sample(True, exp_mask=True)
+    pool.record([group(0, borrowed, *(sample(False) for _ in range(N - 1)))])
+    assert pool.metrics()["replay/num_trajectories"] == 1
+    pool.record([group(0, borrowed, *(sample(True) for _ in range(N - 1)))])
+    assert pool.metrics()["replay/num_retired"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------- what is drawn
+
+
+def test_replay_begins_with_the_first_step_that_is_good_enough_and_goes_on():
+    pool = make_pool(start_ratio=0.5)
+    pool.record([of(0, 1), of(1, 2)])  # 3 of 8
+    assert pool.draw(4) == []
+    pool.record([of(2, 3), of(3, 1)])  # 4 of 8
+    assert len(pool.draw(4)) == 2
+    pool.record([of(4, 0)])
+    assert len(pool.draw(4)) == 2
+
+
+def test_replayed_samples_do_not_make_replay_begin():
+    pool = make_pool(start_ratio=0.5)
+    borrowed = (sample(True, exp_mask=True) for _ in range(3))
+    pool.record([of(0, 1), group(1, *borrowed, sample(False))])  # fresh: 1 of 5
+    assert pool.draw(4) == []
+
+
+def test_a_share_of_the_gen_batch_is_replayed_rounded_down():
+    pool = make_pool(exp_ratio=0.29)
+    pool.record([of(prompt, 1) for prompt in range(200)])
+    assert [len(pool.draw(size)) for size in (1, 3, 4, 100, 103)] == [0, 0, 1, 29, 29]
+
+
+def test_of_a_prompt_the_trajectory_of_least_entropy_is_replayed():
+    pool = make_pool()
+    unsure = sample(True, log_probs=(-0.9, -0.9), tag=11)
+    # an environment's tokens have log-prob 0: over all tokens its mean would be the lowest
+    diluted = sample(True, log_probs=(-1.2, 0.0, 0.0, 0.0), mask=(1, 0, 0, 0), tag=12)
+    sure = sample(True, log_probs=(-0.2, -0.6, -0.1), tag=13)
+    pool.record([group(0, unsure, diluted, sure, sample(False))])
+    assert [experience.sample for experience in pool.draw(2)] == [sure]
+    assert pool.draw(2)[0].entropy == pytest.approx(0.3)
+
+
+def test_buckets_are_drawn_by_the_normal_density_around_half_the_group():
+    """Groups of 4, prompts with 2, 1 and 3 successes: densities 1 : exp(-1/2) : exp(-1/2), whatever the bucket's size."""
+    counts = Counter()
+    for seed in range(3000):
+        pool = make_pool(seed, exp_ratio=0.25)
+        pool.record([of(0, 2), of(10, 1), of(11, 1), of(12, 1), of(20, 3)])
+        counts[min(pool.draw(4)[0].prompt // 10, 2)] += 1
+    total = 1.0 + 2 * math.exp(-0.5)
+    shares = [counts[bucket] / 3000 for bucket in range(3)]
+    # four deviations of a share near 0.3 to 0.45: 4 * sqrt(0.25 / 3000) = 0.037
+    assert shares == pytest.approx([1 / total, math.exp(-0.5) / total, math.exp(-0.5) / total], abs=0.037)
+
+
+def test_prompts_of_a_bucket_are_equally_likely_and_drawn_once():
+    counts = Counter()
+    for seed in range(1500):
+        pool = make_pool(seed)
+        pool.record([of(prompt, 1) for prompt in range(3)])
+        drawn = prompts_of(pool.draw(4))
+        assert len(set(drawn)) == 2
+        counts.update(drawn)
+    assert [counts[prompt] / 1500 for prompt in range(3)] == pytest.approx([2 / 3] * 3, abs=0.05)
+
+
+def test_far_buckets_of_large_groups_are_drawn_too():
+    """exp(-(128 - 1)^2 / 2) is 0 in floating point."""
+    pool = make_pool(group_size=256, exp_ratio=1.0)
+    pool.record([of(0, 1, n=256)])
+    assert prompts_of(pool.draw(1)) == [0]
+
+
+# ---------------------------------------------------------------------------------------------------- bounds
+
+
+def test_of_a_prompt_the_newest_are_kept():
+    pool = make_pool(max_trajectories_per_prompt=2)
+    best = sample(True, log_probs=(-0.1,), tag=1)
+    pool.record([group(0, best, sample(False))])
+    pool.record([group(0, sample(True, tag=2), sample(True, log_probs=(-0.4,), tag=3), sample(False))])
+    assert pool.metrics()["replay/num_trajectories"] == 2
+    assert pool.draw(2)[0].sample.response_tokens == (3,)
+
+
+def test_beyond_the_tokens_what_was_recorded_first_leaves_first():
+    pool = make_pool(max_tokens=12, exp_ratio=1.0)
+    pool.record([of(0, 1), of(1, 1)])
+    pool.record([of(0, 1), of(2, 1)])
+    assert pool.metrics()["replay/num_tokens"] == 12
+    assert sorted(prompts_of(pool.draw(9))) == [0, 1, 2]
+    pool.record([of(3, 1)])  # prompt 1 goes: of prompt 0 the second trajectory is left
+    assert sorted(prompts_of(pool.draw(9))) == [0, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------- whatever happens
+
+
+@st.composite
+def histories(draw):
+    rules = dict(
+        start_ratio=draw(st.sampled_from([0.0, 0.2])),
+        exp_ratio=draw(st.sampled_from([0.1, 0.5, 1.0])),
+        max_trajectories_per_prompt=draw(st.integers(1, 3)),
+        max_tokens=draw(st.integers(8, 80)),
+    )
+    return rules, draw(st.integers(0, 2**32)), draw(st.integers(1, 8))
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories())
+def test_bounds_hold_retired_prompts_stay_away_and_a_saved_pool_goes_on(history):
+    rules, seed, num_steps = history
+    chance, pool, solved, written = random.Random(seed), make_pool(**rules), set(), set()
+    for step in range(num_steps):
+        size = chance.randint(1, 8)
+        state = json.loads(json.dumps(pool.state_dict()))
+        other = make_pool(**rules)
+        other.load_state_dict(state)
+        drawn = pool.draw(size)
+        assert other.draw(size) == drawn and other.metrics() == pool.metrics()
+        pool = other if step % 2 else pool
+
+        assert len(drawn) <= int(rules["exp_ratio"] * size + 1e-9)
+        assert len(set(prompts_of(drawn))) == len(drawn) and not solved & set(prompts_of(drawn))
+        assert all(each.sample.correct and each.sample in written for each in drawn)
+
+        groups = []
+        for prompt in chance.sample(range(6), chance.randint(1, 6)):
+            log_probs = tuple(-chance.random() for _ in range(chance.randint(1, 6)))
+            right = [chance.random() < 0.6 for _ in range(N)]
+            groups.append(group(prompt, *(sample(ok, log_probs=log_probs, version=step) for ok in right)))
+            written |= {each for each in groups[-1].samples if each.correct}
+            solved |= {prompt} if all(right) else set()
+        pool.record(groups)
+        metrics = pool.metrics()
+        assert metrics["replay/num_tokens"] <= rules["max_tokens"] and metrics["replay/num_retired"] == len(solved)
+        assert (
+            metrics["replay/num_trajectories"] <= metrics["replay/num_prompts"] * rules["max_trajectories_per_prompt"]
+        )
+
+
+def test_the_seed_decides_and_draws_go_on_from_one_to_the_next():
+    def draws(seed):
+        pool = make_pool(seed, exp_ratio=0.5)
+        pool.record([of(prompt, 1) for prompt in range(50)])
+        return [prompts_of(pool.draw(8)) for _ in range(3)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert len({tuple(each) for each in draws(1)}) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- gen batches
+
+
+def test_replayed_prompts_are_spread_among_the_new_ones_and_take_their_place():
+    pool = make_pool(exp_ratio=0.5)
+    pool.record([of(prompt, 1) for prompt in range(100, 200)])
+    cursor = PromptCursor(100, seed=1, shuffle=False)
+    drawn = next_prompts(cursor, pool, 6)
+    assert [number for number, replayed in drawn if not replayed] == [0, 1, 2]
+    assert [replayed is not None for _, replayed in drawn] == [False, True] * 3
+    assert all(100 <= number < 200 for number, replayed in drawn if replayed)
+    assert [number for number, _ in next_prompts(cursor, None, 2)] == [3, 4]
+
+
+def test_a_pool_with_few_prompts_leaves_the_rest_to_new_ones():
+    pool = make_pool(exp_ratio=0.5)
+    pool.record([of(7, 1)])
+    drawn = next_prompts(PromptCursor(100, seed=1, shuffle=False), pool, 8)
+    assert [number for number, _ in drawn] == [0, 1, 2, 3, 4, 5, 6, 7] and drawn[-1][1] is not None
+
+
+def test_the_groups_trained_on_tell_how_much_and_how_old():
+    groups = [group(0, sample(True, version=2, exp_mask=True), sample(False, version=9)), of(1, 1, version=9)]
+    groups.append(group(2, sample(True, version=5, exp_mask=True), sample(False, version=9)))
+    assert replay_metrics(groups, weight_version=9) == {"replay/num_replayed_groups": 2, "replay/age_mean": 5.5}
+    assert replay_metrics(groups[1:2], weight_version=9) == {"replay/num_replayed_groups": 0}
+
+
+# ---------------------------------------------------------------------------------------------------- the config
+
+REPLAY = "exp_manager.experience_replay"
+ON = f"{REPLAY}.enable=true"
+ACTOR = "actor_rollout_ref.actor"
+MISTAKES = {
+    "an estimator per token": ([ON, "algorithm.adv_estimator=gae"], "algorithm.adv_estimator is gae"),
+    "one over the batch": (
+        [ON, "algorithm.adv_estimator=reinforce_plus_plus"],
+        "algorithm.adv_estimator is reinforce_plus_plus",
+    ),
+    "groups of one": ([ON, "actor_rollout_ref.rollout.n=1"], "actor_rollout_ref.rollout.n is 1"),
+    "nothing to replay": ([ON, f"{REPLAY}.exp_ratio=0.001"], f"{REPLAY}.exp_ratio 0.001 of the 512 prompts"),
+    "a pool that holds nothing": ([ON, f"{REPLAY}.max_pool_tokens=3071"], f"{REPLAY}.max_pool_tokens is 3071"),
+    "a rule without replay": ([f"{REPLAY}.exp_ratio=0.25"], f"{REPLAY}.exp_ratio is 0.25, but has no effect"),
+    "a start without replay": ([f"{REPLAY}.replay_start_ratio=0.1"], f"{REPLAY}.replay_start_ratio is 0.1, but"),
+    "a loss without replay": (
+        [f"{ACTOR}.off_policy_shaping_mode=dapo_clip_higher"],
+        f"{ACTOR}.off_policy_shaping_mode is dapo_clip_higher, but has no effect",
+    ),
+    "beta of another mode": (
+        [ON, f"{ACTOR}.off_policy_shaping_mode=dapo_clip_higher", f"{ACTOR}.off_policy_shaping_beta=0.2"],
+        f"{ACTOR}.off_policy_shaping_beta is 0.2, but has no effect while",
+    ),
+    "a clip of another mode": (
+        [ON, f"{ACTOR}.off_policy_clip_ratio_high=0.6"],
+        f"{ACTOR}.off_policy_clip_ratio_high is 0.6, but has no effect while",
+    ),
+    "a clip that narrows": (
+        [ON, f"{ACTOR}.off_policy_shaping_mode=dapo_clip_higher", f"{ACTOR}.off_policy_clip_ratio_high=0.1"],
+        f"{ACTOR}.off_policy_clip_ratio_high is 0.1, below",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_contradiction_is_named_alone(name):
+    overrides, expected = MISTAKES[name]
+    with pytest.raises(UserError) as error:
+        validate(load_config(None, overrides), None, check_files=False)
+    (sentence,) = error.value.sentences
+    assert sentence.startswith(expected) or expected in sentence
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax"])
+def test_estimators_per_response_go_with_replay(estimator):
+    validate(load_config(None, [ON, f"algorithm.adv_estimator={estimator}"]), None, check_files=False)
