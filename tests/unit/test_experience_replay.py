@@ -130,7 +130,7 @@ def test_of_a_prompt_the_trajectory_of_least_entropy_is_replayed():
 
 
 def test_buckets_are_drawn_by_the_normal_density_around_half_the_group():
-    """Groups of 4, prompts with 2, 1 and 3 successes: densities 1 : exp(-1/2) : exp(-1/2), whatever the bucket's size."""
+    """Groups of 4, 2 or 1 or 3 successes: 1 : exp(-1/2) : exp(-1/2), however many prompts have them."""
     counts = Counter()
     for seed in range(3000):
         pool = make_pool(seed, exp_ratio=0.25)
