@@ -1,6 +1,7 @@
 """Made-up groups for tests that need a rollout step without a server."""
 
 import random
+from dataclasses import replace
 
 from megatron_dapo.data import Group, Prompt, Sample
 
@@ -17,6 +18,16 @@ def synthetic_groups(
         samples = tuple(_sample(rng, f"group{index}", tokens, vocab_size, max_response) for _ in range(n))
         groups.append(Group(f"group{index}", prompt, samples))
     return groups
+
+
+def with_replayed(groups: list[Group]) -> list[Group]:
+    """The first sample of every other group as one that was replayed."""
+
+    def changed(group: Group) -> Group:
+        first, *others = group.samples
+        return replace(group, samples=(replace(first, exp_mask=True), *others))
+
+    return [changed(group) if number % 2 == 0 else group for number, group in enumerate(groups)]
 
 
 def _sample(rng: random.Random, uid: str, prompt: tuple[int, ...], vocab_size: int, max_response: int) -> Sample:

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import FixedKLController
-from megatron_dapo.config import load_config, needs_reference, uses_critic
+from megatron_dapo.config import load_config, needs_reference, uses_critic, uses_experience_replay
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import WeightSource
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages
-from tests.synthetic import synthetic_groups
+from tests.synthetic import synthetic_groups, with_replayed
 
 COMMON = [
     "data.train_batch_size=8",
@@ -50,6 +50,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     config = load_config(None, [*COMMON, f"actor_rollout_ref.model.path={model_path}", *parallel, *overrides])
     policy = Policy(config, layout)
     groups = synthetic_groups(policy.model.spec.vocab_size) if layout.rank == 0 else None
+    if groups and uses_experience_replay(config):
+        groups = with_replayed(groups)
     shard = StepDistributor(config, layout, policy.model.spec)(0, groups)
     scored = policy.score(shard.mini_batches)
     if needs_reference(config):

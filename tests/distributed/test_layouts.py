@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import run_torchrun
+from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -61,6 +62,12 @@ KL = [
     "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.kl_coef=0.05",
 ]
+# replayed samples, whose old log-probs are the recorded ones, with all that reads old log-probs
+REPLAY = [
+    "exp_manager.experience_replay.enable=true",
+    "algorithm.rollout_correction.rollout_is=token",
+    *KL,
+]
 RECOMPUTE = {
     "recompute_full": ["actor_rollout_ref.actor.megatron.recompute_granularity=full"],
     "recompute_selective": [
@@ -79,13 +86,14 @@ def variants(layout: str) -> dict[str, list[str]]:
     micro-batches and every cut with the first mode."""
     product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
     if layout == "tp1":
-        extras = {**RECOMPUTE, **HEADS}
-        return {**product, "kl/whole": KL, **{f"{name}/whole": extra for name, extra in extras.items()}}
+        extras = {"kl": KL, "replay": REPLAY, **RECOMPUTE, **HEADS}
+        return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
     modes = {f"{m}/small": [*mode(m), *CUTS["small"]] for m in MODES}
     cuts = {f"token-mean/{cut}": [*mode("token-mean"), *CUTS[cut]] for cut in CUTS}
     cuts = product if layout in ("tp2_sp", "pp2", "dp2", "tp2_sp_pp2") else cuts
     sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
-    return {**modes, **cuts, **sharded, "kl/small": [*KL, *CUTS["small"]], **_extras(layout)}
+    other = {"kl/small": [*KL, *CUTS["small"]], "replay/small": [*REPLAY, *CUTS["small"]]}
+    return {**modes, **cuts, **sharded, **other, **_extras(layout)}
 
 
 def _extras(layout: str) -> dict[str, list[str]]:
@@ -226,7 +234,21 @@ def test_the_cuts_are_really_different(results):
     assert len(modes) == len(MODES)
 
 
-@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.endswith(("/small", "/whole"))])
+def test_replayed_tokens_are_counted_and_compared_with_the_policy_that_wrote_them(results):
+    """By hand: tokens of the first sample of every other group; their ratios are not 1, those of the others are."""
+    metrics, first = (results["tp1/replay/whole"][name] for name in ("metrics", "first"))
+    groups = with_replayed(synthetic_groups(67))
+    counts = [(sum(sample.loss_mask), sample.exp_mask) for group in groups for sample in group.samples]
+    share = sum(tokens for tokens, replayed in counts if replayed) / sum(tokens for tokens, _ in counts)
+    assert metrics["exp_mask_ratio"] == pytest.approx(share)
+    assert first["actor/on_pg_clipfrac"] == first["actor/on_pg_clipfrac_lower"] == 0.0
+    assert first["actor/ratio_max"] > 1.01 and first["actor/off_pg_loss"] != 0.0
+
+
+CUT_BY_SIZE = [case for case in ALL_CASES if case.endswith(("/small", "/whole")) and "/replay/" not in case]
+
+
+@pytest.mark.parametrize("case", CUT_BY_SIZE)
 def test_at_the_first_optimizer_step_the_policy_is_the_old_policy(results, case):
     """Exactly: old log-probs come from the same micro-batches, so not even the rounding differs."""
     first = results[case]["first"]
