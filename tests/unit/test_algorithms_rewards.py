@@ -9,17 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import (
+    FILTER_METRICS,
     FILTER_MODES,
+    GROUP_ESTIMATORS,
     KL_CONTROLLERS,
     KL_PENALTIES,
+    TOKEN_ESTIMATORS,
     TRUNCATION_MODES,
+    GroupRewards,
     OverlongShaping,
     group_advantages,
+    has_spread,
     kl_penalty,
     overlong_penalty,
+    rloo_advantages,
     shape,
 )
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data import Sample
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +74,33 @@ def test_eps_bounds_the_division():
     assert group_advantages(float64([2.0, 0.0]), eps=math.sqrt(2.0)).tolist() == pytest.approx(
         [math.sqrt(0.125), -math.sqrt(0.125)]
     )
+
+
+@given(REWARDS)
+@settings(deadline=None)
+def test_leave_one_out_compares_with_the_mean_of_the_others(rewards):
+    others = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+    expected = np.array(rewards) - others
+    np.testing.assert_allclose(rloo_advantages(float64(rewards)), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_alone_there_is_nobody_to_leave_out():
+    assert rloo_advantages(float64([3.0])).tolist() == [3.0]
+
+
+@given(REWARDS, st.floats(-5, 5))
+@settings(deadline=None, max_examples=50)
+def test_remax_compares_with_the_greedy_answer(rewards, baseline):
+    ours = GROUP_ESTIMATORS["remax"](GroupRewards(float64(rewards), baseline))
+    np.testing.assert_allclose(ours, np.array(rewards) - baseline, atol=1e-12)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, -1.0, 1e6 + 0.1])
+def test_of_equal_rewards_nobody_is_better(reward):
+    rewards = float64([reward] * 7)
+    for name in ("grpo", "rloo"):
+        assert GROUP_ESTIMATORS[name](GroupRewards(rewards)).abs().max() < 1e-3
+    assert GROUP_ESTIMATORS["remax"](GroupRewards(rewards, baseline=reward)).tolist() == [0.0] * 7
 
 
 # ------------------------------------------------------------------------------------------------ shaping
@@ -145,7 +179,48 @@ def test_filters_name_the_reason_or_keep(mode, correct, reason):
     assert FILTER_MODES[mode](correct) == reason
 
 
+@given(st.lists(st.sampled_from([-1.0, 0.1, 0.3, 1e6 + 0.1]), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_a_metric_has_a_spread_where_its_deviation_is_not_zero(values):
+    assert has_spread(values) == (len(values) == 1 or len(set(values)) > 1)
+
+
+def test_a_metric_is_a_field_of_a_sample():
+    assert set(FILTER_METRICS) == {"acc", "score", "seq_reward", "seq_final_reward"}
+    assert set(FILTER_METRICS.values()) <= set(Sample.__dataclass_fields__)
+
+
 # ------------------------------------------------------------------------------------------------ KL
+
+
+LOGIT = st.floats(-0.5, 0.5)  # log-ratios within +-2: far from the bounds of low_var_kl
+DISTRIBUTIONS = st.lists(st.tuples(LOGIT, LOGIT), min_size=2, max_size=8)
+
+
+@given(DISTRIBUTIONS)
+@settings(deadline=None, max_examples=50)
+def test_over_the_tokens_that_the_actor_draws_the_estimators_are_the_kl_or_have_its_gradient(logits):
+    """Expectations over a small vocabulary: k1 and k3 are KL(actor, reference); the gradient of k2 is the KL's."""
+    scores, ref_scores = (float64(column) for column in zip(*logits, strict=True))
+    scores.requires_grad_()
+    actor, reference = scores.log_softmax(0), ref_scores.log_softmax(0)
+    drawn = actor.detach().exp()
+    exact = (actor.exp() * (actor - reference)).sum()
+    for kind in ("kl", "low_var_kl"):
+        assert float((drawn * kl_penalty(kind, actor, reference)).sum().detach()) == pytest.approx(
+            float(exact.detach()), abs=1e-10
+        )
+    (gradient,) = torch.autograd.grad((drawn * kl_penalty("mse", actor, reference)).sum(), scores, retain_graph=True)
+    (expected,) = torch.autograd.grad(exact, scores)
+    np.testing.assert_allclose(gradient, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
+def test_gradients_of_the_estimators_equal_finite_differences(kind):
+    """Away from the kinks: log-probs that are equal (abs) and the bounds of low_var_kl."""
+    log_probs, ref_log_probs = float64([-2.0, -0.5, -1.5, -0.1]), float64([-1.5, -0.9, -4.0, -0.3])
+    inputs = (log_probs.requires_grad_(), ref_log_probs.requires_grad_())
+    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(kind, a, b), inputs)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +281,4 @@ def test_the_tables_offer_what_the_config_allows():
     assert choices(config.algorithm, "kl_penalty") == set(KL_PENALTIES)
     assert choices(config.actor_rollout_ref.actor, "kl_loss_type") == set(KL_PENALTIES)
     assert choices(config.algorithm.kl_ctrl, "type") == set(KL_CONTROLLERS)
+    assert choices(config.algorithm, "adv_estimator") == set(GROUP_ESTIMATORS) | set(TOKEN_ESTIMATORS)
