@@ -27,7 +27,14 @@ from megatron_dapo.algorithms.metrics import (
     unstack_sums,
 )
 from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
-from megatron_dapo.algorithms.policy_loss import OFF_POLICY_LOSSES, Clip, LossSums, OffPolicy, policy_loss
+from megatron_dapo.algorithms.policy_loss import (
+    OFF_POLICY_LOSSES,
+    OFF_POLICY_SUMS,
+    Clip,
+    LossSums,
+    OffPolicy,
+    policy_loss,
+)
 from megatron_dapo.algorithms.reward_shaping import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
 from megatron_dapo.algorithms.value_loss import (
     EXPLAINED_VARIANCE_SUMS,
@@ -47,6 +54,7 @@ __all__ = [
     "KL_CONTROLLERS",
     "KL_PENALTIES",
     "OFF_POLICY_LOSSES",
+    "OFF_POLICY_SUMS",
     "TOKEN_ESTIMATORS",
     "TRUNCATION_MODES",
     "VALUE_LOSSES",

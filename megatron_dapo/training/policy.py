@@ -2,7 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-from megatron_dapo.algorithms import TokenBatch, finalize, metric_names, token_weights, unstack_maxima, unstack_sums
+from megatron_dapo.algorithms import (
+    OFF_POLICY_SUMS,
+    TokenBatch,
+    finalize,
+    metric_names,
+    token_weights,
+    unstack_maxima,
+    unstack_sums,
+)
 from megatron_dapo.config import Config, needs_old_log_probs
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import ModelParts, WeightSource, build_model, load_hf_weights, read_model_spec
@@ -97,9 +105,10 @@ class Policy:
         )
 
     def metrics_of(self, part: MetricSums) -> dict[str, float]:
-        """Named means and maxima."""
+        """Named means and maxima. Where no token was replayed, that part is 0, not absent."""
         sum_names, max_names = metric_names(self.loss_config)
-        return finalize(unstack_sums(part.sums.cpu(), sum_names), unstack_maxima(part.maxima.cpu(), max_names))
+        named = finalize(unstack_sums(part.sums.cpu(), sum_names), unstack_maxima(part.maxima.cpu(), max_names))
+        return {**dict.fromkeys(OFF_POLICY_SUMS, 0.0), **named}
 
 
 def with_log_probs(schedule: Schedule, mini_batches: Sequence[MiniBatch], which: str) -> list[MiniBatch]:
