@@ -81,9 +81,9 @@ def critic_step(critic: Critic, shard: StepShard, layout: ParallelLayout) -> dic
     """num_micro_batches, first, gradients, metrics, weights: as of the policy."""
     mini_batches = critic.with_targets(shard)
     first = critic.metrics_of(critic.accumulate_gradients(mini_batches[0]))
-    gradients = WeightSource(critic.model, layout, value=lambda p: p.main_grad)
     result = {"num_micro_batches": [len(mini) for mini in mini_batches], "first": first}
-    result["gradients"] = gathered(gradients, layout)
+    if not critic.state.stages[0].ddp_config.use_distributed_optimizer:
+        result["gradients"] = gathered(WeightSource(critic.model, layout, value=lambda p: p.main_grad), layout)
     result["metrics"] = critic.update(shard)
     result["weights"] = gathered(WeightSource(critic.model, layout), layout)
     return result
