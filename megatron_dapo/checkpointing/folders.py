@@ -7,12 +7,16 @@ step_000012/            a checkpoint: its manifest was inside before it had this
 
 import gzip
 import json
+import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.checkpointing.manifest import MANIFEST, sync_folder
 from megatron_dapo.config import UserError, write_whole
+
+log = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer.json"
 CONTROLLER_STATE = "controller.json.gz"
@@ -54,7 +58,7 @@ def publish(staged: Path, final: Path) -> None:
         final.rename(old)
     staged.rename(final)
     sync_folder(final.parent)
-    _remove(old)
+    _could(_remove, old)
 
 
 def discard(folder: Path) -> None:
@@ -69,23 +73,24 @@ def discard(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete what a killed process left half written or half deleted; the names."""
+    """Delete what a killed process left half written or half deleted; the names. What cannot be deleted is told."""
     left = [path for path in root.iterdir() if path.name.startswith((_STAGING, _RETIRED))] if root.is_dir() else []
-    for path in left:
-        _remove(path)
-    return sorted(path.name for path in left)
+    return sorted(path.name for path in left if _could(_remove, path))
 
 
-def retire(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
-    """Delete checkpoints that are neither among the newest `keep_last` (none = all) nor of a step that is a multiple of
-    `keep_every`; those deleted. To be called when the newest is known to be whole."""
+def retire(newest: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
+    """Delete the checkpoints before `newest`, which is whole, that are neither among the last `keep_last` with it (none
+    = all) nor of a step that is a multiple of `keep_every`; those deleted.
+
+    Later ones were skipped as damaged when the run was resumed: they count for nothing, and the run replaces them.
+    What cannot be deleted, because it is being read over a network or is not ours, is left and told: no run ends of it.
+    """
     if keep_last is None:
         return []
     assert keep_last > 0, keep_last
-    old = [path for path in newest_first(root)[keep_last:] if not (keep_every and step_of(path) % keep_every == 0)]
-    for path in old:
-        discard(path)
-    return old
+    up_to = [path for path in newest_first(newest.parent) if step_of(path) <= step_of(newest)]
+    old = [path for path in up_to[keep_last:] if not (keep_every and step_of(path) % keep_every == 0)]
+    return [path for path in old if _could(discard, path)]
 
 
 def write_trainer_state(folder: Path, state: dict) -> None:
@@ -113,6 +118,17 @@ def read_controller_state(folder: Path) -> dict:
     return json.loads(gzip.decompress((folder / CONTROLLER_STATE).read_bytes()))
 
 
+def _could(delete: Callable[[Path], None], folder: Path) -> bool:
+    try:
+        delete(folder)
+    except OSError as error:
+        log.warning("%s, which is not needed, cannot be deleted (%s); it is left", folder, error.strerror or error)
+        return False
+    return True
+
+
 def _remove(folder: Path) -> None:
-    if folder.exists():
+    if folder.is_symlink():  # somebody keeps a checkpoint elsewhere
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)

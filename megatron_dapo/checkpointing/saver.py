@@ -135,7 +135,7 @@ class Saver:
         saving = self._saving
         write_manifest(saving.staged, self._contents, files)
         publish(saving.staged, saving.final)
-        retire(saving.final.parent, self._retention.keep_last, self._retention.keep_every)
+        retire(saving.final, self._retention.keep_last, self._retention.keep_every)
 
     def _give_up(self, staged: Path) -> None:
         """Nothing partial stays behind."""

@@ -183,10 +183,42 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path_factory, steps, keep_las
     root = tmp_path_factory.mktemp("root")
     for step in steps:
         (root / f"step_{step:06d}").mkdir()
-    retire(root, keep_last, keep_every)
+    retire(newest_first(root)[0], keep_last, keep_every)
     newest = sorted(steps)[-keep_last:] if keep_last else sorted(steps)
     kept = set(newest) | {step for step in steps if keep_every and step % keep_every == 0}
     assert {int(path.name[5:]) for path in root.iterdir()} == kept
+
+
+def test_damaged_ones_that_a_resume_skipped_count_for_nothing(tmp_path):
+    """Resumed after 2, since 7 and 9 are damaged; the checkpoint of step 3 is the only one that is whole beside 2."""
+    made(tmp_path, 1, 2, 3, 7, 9)
+    assert retire(tmp_path / "step_000003", keep_last=2, keep_every=None) == [tmp_path / "step_000001"]
+    assert [path.name[-1] for path in newest_first(tmp_path)] == ["9", "7", "3", "2"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_left_and_told(tmp_path, monkeypatch, caplog):
+    """On a network file system a folder with an open file cannot be removed."""
+    made(tmp_path, 1, 2)
+
+    def refuse(folder):
+        raise OSError(39, "Directory not empty", str(folder))
+
+    monkeypatch.setattr("megatron_dapo.checkpointing.folders.shutil.rmtree", refuse)
+    assert retire(tmp_path / "step_000002", keep_last=1, keep_every=None) == []
+    assert "step_000001, which is not needed, cannot be deleted (Directory not empty)" in caplog.text
+    assert newest_first(tmp_path) == [tmp_path / "step_000002"]
+    assert remove_leftovers(tmp_path) == []
+    monkeypatch.undo()
+    assert remove_leftovers(tmp_path) == [".retired_step_000001"]
+
+
+def test_a_checkpoint_that_lies_elsewhere_behind_a_link_stays_there(tmp_path):
+    made(tmp_path / "elsewhere", 1)
+    made(tmp_path / "run", 2)
+    (tmp_path / "run" / "step_000001").symlink_to(tmp_path / "elsewhere" / "step_000001")
+    assert [path.name for path in retire(tmp_path / "run" / "step_000002", 1, None)] == ["step_000001"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_000002"]
+    assert verify(tmp_path / "elsewhere" / "step_000001").is_whole
 
 
 def test_what_a_killed_process_left_is_removed_and_checkpoints_stay(tmp_path):
