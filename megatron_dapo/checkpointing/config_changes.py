@@ -62,6 +62,8 @@ _FREE = (
     "trainer.replay",
 )
 _STEPS = "trainer.total_training_steps"
+# what these hold has names of the user's own: each is one value
+_ONE_VALUE = ("reward.kwargs", "actor_rollout_ref.rollout.multi_turn.environment_kwargs")
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,11 @@ def _refusal(change: ConfigChange, now: Config, accepted: Collection[str], sourc
 
 
 def _leaves(tree: dict, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as JSON. What a key holds of free names (reward.kwargs) is one value."""
+    """Dotted key -> value as JSON."""
     leaves: dict[str, str] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key != "reward.kwargs":
+        if isinstance(value, dict) and key not in _ONE_VALUE:
             leaves |= _leaves(value, f"{key}.")
         else:
             leaves[key] = json.dumps(value, sort_keys=True)

@@ -202,6 +202,15 @@ def test_a_key_that_only_one_of_the_programs_has(two):
     assert str(change) == "critic.lr 1e-05 -> not there" and matters(change, config())
 
 
+def test_a_key_with_names_of_the_users_own_is_one_value():
+    """Any that there is: those whose default is a mapping."""
+    keys = [name for name, key in known_keys().items() if isinstance(key.default, dict)]
+    assert len(keys) > 1
+    for key in keys:
+        (change,) = config_changes(config_to_plain(config()), config(f"{key}={{one: 1}}"))
+        assert str(change) == f'{key} {{}} -> {{"one": 1}}' and matters(change, config())
+
+
 def test_every_key_that_may_change_freely_exists():
     from megatron_dapo.checkpointing import config_changes as module
 
