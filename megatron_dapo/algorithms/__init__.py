@@ -1,4 +1,4 @@
-"""Pure tensor functions of the algorithm: advantages, losses, aggregation, KL, shaping, filters, metric sums.
+"""Pure tensor functions of the algorithm: advantages, losses, aggregation, KL, metric sums.
 
 No Megatron, no I/O, no config objects. Import from here.
 """
@@ -6,7 +6,6 @@ No Megatron, no I/O, no config objects. Import from here.
 from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS, GroupRewards, group_advantages, rloo_advantages
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
-from megatron_dapo.algorithms.filters import FILTER_METRICS, FILTER_MODES, has_spread
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, gae, last_counted
 from megatron_dapo.algorithms.kl import (
     KL_CONTROLLERS,
@@ -35,7 +34,6 @@ from megatron_dapo.algorithms.policy_loss import (
     OffPolicy,
     policy_loss,
 )
-from megatron_dapo.algorithms.reward_shaping import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
 from megatron_dapo.algorithms.value_loss import (
     EXPLAINED_VARIANCE_SUMS,
     VALUE_LOSSES,
@@ -48,15 +46,12 @@ from megatron_dapo.algorithms.whitening import mean_and_variance, moments, white
 __all__ = [
     "AGGREGATIONS",
     "EXPLAINED_VARIANCE_SUMS",
-    "FILTER_METRICS",
-    "FILTER_MODES",
     "GROUP_ESTIMATORS",
     "KL_CONTROLLERS",
     "KL_PENALTIES",
     "OFF_POLICY_LOSSES",
     "OFF_POLICY_SUMS",
     "TOKEN_ESTIMATORS",
-    "TRUNCATION_MODES",
     "VALUE_LOSSES",
     "VALUE_SUMS",
     "AdaptiveKLController",
@@ -67,7 +62,6 @@ __all__ = [
     "LossSums",
     "Maxima",
     "OffPolicy",
-    "OverlongShaping",
     "Sums",
     "TokenBatch",
     "TokenOutputs",
@@ -78,7 +72,6 @@ __all__ = [
     "finalize",
     "gae",
     "group_advantages",
-    "has_spread",
     "kl_penalty",
     "last_counted",
     "mean_and_variance",
@@ -86,10 +79,8 @@ __all__ = [
     "metric_names",
     "mismatch_sums",
     "moments",
-    "overlong_penalty",
     "policy_loss",
     "rloo_advantages",
-    "shape",
     "stack_maxima",
     "stack_sums",
     "token_weights",

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from megatron_dapo.algorithms import OverlongShaping
 from megatron_dapo.config import (
     Config,
     DataConfig,
@@ -25,7 +24,7 @@ from megatron_dapo.data.prompts import PromptCursor, PromptDataset
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.envs import EnvironmentPool
-from megatron_dapo.rewards import RewardPool, check_reward
+from megatron_dapo.rewards import OverlongShaping, RewardPool, check_reward
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError

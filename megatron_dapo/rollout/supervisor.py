@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config import Config, ModelFolder, UserError
-from megatron_dapo.platform import is_gpu, model_dtype
 from megatron_dapo.rollout.child_process import ChildProcess, exit_phrase
 
 log = logging.getLogger(__name__)
@@ -134,6 +133,8 @@ class ServerSupervisor:
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
     """How an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
+    from megatron_dapo.platform import is_gpu, model_dtype  # imports torch, which the controller does without
+
     rollout, model = config.actor_rollout_ref.rollout, ModelFolder.of(config.actor_rollout_ref.model.path)
     settings = rollout.server
     dtype = str(model_dtype(config.actor_rollout_ref.actor.megatron.dtype)).removeprefix("torch.")
@@ -238,6 +239,8 @@ def _given(*options: tuple[str, object]) -> list[str]:
 
 def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
     """Per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; nothing on a CPU."""
+    from megatron_dapo.platform import is_gpu
+
     if not is_gpu():
         return [[] for _ in range(num_servers)]
     visible = visible_gpus()

@@ -9,24 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import (
-    FILTER_METRICS,
-    FILTER_MODES,
     GROUP_ESTIMATORS,
     KL_CONTROLLERS,
     KL_PENALTIES,
     TOKEN_ESTIMATORS,
-    TRUNCATION_MODES,
     GroupRewards,
-    OverlongShaping,
     group_advantages,
-    has_spread,
     kl_penalty,
-    overlong_penalty,
     rloo_advantages,
-    shape,
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data import Sample
+from megatron_dapo.rewards import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
+from megatron_dapo.rollout.group_filter import FILTER_METRICS, FILTER_MODES, has_spread
 
 pytestmark = pytest.mark.unit
 

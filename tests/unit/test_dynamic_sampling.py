@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms import FILTER_MODES
 from megatron_dapo.config import UserError
 from megatron_dapo.data.types import Group, Prompt, Sample
-from megatron_dapo.rollout.group_filter import by_correctness
+from megatron_dapo.rollout.group_filter import FILTER_MODES, by_correctness
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.step_metrics import step_metrics
 

@@ -112,6 +112,13 @@ def test_batches_evaluation_state_and_errors_cross_the_process_border(folder):
     assert "ready: 1 servers" in handle.log_file.read_text()
 
 
+def test_the_controller_starts_without_the_heavy_libraries():
+    heavy = "('torch', 'transformers', 'sympy')"
+    modules = "megatron_dapo.rollout, megatron_dapo.rollout.controller"
+    script = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_mistakes_of_the_user_are_raised_as_such(folder):
     with handle_on(make_config(folder, ["http://127.0.0.1:9"], "data.train_files=[nowhere.jsonl]")) as handle:
         with pytest.raises(UserError, match="nowhere.jsonl"):
