@@ -26,13 +26,14 @@ class Start:
     """Where the run starts. folder: the checkpoint; none = at step 0, from the model's own weights.
 
     step: rollout steps that are done. state: its trainer.json. missing: parts that it lacks and that were allowed.
-    notes: lines for the report: what was skipped, what differs.
+    unused: parts that it has and this run has not. notes: lines for the report: what was skipped, what differs.
     """
 
     folder: Path | None = None
     step: int = 0
     state: dict = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -91,7 +92,9 @@ def _candidates(root: Path, config: Config) -> list[Path]:
 def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config) -> Start:
     trainer = config.trainer
     contents = read_manifest(folder).contents
-    missing = tuple(part for part in contents_of(config) if part not in contents)
+    wanted = contents_of(config)
+    missing = tuple(part for part in wanted if part not in contents)
+    unused = tuple(part for part in contents if part not in wanted)
     allowed = {part for name in trainer.accept_missing for part in _ALLOWS[name]}
     not_allowed = [part for part in missing if part not in allowed]
     if not_allowed:
@@ -105,7 +108,7 @@ def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config)
     notes = [f"skipped {text}" for text in skipped]
     notes += [f"changed {change}{' (accepted)' if matters(change, config) else ''}" for change in changes]
     notes += [f"not in its manifest: {name}" for name in verdict.extra]
-    return Start(folder, state["step"], state, missing, tuple(notes))
+    return Start(folder, state["step"], state, missing, unused, tuple(notes))
 
 
 def _cure(parts: list[str]) -> str:

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
 from megatron_dapo.checkpointing.folders import read_controller_state, remove_leftovers
 from megatron_dapo.checkpointing.resume import Start, contents_of, find_start, not_kept, report_lines
+from megatron_dapo.checkpointing.rollout_state import Rollout, restore_rollout
 from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist import load, save
@@ -19,14 +20,6 @@ from megatron_dapo.platform import ParallelLayout, tell
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-
-class Rollout(Protocol):
-    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait."""
-
-    def state_dict(self) -> dict: ...
-
-    def load_state_dict(self, state: dict) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,13 +85,14 @@ class RunCheckpoints:
         if start.folder is None:
             return 0
         restored, not_restored = self._restore_tensors(start)
-        not_restored += not_kept(self._config)
+        not_restored += [f"{part}: this run has none" for part in start.unused] + not_kept(self._config)
         self._trained.kl_controller.load_state_dict(start.state["kl_controller"])
         restored += [f"{self._num_optimizer_steps} optimizer steps", f"weight version {start.step}", "KL controller"]
         if "controller" in start.missing:
             not_restored.append("prompt cursor and groups that waited: not in the checkpoint (accepted)")
         else:
-            restored += tell(self._layout, f"restoring the rollout from {start.folder}", self._restore_rollout)
+            told = tell(self._layout, f"restoring the rollout from {start.folder}", self._restore_rollout)
+            restored, not_restored = restored + told[0], not_restored + told[1]
         if self._layout.rank == 0:
             self._report(report_lines(start, restored, not_restored))
         return start.step
@@ -194,10 +188,9 @@ class RunCheckpoints:
         report = load(folder, part.model, self._layout, optimizer=part.optimizer, lr_schedule=part.lr_schedule)
         return list(report.restored), list(report.not_restored)
 
-    def _restore_rollout(self) -> list[str]:
-        state = read_controller_state(self._start.folder)
-        self._trained.rollout.load_state_dict(state)
-        return _describe_rollout(state)
+    def _restore_rollout(self) -> tuple[list[str], list[str]]:
+        may_begin_anew = "controller" in self._config.trainer.accept_missing
+        return restore_rollout(self._trained.rollout, read_controller_state(self._start.folder), may_begin_anew)
 
     def _report(self, lines: list[str]) -> None:
         print("\n".join(lines), flush=True)
@@ -208,11 +201,3 @@ class RunCheckpoints:
 def _copy_companions(source: Path, out: Path) -> None:
     out.mkdir(exist_ok=True)
     copy_companions(source, out)
-
-
-def _describe_rollout(state: dict[str, Any]) -> list[str]:
-    if "queue" not in state:
-        return ["the place in the replay"]
-    queue = state["queue"]
-    groups = [f"{len(queue['kept'])} finished groups that wait", f"{len(queue['open'])} prompts of an open gen batch"]
-    return [f"prompt cursor ({queue['num_drawn']} drawn)", *groups]

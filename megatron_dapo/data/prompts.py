@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -93,8 +93,9 @@ class PromptDataset:
 class PromptCursor:
     """Draws prompt numbers epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch)."""
 
-    def __init__(self, num_prompts: int, seed: int, shuffle: bool = True) -> None:
-        self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle}
+    def __init__(self, num_prompts: int, seed: int, shuffle: bool = True, content: str = "") -> None:
+        """content: what the prompts are, see `content_of`; only to be compared."""
+        self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "content": content}
         self._epoch = self._position = 0
         self._order = self._order_of(0)
 
@@ -120,12 +121,17 @@ class PromptCursor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a saved cursor stood. Raises UserError where it drew from other data or in another order."""
-        words = {"num_prompts": "the number of prompts", "seed": "data.seed", "shuffle": "data.shuffle"}
+        words = {
+            "num_prompts": "the number of prompts",
+            "seed": "data.seed",
+            "shuffle": "data.shuffle",
+            "content": "the content of the prompts, as a hash,",
+        }
         changed = [
             f"{words[name]} was {state[name]} when the checkpoint was written and is {value} now; the order of prompts "
-            f"cannot be continued: restore it, or start a new run."
+            f"cannot be continued: restore it, or begin it anew with trainer.accept_missing=[controller]."
             for name, value in self._identity.items()
-            if state[name] != value
+            if state.get(name, value) != value
         ]
         if changed:
             raise UserError(changed)
@@ -138,6 +144,11 @@ class PromptCursor:
         if self._identity["shuffle"]:
             random.Random(f"{self._identity['seed']}/{epoch}").shuffle(order)
         return order
+
+
+def content_of(prompts: Iterable[Prompt]) -> str:
+    """A hash of all prompts, in their order."""
+    return hashlib.sha256("".join(prompt.key for prompt in prompts).encode()).hexdigest()[:16]
 
 
 def content_key(row: dict[str, Any], place: str, prompt_key: str) -> str:

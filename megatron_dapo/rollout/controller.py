@@ -20,7 +20,7 @@ from megatron_dapo.config import (
     uses_overlong_shaping,
     write_whole,
 )
-from megatron_dapo.data.prompts import PromptCursor, PromptDataset
+from megatron_dapo.data.prompts import PromptCursor, PromptDataset, content_of
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.envs import EnvironmentPool
@@ -62,7 +62,7 @@ class Controller:
         self._val_prompts = load_prompts(data.val_files, data, tokenizer) if data.val_files else []
         sources = {prompt.data_source for prompt in (*self._prompts, *self._val_prompts)}
         check_reward(reward.function, reward.kwargs, sorted(sources))
-        self._cursor = PromptCursor(len(self._prompts), data.seed, data.shuffle)
+        self._cursor = PromptCursor(len(self._prompts), data.seed, data.shuffle, content_of(self._prompts))
         self._queue = make_queue(config)
         self._pool = make_pool(config)
         self._servers = ServerPool(

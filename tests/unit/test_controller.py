@@ -363,6 +363,24 @@ def test_a_restored_controller_goes_on_with_surplus_and_cursor(folder):
     run(folder, second, overrides=overrides)
 
 
+def test_a_controller_refuses_the_state_of_other_prompts_and_stays_as_it_was(folder):
+    async def first(controller, servers):
+        await controller.next_batch(1, 1)
+        return json.loads(json.dumps(controller.state_dict()))
+
+    state = run(folder, first)
+    file = folder / "train.jsonl"
+    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+
+    async def second(controller, servers):
+        before = controller.state_dict()
+        with pytest.raises(UserError, match="content of the prompts"):
+            controller.load_state_dict(state)
+        assert controller.state_dict() == before
+
+    run(folder, second)
+
+
 def test_sample_responses_are_written_whole(folder):
     async def scenario(controller, servers):
         await controller.next_batch(3, 1)

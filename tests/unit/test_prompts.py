@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.config import UserError
-from megatron_dapo.data.prompts import PromptCursor, PromptDataset
+from megatron_dapo.data.prompts import PromptCursor, PromptDataset, content_of
+from megatron_dapo.data.types import Prompt
 
 pytestmark = pytest.mark.unit
 
@@ -252,3 +254,15 @@ def test_a_cursor_of_other_data_is_refused():
         PromptCursor(11, 1).load_state_dict(state)
     with pytest.raises(UserError, match=r"data\.seed was 1 .* 2 now"):
         PromptCursor(10, 2).load_state_dict(state)
+
+
+def test_a_cursor_of_as_many_other_prompts_is_refused():
+    """A file that was made again under its name: each number is another prompt."""
+    prompts = [Prompt(number, f"key{number}", (1,), "", "", "") for number in range(4)]
+    state = PromptCursor(4, 1, content=content_of(prompts)).state_dict()
+    PromptCursor(4, 1, content=content_of(list(prompts))).load_state_dict(state)
+    for other in (prompts[::-1], [*prompts[:3], replace(prompts[3], key="key9")]):
+        with pytest.raises(UserError, match="content of the prompts.*accept_missing=.controller"):
+            PromptCursor(4, 1, content=content_of(other)).load_state_dict(state)
+    del state["content"]  # of an earlier version
+    PromptCursor(4, 1, content=content_of(prompts)).load_state_dict(state)

@@ -12,11 +12,13 @@ from megatron_dapo.checkpointing import newest_first, verify, write_manifest
 from megatron_dapo.checkpointing.config_changes import config_changes, config_hash, config_to_plain, matters
 from megatron_dapo.checkpointing.resume import CONTENTS, Start, not_kept, report_lines
 from megatron_dapo.checkpointing.resume import find_start as find_start_of
+from megatron_dapo.checkpointing.rollout_state import restore_rollout
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.config import Config, UserError, load_config
 from megatron_dapo.config.keys import known_keys, known_sections
 from megatron_dapo.platform import JobError, SingleRank, together
+from megatron_dapo.rollout import Replay
 from tests.checkpoint_run import SlowWrite, run, trainer_state
 
 pytestmark = pytest.mark.unit
@@ -153,6 +155,54 @@ def test_a_part_that_is_missing_is_named_and_may_be_allowed_by_name(tmp_path):
     write_manifest(folder, ["model"])
     with pytest.raises(UserError, match="resume from a training checkpoint.$"):
         find_start(tmp_path, config())
+
+
+def test_a_part_that_this_run_has_no_use_for_is_told(tmp_path):
+    save(tmp_path, 5)
+    write_manifest(tmp_path / "step_000005", [*CONTENTS, "critic"])
+    assert find_start(tmp_path, config()).unused == ("critic",)
+
+
+class Rollout:
+    """Keeps what it is given; takes only a state of its own prompts."""
+
+    def __init__(self, **state) -> None:
+        self.state = {"queue": {"num_drawn": 0, "kept": [], "open": []}} | state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state: dict) -> None:
+        if state.get("prompts") != self.state.get("prompts"):
+            raise UserError("the prompts are others; restore them.")
+        self.state |= {name: value for name, value in state.items() if name in self.state}
+
+
+def test_what_was_restored_of_the_rollout_is_what_it_holds_afterwards(tmp_path):
+    queue = {"num_drawn": 9, "kept": ["group"], "open": []}
+    cursor = ["prompt cursor (9 drawn)", "1 finished groups that wait", "0 prompts of an open gen batch"]
+    pool = {"experiences": {"experiences": ["one", "two"]}}
+    assert restore_rollout(Rollout(), {"queue": queue}, False) == (cursor, [])
+    both = Rollout(experiences={"experiences": []})
+    assert restore_rollout(both, {"queue": queue, **pool}, False) == ([*cursor, "2 experiences to replay"], [])
+    assert restore_rollout(Rollout(), {"queue": queue, **pool}, False) == (
+        cursor,
+        ["experiences to replay: this run has none"],
+    )
+    _, new = restore_rollout(Rollout(**pool), {"queue": queue}, False)
+    assert new == ["experiences to replay: the checkpoint has none"]
+    lost = ["prompt cursor and groups that waited: this run has none"]
+    assert restore_rollout(Replay(tmp_path), {"queue": queue}, False) == (["the place in the replay"], lost)
+    assert restore_rollout(Replay(tmp_path), {"replay": "elsewhere"}, False) == (["the place in the replay"], [])
+
+
+def test_other_prompts_begin_anew_only_where_that_is_accepted():
+    rollout, state = Rollout(prompts="mine"), {"prompts": "theirs", "queue": {"num_drawn": 9, "kept": [], "open": []}}
+    with pytest.raises(UserError, match="the prompts are others"):
+        restore_rollout(rollout, state, may_begin_anew=False)
+    restored, (lost,) = restore_rollout(rollout, state, may_begin_anew=True)
+    assert restored == [] and lost.endswith("they begin anew (accepted), since the prompts are others")
+    assert rollout.state["queue"]["num_drawn"] == 0
 
 
 def test_a_run_in_fp8_with_delayed_scaling_is_told_that_its_history_is_lost():

@@ -93,8 +93,8 @@ class TrainerConfig(Section):
     accept_changes: list[str] = []
     """Keys that may differ from the run that wrote the checkpoint, although they matter to what is learned."""
     accept_missing: list[Literal["optimizer", "controller", "critic"]] = []
-    """Parts that a checkpoint may lack: the optimizer's state, the prompt cursor with the groups that wait, the critic,
-    which then starts from critic.model.path."""
+    """Parts that a checkpoint may lack: the optimizer's state; the prompt cursor with the groups that wait, which also
+    may be of other prompts and then begins anew; the critic, which then starts from critic.model.path."""
     dump_batches: bool = False
     """Write every finished batch to batches/step_NNNNNN.json.gz of the run folder, for `replay`; off in a replay."""
     replay: str | None = None

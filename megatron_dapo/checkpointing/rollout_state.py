@@ -1,0 +1,41 @@
+"""What a checkpoint keeps of the rollout, put back, and what is to be said of it."""
+
+from typing import Any, Protocol
+
+from megatron_dapo.config import UserError
+
+
+class Rollout(Protocol):
+    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait."""
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+def restore_rollout(rollout: Rollout, state: dict, may_begin_anew: bool) -> tuple[list[str], list[str]]:
+    """(what was restored, what was not), in words. may_begin_anew: where the state does not fit, since the prompts are
+    others, the rollout stays as it is; else UserError."""
+    try:
+        rollout.load_state_dict(state)
+    except UserError as error:
+        if not may_begin_anew:
+            raise
+        why = "; ".join(sentence.partition("; ")[0] for sentence in error.sentences)
+        return [], [f"prompt cursor and groups that waited: they begin anew (accepted), since {why}"]
+    now = rollout.state_dict()
+    lost = [f"{_WORDS[part]}: this run has none" for part in _WORDS if part in state and part not in now]
+    new = [f"{_WORDS[part]}: the checkpoint has none" for part in _WORDS if part in now and part not in state]
+    return _describe(now), lost + (new if "queue" in state else [])
+
+
+_WORDS = {"queue": "prompt cursor and groups that waited", "experiences": "experiences to replay"}
+
+
+def _describe(state: dict[str, Any]) -> list[str]:
+    if "queue" not in state:
+        return ["the place in the replay"]
+    queue = state["queue"]
+    groups = [f"{len(queue['kept'])} finished groups that wait", f"{len(queue['open'])} prompts of an open gen batch"]
+    pool = [f"{len(state['experiences']['experiences'])} experiences to replay"] if "experiences" in state else []
+    return [f"prompt cursor ({queue['num_drawn']} drawn)", *groups, *pool]
