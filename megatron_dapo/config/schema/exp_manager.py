@@ -5,7 +5,7 @@ from megatron_dapo.config.schema.base import Fraction, PositiveInt, Section
 
 class ExperienceReplayConfig(Section):
     enable: bool = False
-    """Replay correct trajectories of earlier steps: one in each replayed group; see docs/algorithms.md."""
+    """Replay correct trajectories of earlier steps: one in each replayed group; see docs/experience_replay.md."""
     replay_start_ratio: Fraction = 0.35
     """Share of right responses in a rollout step with which replay begins, for good (arXiv 2510.02245 has 0.35)."""
     exp_ratio: Fraction = 0.5
