@@ -14,7 +14,7 @@ import torch
 
 from examples.classic_control.agent import PPO
 from examples.classic_control.types import PPOConfig, PPOMetrics
-from megatron_dapo.algorithms import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names, shape, token_weights
+from megatron_dapo.algorithms import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names, token_weights
 
 from megatron_dapo.algorithms import stack_maxima, stack_sums  # isort: skip
 from megatron_dapo.config import Config, RunFolder, dapo_techniques, effective_clip, load_config, uses_critic, validate
@@ -22,6 +22,7 @@ from megatron_dapo.config.keys import canonical, known_keys
 from megatron_dapo.config.recipes import RECIPES
 from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.data import Group, Prompt, Sample, assemble, collate
+from megatron_dapo.rewards import shape
 from megatron_dapo.rollout.controller import make_shaping
 from megatron_dapo.rollout.group_filter import make_queue
 from megatron_dapo.rollout.step_metrics import step_metrics
