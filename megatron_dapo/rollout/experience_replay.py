@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_dapo.config import Config, uses_experience_replay
 from megatron_dapo.data.prompts import PromptCursor
@@ -37,7 +38,7 @@ class Experience:
     prompt: int
     sample: Sample
 
-    @property
+    @cached_property
     def entropy(self) -> float:
         """Mean -log-prob of the tokens that the model wrote, as it wrote them."""
         own = [x for x, mask in zip(self.sample.rollout_log_probs, self.sample.loss_mask, strict=True) if mask]
