@@ -13,15 +13,14 @@ import torch
 from megatron_dapo.algorithms import (
     AGGREGATIONS,
     KL_CONTROLLERS,
-    TRUNCATION_MODES,
     TokenBatch,
     TokenOutputs,
     dapo_loss,
-    shape,
     token_weights,
 )
 from megatron_dapo.config import Config, load_config, samples_per_rollout_step
 from megatron_dapo.data import assemble, collate
+from megatron_dapo.rewards import TRUNCATION_MODES, shape
 from megatron_dapo.rollout.controller import make_environments, make_shaping
 from megatron_dapo.rollout.experience_replay import make_pool
 from megatron_dapo.rollout.group_filter import make_queue

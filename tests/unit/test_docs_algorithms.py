@@ -1,0 +1,54 @@
+"""docs/algorithms.md says what is so: the defaults are the schema's, the code and the tests that it names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config.keys import canonical, known_keys, show
+from megatron_dapo.config.yaml_dialect import parse_yaml
+from tests.unit.test_seeds import CHOICES, OPTIONS, SEEDS, leaves
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+SECTIONS = ("", "algorithm.dapo.overlong_reward_shaping.", "actor_rollout_ref.actor.")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if re.match(r"\| (`|0)", line)
+]
+OPTION_ROWS = [row for row in ROWS if len(row) == 3 and not row[0].startswith("0") and known_keys().keys() & {
+    canonical(section + name) for section in SECTIONS for name in re.findall(r"`([\w.]+)`", row[0])
+}]  # fmt: skip
+PLACE_ROWS = [row for row in ROWS if len(row) == 4]
+
+
+def names_in(cell: str) -> list[str]:
+    """Whole keys: a name without dots stands in the section of the first of its cell, or of its table."""
+    first, *others = re.findall(r"`([\w.]+)`", cell)
+    (whole,) = {canonical(s + first) for s in SECTIONS if canonical(s + first) in known_keys()}
+    return [whole, *(f"{whole.rpartition('.')[0]}.{other}" for other in others)]
+
+
+def test_the_defaults_of_the_options_are_those_of_the_schema():
+    assert len(OPTION_ROWS) > 30
+    for row in OPTION_ROWS:
+        keys = names_in(row[0].replace(" (or `vf_coef`)", ""))
+        defaults = [show(known_keys()[key].default).strip("'") for key in keys]
+        assert row[1].split(", ") == defaults, row
+
+
+def test_the_code_and_the_tests_of_the_table_exist():
+    assert len(PLACE_ROWS) > 50
+    for _, _, code, test in PLACE_ROWS:
+        path, name = code.strip("`").split(": ")
+        assert re.search(rf"^( *(def|class) )?{name}\b", (ROOT / "megatron_dapo" / path).read_text(), re.M), code
+        path, name = test.strip("`").split(": ")
+        assert re.search(rf"^def {name}\(", (ROOT / "tests/unit" / path).read_text(), re.M), test
+
+
+def test_every_key_of_the_documents_is_in_the_table():
+    named = {name for row in PLACE_ROWS for name in re.findall(r"`([\w./]+)`", row[1])}
+    of_blocks = {key for path in SEEDS.glob("*.yaml") for key, _ in leaves(parse_yaml(path.read_text())[0])}
+    keys = {canonical(key) for key in (*of_blocks, *CHOICES, *(key for key, _, _ in OPTIONS))}
+    assert not keys - {canonical(name) for name in named}
