@@ -112,6 +112,10 @@ def test_a_file_that_nobody_listed_is_named_and_does_no_harm(checkpoint):
 def test_without_contents_sizes_alone_are_compared(checkpoint):
     (checkpoint / "trainer.json").write_bytes(b'{"step": 4}')
     assert verify(checkpoint, contents=False).is_whole and not verify(checkpoint).is_whole
+    for change in (b"", b'{"step": 33}'):
+        (checkpoint / "trainer.json").write_bytes(change)
+        (damage,) = verify(checkpoint, contents=False).damage
+        assert damage == f"trainer.json has {len(change)} bytes instead of 11"
 
 
 def test_a_folder_of_a_newer_format_is_refused_with_both_versions(checkpoint, monkeypatch):

@@ -286,6 +286,34 @@ def test_a_second_save_waits_for_the_first(tmp_path):
     assert [folder.name for folder in newest_first(tmp_path)] == ["step_000002", "step_000001"]
 
 
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Files, then the names of files, then the manifest, then the rename, and the rename itself: after a power cut a
+    folder with a checkpoint's name is whole."""
+    calls, fsync, rename = [], os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        calls.append(("flush", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noted_rename(old, new, **options) -> None:
+        calls.append(("name", str(new)))
+        rename(old, new, **options)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    save(tmp_path, 1)
+    named = calls.index(("name", str(tmp_path / "step_000001")))
+    staged = str(tmp_path / ".staging_step_000001")
+    manifest = next(i for i, (what, path) in enumerate(calls) if what == "flush" and "manifest.json" in path)
+    before, between = (
+        {path for what, path in part if what == "flush"} for part in (calls[:manifest], calls[manifest:named])
+    )
+    names = ("trainer.json", "controller.json.gz", *(f"megatron/__{number}_0.distcp" for number in range(5)))
+    assert {staged, f"{staged}/megatron", *(f"{staged}/{name}" for name in names)} <= before
+    assert staged in between  # the manifest's own name
+    assert ("flush", str(tmp_path)) in calls[named:]
+
+
 @pytest.mark.parametrize("how", ["poll", "finish", "start"])
 def test_a_write_that_failed_is_an_error_at_the_next_step_and_leaves_nothing(tmp_path, how):
     save(tmp_path, 1)
