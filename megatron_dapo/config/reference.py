@@ -11,6 +11,7 @@ A config is a YAML file plus `key=value` overrides on the command line:
 
     python -m megatron_dapo train --config FILE trainer.seed=2 "data.train_files=[a.jsonl, b.jsonl]"
 
+`--config-name NAME` in place of `--config FILE` takes `configs/NAME.yaml`.
 Later overrides win. Values are read as YAML 1.2 (`1e-6` is a number, `on` is a word); a key that takes text takes it as
 it stands. What is not given has the default below. Unknown keys, wrong types and contradictions are reported together
 before anything starts; `--dry-run` shows the resolved config and the process plan.

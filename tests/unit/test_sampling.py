@@ -70,6 +70,15 @@ def test_remax_groups_carry_the_shaped_reward_of_one_greedy_answer(folder):
     assert [group_from_plain(group_to_plain(group)) for group in batch.groups] == list(batch.groups)
 
 
+def test_a_response_whose_end_token_is_its_last_allowed_one_is_whole(folder):
+    """As the server says: it looks for the end token before it looks at the length."""
+    batch, _ = first_batch(folder, "grpo", *SHAPING, "data.max_response_length=2")
+    samples = [sample for group in batch.groups for sample in group.samples]
+    assert {(sample.num_response_tokens, sample.finish_reason) for sample in samples} == {(2, "stop")}
+    assert all(sample.is_terminated and not sample.is_truncated for sample in samples)
+    assert all(sample.reward == sample.raw_reward for sample in samples)
+
+
 def test_other_estimators_ask_for_no_baseline(folder):
     batch, requests = first_batch(folder, "grpo", *SHAPING)
     assert len(requests) == 8
