@@ -2,18 +2,16 @@
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+from megatron_dapo import platform
 from megatron_dapo.platform import megatron_cpu, model_dtype
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
-
-
-def in_a_fresh_process(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
 
 def test_every_adaptation_names_its_target_once_and_says_why():
@@ -22,23 +20,11 @@ def test_every_adaptation_names_its_target_once_and_says_why():
     assert all(len(row.why) > 15 for row in megatron_cpu.ADAPTATIONS)
 
 
-def test_a_target_that_moved_is_named():
-    code = """
-from megatron_dapo.platform import megatron_cpu as m
-target = "megatron.core.tensor_parallel.random.no_such_name"
-m.ADAPTATIONS += (m.Adaptation(target, "a test", lambda original: original),)
-m.apply()
-"""
-    done = in_a_fresh_process(code)
-    assert done.returncode != 0
-    assert "MovedError" in done.stderr and "megatron.core.tensor_parallel.random.no_such_name" in done.stderr
-
-
-def test_it_is_refused_after_megatron_was_imported():
-    done = in_a_fresh_process(
-        "import megatron.core\nfrom megatron_dapo.platform import megatron_cpu\nmegatron_cpu.apply()"
-    )
-    assert done.returncode != 0 and "before megatron.core is imported" in done.stderr
+def test_it_is_refused_after_megatron_was_imported(monkeypatch):
+    monkeypatch.setattr(megatron_cpu, "_applied", False)
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    with pytest.raises(RuntimeError, match="before megatron.core is imported"):
+        megatron_cpu.apply()
 
 
 def test_it_is_refused_where_there_is_a_gpu(monkeypatch):
@@ -48,30 +34,35 @@ def test_it_is_refused_where_there_is_a_gpu(monkeypatch):
         megatron_cpu.apply()
 
 
-def test_on_a_gpu_the_adaptation_is_not_even_imported():
-    code = """
-import sys, torch
-torch.cuda.is_available = lambda: True
-from megatron_dapo.platform import prepare_megatron
-prepare_megatron()
-assert "megatron_dapo.platform.megatron_cpu" not in sys.modules
-"""
-    assert in_a_fresh_process(code).returncode == 0
+def test_on_a_gpu_the_adaptation_is_not_even_imported(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(platform, "megatron_cpu")
+    monkeypatch.delitem(sys.modules, megatron_cpu.__name__)
+    platform.prepare_megatron()
+    assert megatron_cpu.__name__ not in sys.modules
 
 
-def test_outside_the_table_torch_stays_as_it_is():
+def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is():
+    """In a process of its own, where nothing is adapted yet: all rows of the table, then one that does not fit."""
     code = """
 import torch
 before = {name: getattr(torch, name) for name in ("empty", "ones", "full", "arange", "compile", "randn")}
-from megatron_dapo.platform import prepare_megatron
-prepare_megatron()
+from megatron_dapo.platform import megatron_cpu, prepare_megatron
+gone = "megatron.core.tensor_parallel.random.no_such_name"
+megatron_cpu.ADAPTATIONS += (megatron_cpu.Adaptation(gone, "a test", lambda original: original),)
+try:
+    prepare_megatron()
+except megatron_cpu.MovedError as error:
+    assert gone in str(error)
+else:
+    raise AssertionError("not noticed")
 assert all(getattr(torch, name) is f for name, f in before.items())
 assert torch.zeros(2, device="cuda").device.type == "cpu" and torch.zeros(2).device.type == "cpu"
 assert torch.zeros(2, device=torch.device("meta")).device.type == "meta"
 with torch.device("meta"):
     assert {torch.zeros(2).device.type, torch.tensor(1.0).device.type, torch.ones(2).device.type} == {"meta"}
 """
-    done = in_a_fresh_process(code)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
