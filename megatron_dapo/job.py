@@ -10,6 +10,7 @@ from megatron_dapo.algorithms import KL_CONTROLLERS
 from megatron_dapo.checkpointing.model_weights import load_weights
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
+from megatron_dapo.checkpointing.run_lock import RunLock
 from megatron_dapo.config import (
     Config,
     ModelFolder,
@@ -22,7 +23,7 @@ from megatron_dapo.config import (
 from megatron_dapo.config.model_folder import CRITIC, MEGATRON
 from megatron_dapo.data import Group
 from megatron_dapo.models import export_hf
-from megatron_dapo.platform import ParallelLayout, device
+from megatron_dapo.platform import ParallelLayout, device, tell
 from megatron_dapo.rollout import NeedsSync, Replay, RolloutError, RolloutHandle, SGLangClient, start_rollout
 from megatron_dapo.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages
@@ -176,6 +177,8 @@ def running_job(config: Config) -> Iterator[Job]:
         object_timeout_s=max(rollout_config.step_timeout_s, rollout_config.server.startup_timeout_s) + _GRACE_S,
     )
     run, is_main = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name), layout.rank == 0
+    lock = RunLock(run.lock)
+    tell(layout, f"locking {run.path}", lock.acquire)
     start = choose_start(config, run, layout)
     # the controller first: it reads the prompts and waits for the servers while the models are built here
     rollout = start_rollout(config) if is_main else None
@@ -192,4 +195,5 @@ def running_job(config: Config) -> Iterator[Job]:
             rollout.close()
         if job is not None and job.weights is not None:
             job.weights.close()
+        lock.release()
     layout.shutdown()

@@ -62,6 +62,11 @@ class RunFolder:
         """A file that a user makes to have the run saved and stopped at the end of its step."""
         return self.path / "stop"
 
+    @property
+    def lock(self) -> Path:
+        """Held by the run that is going on."""
+        return self.path / ".lock"
+
     def rollout(self, step: int) -> Path:
         """Sample responses of one rollout step."""
         return self.rollouts / f"step_{step:06d}.jsonl"

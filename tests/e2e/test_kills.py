@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.checkpointing import newest_first, read_trainer_state, verify
-from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate, to_yaml
+from megatron_dapo.checkpointing.run_lock import RunLock
+from megatron_dapo.config import Config, RunFolder, UserError, batch_file, load_and_validate, to_yaml
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
@@ -58,6 +59,8 @@ def test_after_30_kills_every_trainer_goes_on_from_the_newest_complete_checkpoin
             reached = newest + moments.randrange(1, 3)
             wait_until(lambda reached=reached: newest_step(run) >= reached)
             assert resumed_after(run) == ([newest] if number else []), "it did not go on from the newest checkpoint"
+            with pytest.raises(UserError, match="a run that is going on"):
+                RunLock(run.lock).acquire(patience_s=0)
             time.sleep(moments.uniform(0.0, 0.3))
             tell(f"kill {moments.choice(['0', '1', '0 1'])}")
             time.sleep(moments.choice([0.0, 0.1]))
