@@ -5,15 +5,19 @@ import gzip
 import inspect
 import json
 import sys
+from dataclasses import fields, is_dataclass, replace
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
 from launch.local import main as launch_local
 from megatron_dapo.__main__ import main
 from megatron_dapo.config import UserError, batch_file, load_config, process_plan, validate
-from megatron_dapo.data import RolloutBatch
+from megatron_dapo.data import Group, RolloutBatch, Sample
 from megatron_dapo.rollout import Replay, RolloutHandle, read_batch, start_rollout, write_batch
 from megatron_dapo.rollout.controller import Controller
+from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
+from megatron_dapo.rollout.plain_data import group_to_plain
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
 
@@ -29,6 +33,40 @@ def test_a_batch_is_read_back_number_for_number(tmp_path):
     for step in (1, 1_000_000):
         write_batch(tmp_path, step, batch(step))
         assert read_batch(tmp_path, step) == batch(step)
+
+
+def filled(kind: type, name: str = "") -> object:
+    """A value of a type; of a data class one in which no field has its default."""
+    origin, arguments = get_origin(kind), [each for each in get_args(kind) if each not in (type(None), Ellipsis)]
+    if is_dataclass(kind):
+        types, defaults = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
+        made = {name: filled(types[name], name) for name in defaults}
+        return kind(**made | {name: not value for name, value in defaults.items() if isinstance(value, bool)})
+    if origin in (tuple, list):
+        return origin([filled(arguments[0], name)])
+    if arguments and origin is not dict:
+        return filled(arguments[0], name)
+    return {int: 7, float: 0.1, str: name, bool: True}.get(kind, {name: [None, {"deep": 0.1}]})
+
+
+def test_no_field_of_a_group_is_lost_in_a_dump_or_in_a_checkpoint(tmp_path):
+    """Whatever fields there are."""
+    group, draw = filled(Group), filled(Draw)
+    assert all(getattr(group.samples[0], field.name) != field.default for field in fields(Sample))
+    write_batch(tmp_path, 1, RolloutBatch((group,), {}))
+    assert read_batch(tmp_path, 1).groups == (group,)
+
+    def queue() -> GroupQueue:
+        return GroupQueue(QueueLimits(1, 1), lambda samples: None)
+
+    first, second = queue(), queue()
+    first.load_state_dict(
+        {"num_drawn": 1, "kept": [group_to_plain(group)], "finished": [group_to_plain(replace(group, uid=draw.uid))]}
+        | {"open": [{"uid": draw.uid, "prompt": vars(draw.prompt), "replayed": vars(draw.replayed)}]}
+    )
+    assert first._kept == [group] and first._open == {draw.uid: draw}
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert vars(second) | {"_filter_reason": None} == vars(first) | {"_filter_reason": None}
 
 
 def test_equal_batches_make_equal_files_and_nothing_else_is_left(tmp_path):
