@@ -13,6 +13,7 @@ def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
         "prompt": group.prompt.text,
         "ground_truth": group.prompt.ground_truth,
         "responses": [_response(sample, group, tokenizer) for sample in group.samples],
+        **({} if group.keep else {"masked": True}),
     }
 
 

@@ -111,6 +111,15 @@ def test_the_soft_punishment_is_linear_in_the_buffer_and_constant_beyond(num_tok
     assert shape(1.0, num_tokens, False, shaping) == pytest.approx((1.0 + penalty, penalty))
 
 
+@given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 20), st.floats(0.0, 5.0), st.floats(-3.0, 3.0))
+def test_the_soft_punishment_is_the_documents_formula_and_ends_at_the_factor(num_tokens, expected, buffer, factor, raw):
+    """min(-(length - expected) / buffer * factor, 0), as written down; beyond the buffer it stays (eq. 13)."""
+    penalty = min(-(num_tokens - expected) / buffer * factor, 0.0)
+    penalty = -factor if num_tokens > expected + buffer else penalty
+    shaping = OverlongShaping(expected + buffer, buffer, penalty_factor=factor)
+    assert shape(raw, num_tokens, False, shaping) == pytest.approx((raw + penalty, penalty), abs=1e-12)
+
+
 def test_the_expected_length_moves_the_interval():
     shaping = OverlongShaping(max_response_length=20, buffer_len=4, expected_len=10)
     penalties = [shape(0.0, n, False, shaping)[1] for n in (10, 12, 14, 20)]

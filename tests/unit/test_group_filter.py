@@ -3,18 +3,21 @@
 import asyncio
 import json
 import logging
+import statistics
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import Clip, moments, policy_loss, token_weights
-from megatron_dapo.config import UserError, load_config
+from megatron_dapo.config import UserError, load_config, process_plan
 from megatron_dapo.data import Outcome, assemble, collate, group_estimates
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.group_filter import by_spread, filter_in_words, make_queue
+from megatron_dapo.rollout.group_filter import FILTER_MODES, by_correctness, by_spread, filter_in_words, make_queue
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.training import StepShard, estimate_advantages
 from tests.fake_rollout import RIGHT, WRONG, FakeServer, Script, make_config, write_files
@@ -194,6 +197,8 @@ def test_the_controller_masks_and_says_how_many_samples_were_filtered(tmp_path, 
     finally:
         sys.modules.pop("fake_rewards", None)
     assert [group.keep for group in groups] == [False, True, False, True]
+    lines = (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("masked", False) for line in lines] == [True, False, True, False]
     lines = [record.getMessage() for record in caplog.records if "Dynamic Sampling" in record.getMessage()]
     assert lines == ["DAPO Dynamic Sampling: Filtered 4 samples with strict mode"]
 
@@ -207,3 +212,29 @@ def test_the_controller_masks_and_says_how_many_samples_were_filtered(tmp_path, 
 )
 def test_the_log_says_how_groups_are_judged(overrides, words):
     assert filter_in_words(load_config(None, overrides)) == words
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=16))
+def test_a_group_is_filtered_where_its_success_rate_is_0_or_1(correct):
+    samples = [SimpleNamespace(correct=right) for right in correct]
+    success_rate = statistics.fmean(correct)
+    filtered = {mode for mode in FILTER_MODES if by_correctness(mode)(samples) is not None}
+    expected = {"strict"} if success_rate in (0.0, 1.0) else set()
+    expected |= {"remove_all_correct"} if success_rate == 1.0 else set()
+    expected |= {"remove_all_incorrect"} if success_rate == 0.0 else set()
+    assert filtered == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (DAPO, "on  (strict, at most 10 gen batches)"),
+        (MASK, "on  (strict, by advantages of 0)"),
+        ([*GROUPS, "algorithm.filter_groups.max_num_gen_batches=0"], "on  (spread of acc, any number of gen batches)"),
+        ([*GROUPS, "algorithm.filter_groups.metric=score"], "on  (spread of score, at most 10 gen batches)"),
+        ([], "off"),
+    ],
+)
+def test_the_process_plan_says_which_form_is_on(overrides, words):
+    (line,) = [line for line in process_plan(load_config(None, overrides)).splitlines() if "dynamic sampling" in line]
+    assert line.partition("dynamic sampling")[2].replace("on   ", "on  ").strip() == words
