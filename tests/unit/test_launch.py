@@ -1,9 +1,13 @@
 """launch.local with ranks that are small scripts, and servers that need no start."""
 
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -78,70 +82,85 @@ def test_the_resolved_config_is_kept_beside_the_logs(tmp_path):
     assert load_config(tmp_path / "run" / "logs" / "config.yaml") == chosen
 
 
-STOPPABLE = """
-import sys
-from launch.local import run_local
-from megatron_dapo.config import load_config
-family = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
-family += "start_new_session=True); print('up', flush=True); time.sleep(600)"
-sys.exit(run_local(load_config(None, sys.argv[1:]), [sys.executable, "-c", family]))
+WITH_A_CHILD = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("up", flush=True)
+time.sleep(600)
 """
+
+SAVING = """
+import os, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("up", flush=True)
+while not told:
+    time.sleep(0.05)
+time.sleep(1.0 * (1 + int(os.environ["RANK"])))
+print("saved", flush=True)
+sys.exit(85)
+"""
+
+
+def run_in(folder: Path, code: str) -> None:
+    """run_local with two ranks of `code`, in this process, whose output goes to files."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    overrides = [f"trainer.run_dir={folder}", ALREADY_RUNNING, "trainer.n_procs_per_node=2"]
+    sys.exit(run_local(load_config(None, overrides), [sys.executable, "-c", code]))
+
+
+@contextmanager
+def launcher(folder: Path, code: str) -> Iterator[multiprocessing.Process]:
+    """A process that runs `run_in`, from when both ranks are up. It is forked from one that has imported torch: that
+    takes longer than all that these tests look at."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["launch.local", "launch.trainer_ranks"])
+    process = context.Process(target=run_in, args=(folder, code))
+    process.start()
+    logs, deadline = [folder / "out", folder / "logs" / "trainer-rank-1.log"], time.monotonic() + 60
+    while not all(log.exists() and "up" in log.read_text() for log in logs):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.05)
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_leaves_no_process_behind(tmp_path, number):
-    overrides = [f"trainer.run_dir={tmp_path}", ALREADY_RUNNING, "trainer.n_procs_per_node=2"]
-    command = [sys.executable, "-c", STOPPABLE, *overrides]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stdout.readline() == "up\n"
-        launcher, deadline = psutil.Process(run.pid), time.monotonic() + 20
-        while len(family := launcher.children(recursive=True)) < 4 and time.monotonic() < deadline:
+    with launcher(tmp_path, WITH_A_CHILD) as run:
+        process, deadline = psutil.Process(run.pid), time.monotonic() + 20
+        while len(family := process.children(recursive=True)) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(1.2)  # a look at the processes, so that the grandchildren are known
         assert len(family) == 4
-        run.send_signal(number)
-        assert run.wait(20) == 128 + number
+        os.kill(run.pid, number)
+        run.join(20)
+        assert run.exitcode == 128 + number
     assert not [process for process in family if is_alive(process)]
 
 
-SAVING = """
-import sys
-from launch.local import run_local
-from megatron_dapo.config import load_config
-trainer = "import os, signal, sys, time; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1)); "
-trainer += "print('up', flush=True); [time.sleep(0.05) for _ in iter(lambda: bool(told), True)]; "
-trainer += "time.sleep(1.0 * (1 + int(os.environ['RANK']))); print('saved', flush=True); sys.exit(85)"
-sys.exit(run_local(load_config(None, sys.argv[1:]), [sys.executable, "-c", trainer]))
-"""
-
-
-def saving_run(tmp_path) -> subprocess.Popen:
-    overrides = [f"trainer.run_dir={tmp_path}", ALREADY_RUNNING, "trainer.n_procs_per_node=2"]
-    command = [sys.executable, "-c", SAVING, *overrides]
-    run = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert run.stdout.readline() == "up\n"
-    log, deadline = tmp_path / "logs" / "trainer-rank-1.log", time.monotonic() + 20
-    while "up" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return run
-
-
 def test_a_stop_signal_waits_for_every_rank_to_save_and_passes_the_exit_code_on(tmp_path):
-    with saving_run(tmp_path) as run:
-        run.send_signal(signal.SIGUSR1)
-        output, error = run.communicate(timeout=20)
-    assert run.returncode == 85 and "saved" in output
+    with launcher(tmp_path, SAVING) as run:
+        os.kill(run.pid, signal.SIGUSR1)
+        run.join(20)
+        assert run.exitcode == 85
+    assert "saved" in (tmp_path / "out").read_text()
     assert "saved" in (tmp_path / "logs" / "trainer-rank-1.log").read_text()
+    error = (tmp_path / "err").read_text()
     assert "SIGUSR1: the trainer saves" in error and "failed" not in error
 
 
 def test_a_second_stop_signal_does_not_wait(tmp_path):
-    with saving_run(tmp_path) as run:
-        run.send_signal(signal.SIGTERM)
+    with launcher(tmp_path, SAVING) as run:
+        os.kill(run.pid, signal.SIGTERM)
         time.sleep(0.8)
-        run.send_signal(signal.SIGTERM)
-        output, _ = run.communicate(timeout=20)
-    assert run.returncode == 143 and "saved" not in output
+        os.kill(run.pid, signal.SIGTERM)
+        run.join(20)
+        assert run.exitcode == 143
+    assert "saved" not in (tmp_path / "out").read_text()
 
 
 def test_mistakes_in_the_config_are_told_at_once_and_nothing_starts(tmp_path):
