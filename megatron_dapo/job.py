@@ -88,11 +88,11 @@ class Job:
 
     def score(self, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
         """The shard with the log-probs and advantages that its loss needs, and metrics of them."""
-        with self.telemetry.phase("old_log_probs"):
-            shard = shard.with_mini_batches(self.policy.score(shard.mini_batches))
-        if self.reference is not None:
+        if self.reference is not None:  # first: the policy may have to compare itself with its hidden states
             with self.telemetry.phase("ref_log_probs"):
                 shard = shard.with_mini_batches(self.reference.score(shard.mini_batches))
+        with self.telemetry.phase("old_log_probs"):
+            shard = shard.with_mini_batches(self.policy.score(shard.mini_batches))
         if self.critic is not None:
             with self.telemetry.phase("values"):
                 shard = self.critic.score(shard)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dapo.algorithms import Clip, LossConfig, TokenBatch, TokenOutputs, dapo_loss
@@ -31,6 +32,7 @@ class Case:
     temperature: str = "one"
     entropy: bool = True
     num_micro_batches: int = 1
+    full_kl: bool = False  # in the place of the estimate
     dtype: torch.dtype = torch.float64
 
 
@@ -53,6 +55,12 @@ CASES = {
     "float32": Case(dtype=torch.float32),
     "bfloat16": Case(dtype=torch.bfloat16, hidden=64),
     "accumulated": Case(num_micro_batches=3),
+    "full_kl": Case(full_kl=True),
+    "full_kl_without_entropy": Case(full_kl=True, entropy=False, temperature="per_token", num_micro_batches=2),
+    "full_kl_empty_share": Case(full_kl=True, num_valid=13, mask="last_slice", chunk_size=1),
+    "full_kl_no_rows": Case(full_kl=True, rows=0),
+    "full_kl_offset": Case(full_kl=True, offset=1000.0, dtype=torch.float32),
+    "full_kl_bfloat16": Case(full_kl=True, dtype=torch.bfloat16, hidden=64),
 }
 # the same rows in different company; a whole number of cache lines per row, as every real hidden size has
 SAME_ROWS = {
@@ -64,7 +72,8 @@ CASES |= SAME_ROWS
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Of one micro-batch; hidden_LH and weight_VH are whole. counted: ascending rows; targets and tokens: of those."""
+    """Of one micro-batch; hidden_LH and weight_VH are whole, as the reference's. counted: ascending rows; targets and
+    tokens: of those."""
 
     hidden_LH: Tensor
     weight_VH: Tensor
@@ -72,10 +81,13 @@ class Inputs:
     targets: Tensor
     tokens: TokenBatch
     temperature: float | Tensor
+    ref_hidden_LH: Tensor
+    ref_weight_VH: Tensor
 
 
 def loss_of(case: Case) -> LossConfig:
-    return LOSS if case.entropy else replace(LOSS, entropy_coef=0.0, report_entropy=False)
+    loss = LOSS if case.entropy else replace(LOSS, entropy_coef=0.0, report_entropy=False)
+    return replace(loss, kl_loss_type="full") if case.full_kl else loss
 
 
 def inputs_of(case: Case, micro_batch: int = 0) -> Inputs:
@@ -85,9 +97,12 @@ def inputs_of(case: Case, micro_batch: int = 0) -> Inputs:
     weight = torch.randn(case.vocab, case.hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     hidden = torch.randn(case.rows, case.hidden, generator=g, dtype=torch.float64)
     weight *= 3 * case.hidden**-0.5
+    ref_hidden = torch.randn(case.rows, 11, generator=torch.Generator().manual_seed(200 + micro_batch)).double()
+    ref_weight = torch.randn(case.vocab, 11, generator=torch.Generator().manual_seed(2)).double()
     if case.offset:
         hidden[:, 0], weight[:, 0] = 1.0, case.offset
-    hidden, weight = hidden.to(case.dtype), weight.to(case.dtype)
+        ref_hidden[:, 0], ref_weight[:, 0] = 1.0, -case.offset
+    hidden, weight, ref_hidden, ref_weight = (x.to(case.dtype) for x in (hidden, weight, ref_hidden, ref_weight))
     counted = np.flatnonzero(_mask(case, g))
     targets = torch.randint(0, case.num_valid, (len(counted),), generator=g)
     temperature: float | Tensor = 0.8
@@ -106,7 +121,7 @@ def inputs_of(case: Case, micro_batch: int = 0) -> Inputs:
         ref_log_probs=near(0.6),
         rollout_log_probs=near(0.05),
     )
-    return Inputs(hidden, weight, counted, targets, tokens, temperature)
+    return Inputs(hidden, weight, counted, targets, tokens, temperature, ref_hidden, ref_weight)
 
 
 def _mask(case: Case, g: torch.Generator) -> np.ndarray:
@@ -122,19 +137,32 @@ def _mask(case: Case, g: torch.Generator) -> np.ndarray:
 
 def log_probs_of(hidden, weight, case: Case, counted, targets, temperature) -> tuple[Tensor, Tensor]:
     """torch's log_softmax over the valid columns, and its entropy, in the dtype given."""
-    logits = hidden[torch.from_numpy(counted)] @ weight[: case.num_valid].t()
-    logits = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    log_p = torch.log_softmax(logits, dim=-1)
+    log_p = distribution(hidden, weight, case, counted, temperature)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def distribution(hidden, weight, case: Case, counted, temperature) -> Tensor:
+    """log p [N, num_valid]."""
+    logits = hidden[torch.from_numpy(counted)] @ weight[: case.num_valid].t()
+    return torch.log_softmax(logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature), -1)
+
+
+def full_kl_of(hidden, weight, case: Case, given: Inputs) -> Tensor:
+    """torch's kl_div [N], gradient to hidden and weight."""
+    log_p = distribution(hidden, weight, case, given.counted, given.temperature)
+    its = given.ref_hidden_LH.double(), given.ref_weight_VH.double()
+    log_q = distribution(*its, case, given.counted, given.temperature)
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """log_probs, entropy: of the last micro-batch; grad_hidden too, whole; grad_weight: of all of them."""
+    """log_probs, entropy, kl: of the last micro-batch; grad_hidden too, whole; grad_weight: of all of them."""
 
     loss_sum: Tensor
     log_probs: Tensor
     entropy: Tensor
+    kl: Tensor
     grad_hidden: Tensor
     grad_weight: Tensor
 
@@ -146,10 +174,11 @@ def oracle(case: Case) -> Answer:
         given = inputs_of(case, micro_batch)
         hidden = given.hidden_LH.double().requires_grad_()
         log_probs, entropy = log_probs_of(hidden, weight, case, given.counted, given.targets, given.temperature)
-        loss_sum = dapo_loss(TokenOutputs(log_probs, entropy), given.tokens, loss_of(case)).loss_sum
+        kl = full_kl_of(hidden, weight, case, given)
+        loss_sum = dapo_loss(TokenOutputs(log_probs, entropy, kl), given.tokens, loss_of(case)).loss_sum
         loss_sum.backward()
     grad_weight = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    return Answer(loss_sum.detach(), log_probs.detach(), entropy.detach(), hidden.grad, grad_weight)
+    return Answer(*(x.detach() for x in (loss_sum, log_probs, entropy, kl)), hidden.grad, grad_weight)
 
 
 def bounds(case: Case) -> tuple[float, float, float]:

@@ -25,12 +25,13 @@ class Case:
     entropy: Tensor | None
     tokens: TokenBatch
     config: LossConfig
+    kl: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Case":
         """The same numbers in another precision."""
         cast = lambda x: x.to(dtype) if x is not None and x.is_floating_point() else x  # noqa: E731
         tokens = TokenBatch(**{field.name: cast(getattr(self.tokens, field.name)) for field in fields(TokenBatch)})
-        return Case(cast(self.log_probs), cast(self.entropy), tokens, self.config)
+        return Case(cast(self.log_probs), cast(self.entropy), tokens, self.config, cast(self.kl))
 
 
 # ---------------------------------------------------------------------------------- the oracle
@@ -97,12 +98,14 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
     sums["actor/dual_clipfrac"] = (on * (adv < 0 and clip.dual is not None and ratio > clip.dual), on)
     sums["actor/ppo_kl"] = (-clamp(lp - old, 20.0), 1)
     sums["actor/ratio_mean"] = (ratio, 1)
+    sums["actor/entropy_sampled"] = (-lp, 1)
     total, parts = w * loss, [w * slope, 0.0]
     if config.report_entropy:
         sums["actor/entropy"] = (t["entropy"], 1)
         total -= config.entropy_coef * w * t["entropy"]
     if config.use_kl_loss:
-        kl, kl_slope = kl_of(config.kl_loss_type, lp, t["ref_log_probs"])
+        full = config.kl_loss_type == "full"
+        kl, kl_slope = (t["kl"], 0.0) if full else kl_of(config.kl_loss_type, lp, t["ref_log_probs"])
         sums["actor/kl_loss"] = (w * kl, 0)
         total, parts[1] = total + config.kl_loss_coef * w * kl, config.kl_loss_coef * w * kl_slope
     sums["actor/loss"] = (total, 0)
@@ -129,7 +132,7 @@ class Expected:
 
 def expected(case: Case) -> Expected:
     """Adds the tokens up."""
-    columns = {"log_probs": case.log_probs, "entropy": case.entropy, **vars(case.tokens)}
+    columns = {"log_probs": case.log_probs, "entropy": case.entropy, "kl": case.kl, **vars(case.tokens)}
     columns = {name: x.tolist() for name, x in columns.items() if x is not None and name != "count"}
     sum_names, max_names = metric_names(case.config)
     sums, maxima = {name: [0.0, 0.0, 0.0] for name in sum_names}, dict.fromkeys(max_names, 0.0)
@@ -173,6 +176,11 @@ def check(result, case: Case, want: Expected, precision: float, floor: float = 0
             close(ours, value, value, f"gradient of entropy {i}")
     else:
         assert result.grad_entropy is None
+    if case.kl is None:
+        assert result.grad_kl is None
+    else:
+        for i, (w, ours) in enumerate(zip(case.tokens.weights.tolist(), result.grad_kl.tolist(), strict=True)):
+            close(ours, case.config.kl_loss_coef * w, w, f"gradient of KL {i}")
 
 
 # ---------------------------------------------------------------------------------- cases
@@ -198,7 +206,8 @@ def random_case(config: LossConfig, n: int = 300, mode: str = "token-mean", seed
         is_current=uniform() < 0.6,
         exp_mask=uniform() < 0.4,
     )
-    return Case(fill(new), fill(normal().abs()), replace(tokens, **changes), config)
+    kl = fill(normal().abs()) if config.kl_loss_type == "full" else None
+    return Case(fill(new), fill(normal().abs()), replace(tokens, **changes), config, kl)
 
 
 def by_hand(config: LossConfig, rows: list[tuple[float, ...]]) -> Case:
@@ -250,6 +259,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "abs": lambda: random_case(replace(EVERYTHING, kl_loss_type="abs", tis_cap=None), seed=4),
     "abs, exactly 0": lambda: by_hand(replace(EDGES, kl_loss_type="abs"), [(0.0, 0.0, 0.0, 0.0, 0.0)] * 2),
     "k2": lambda: random_case(replace(EVERYTHING, kl_loss_type="mse"), seed=5),
+    "full KL": lambda: random_case(
+        replace(EVERYTHING, kl_loss_type="full", off_policy=None), seed=16, ref_log_probs=None
+    ),
     "replayed tokens with the bound of the others": lambda: random_case(
         replace(EVERYTHING, off_policy=OffPolicy("dapo_clip_higher")), seed=6
     ),

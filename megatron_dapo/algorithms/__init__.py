@@ -8,6 +8,7 @@ from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, gae, last_counted
 from megatron_dapo.algorithms.kl import (
+    FULL_KL,
     KL_CONTROLLERS,
     KL_PENALTIES,
     AdaptiveKLController,
@@ -46,6 +47,7 @@ from megatron_dapo.algorithms.whitening import mean_and_variance, moments, white
 __all__ = [
     "AGGREGATIONS",
     "EXPLAINED_VARIANCE_SUMS",
+    "FULL_KL",
     "GROUP_ESTIMATORS",
     "KL_CONTROLLERS",
     "KL_PENALTIES",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms.kl import kl_penalty
+from megatron_dapo.algorithms.kl import FULL_KL, kl_penalty
 from megatron_dapo.algorithms.metrics import masked_sum
 from megatron_dapo.algorithms.mismatch import (
     MISMATCH_MAXIMA,
@@ -24,6 +24,8 @@ from megatron_dapo.algorithms.policy_loss import (
     policy_loss,
 )
 
+ENTROPY_SAMPLED = "actor/entropy_sampled"  # mean of -log p(token): what the entropy is for tokens drawn from the policy
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -39,13 +41,19 @@ class LossConfig:
     off_policy: OffPolicy | None = None  # None: all tokens are on-policy
     tis_cap: float | None = None  # largest weight of truncated importance sampling against the server; None: no weights
 
+    @property
+    def use_full_kl(self) -> bool:
+        """Whether the KL loss is the one over the whole vocabulary, which the caller computes."""
+        return self.use_kl_loss and self.kl_loss_type == FULL_KL
+
 
 @dataclass(frozen=True, eq=False)
 class TokenOutputs:
-    """What the model says of the targets, with gradient; any one shape."""
+    """What the model says of the targets, with gradient; any one shape. kl: with use_full_kl."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
+    kl: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +61,10 @@ class TokenBatch:
     """What is known of the targets, without gradient; the shape of the outputs, values where weights are 0 are ignored.
 
     weights, count: from `token_weights`. old_log_probs None: one optimizer step per rollout step, the current log-probs
-    are the old ones. ref_log_probs: with use_kl_loss. rollout_log_probs: with report_mismatch or tis_cap. is_current:
-    where the old policy's own weights wrote the token; elsewhere the server's log-probs are older weights', which says
-    nothing of a mismatch (None = everywhere). exp_mask: non-zero where a token was replayed, its old log-probs being
-    those of the policy that wrote it; read with off_policy alone (None = nowhere).
+    are the old ones. ref_log_probs: with use_kl_loss, unless use_full_kl. rollout_log_probs: with report_mismatch or
+    tis_cap. is_current: where the old policy's own weights wrote the token; elsewhere the server's log-probs are older
+    weights', which says nothing of a mismatch (None = everywhere). exp_mask: non-zero where a token was replayed, its
+    old log-probs being those of the policy that wrote it; read with off_policy alone (None = nowhere).
     """
 
     weights: Tensor
@@ -78,7 +86,7 @@ class TokenBatch:
 
 def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(names of the sums, names of the maxima) that every `dapo_loss` with this config returns, in order."""
-    sums = ("actor/loss", *POLICY_SUMS)
+    sums = ("actor/loss", *POLICY_SUMS, ENTROPY_SAMPLED)
     sums += OFF_POLICY_SUMS if config.off_policy is not None else ()
     sums += TIS_SUMS if config.tis_cap is not None else ()
     sums += ("actor/entropy",) if config.report_entropy else ()
@@ -118,13 +126,17 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
         is_off_policy=is_off_policy,
         importance=importance,
     )
+    sums[ENTROPY_SAMPLED] = (masked_sum(-log_probs, counted), num_tokens)
     sums |= tis_sums
     if config.report_entropy:
         entropy = torch.where(counted, outputs.entropy, 0)
         loss_sum = loss_sum - config.entropy_coef * (batch.weights * entropy).sum()
         sums["actor/entropy"] = (masked_sum(entropy, counted), num_tokens)
     if config.use_kl_loss:
-        kl = kl_penalty(config.kl_loss_type, log_probs, torch.where(counted, batch.ref_log_probs, 0))
+        if config.use_full_kl:
+            kl = torch.where(counted, outputs.kl, 0)
+        else:
+            kl = kl_penalty(config.kl_loss_type, log_probs, torch.where(counted, batch.ref_log_probs, 0))
         loss_sum = loss_sum + config.kl_loss_coef * (batch.weights * kl).sum()
         sums["actor/kl_loss"] = ((batch.weights * kl).detach().sum(dtype=torch.float64), batch.count.double())
     if config.report_mismatch:

@@ -130,6 +130,16 @@ def uses_kl_in_reward(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef != 0.0
 
 
+def uses_full_kl_in_reward(config: Config) -> bool:
+    return uses_kl_in_reward(config) and config.algorithm.kl_penalty == "full"
+
+
+def uses_full_kl(config: Config) -> bool:
+    """Whether some KL is over the whole vocabulary: then the reference's hidden states are kept until the update."""
+    in_loss = uses_kl_loss(config) and config.actor_rollout_ref.actor.kl_loss_type == "full"
+    return in_loss or uses_full_kl_in_reward(config)
+
+
 def needs_old_log_probs(config: Config) -> bool:
     """Whether the log-probs before the update are computed; with one optimizer step they are the current ones, but for
     replayed tokens."""

@@ -12,6 +12,7 @@ from megatron_dapo.config.derived import (
     num_optimizer_steps_per_rollout_step,
     samples_per_rollout_step,
     uses_critic,
+    uses_full_kl,
     uses_kl_in_reward,
     uses_kl_loss,
 )
@@ -29,7 +30,7 @@ def process_plan(config: Config) -> str:
         ("rollout step", list(_rollout_step(config))),
         ("techniques", list(_techniques(config))),
         *_rollout(config),
-        ("reference", [_reference(config)]),
+        ("reference", list(_reference(config))),
         *([("critic", list(_critic(config)))] if uses_critic(config) else []),
     ]
     lines = ["Process plan"]
@@ -128,7 +129,7 @@ def _servers(config: Config) -> Iterator[str]:
     )
 
 
-def _reference(config: Config) -> str:
+def _reference(config: Config) -> Iterator[str]:
     actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
     reasons = []
     if uses_kl_loss(config):
@@ -136,9 +137,18 @@ def _reference(config: Config) -> str:
     if uses_kl_in_reward(config):
         reasons.append(f"KL in the reward with {kl.type} coefficient {kl.kl_coef:g}")
     if not reasons:
-        return "none: no KL coefficient is set"
+        yield "none: no KL coefficient is set"
+        return
     weights = config.actor_rollout_ref.ref.path or "the actor's starting weights"
-    return f"{weights}, on the trainer ranks, for the {' and the '.join(reasons)}"
+    yield f"{weights}, on the trainer ranks, for the {' and the '.join(reasons)}"
+    if uses_full_kl(config):
+        sizes, megatron = layout(config), actor.megatron
+        sharing = sizes.dp * (sizes.tp if megatron.sequence_parallel else 1)
+        tokens = -(-samples_per_rollout_step(config) * config.data.max_response_length // sharing)
+        yield (
+            f"KL over the whole vocabulary: until the update its last hidden states of up to {tokens} tokens are kept "
+            "on each rank of the last stage (hidden size x bytes of dtype each), and a second chunk of logits"
+        )
 
 
 def _critic(config: Config) -> Iterator[str]:

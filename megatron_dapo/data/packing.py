@@ -163,6 +163,11 @@ class MicroBatch:
     lengths: tuple[int, ...]  # of those samples
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    # for a KL over the whole vocabulary: the reference's hidden states of this rank's counted rows [K, H], the rows of
+    # the vocabulary that they meet (one tensor for all batches), and the KL per token of the policy before its update
+    ref_hidden: Tensor | None = None
+    ref_weight: Tensor | None = None
+    full_kl: Tensor | None = None
     values: Tensor | None = None  # by the critic before its update, and the returns that it learns from
     returns: Tensor | None = None
 

@@ -1,9 +1,10 @@
-"""The heads of a training run: log-probs alone (`head_log_probs`), and the whole loss with its gradient in one pass.
+"""The heads of a training run: log-probs alone (`head_log_probs`), with the KL to another model (`head_full_kl`), and
+the whole loss with its gradient in one pass.
 
 `fused_dapo_head` computes every chunk of logits once: statistics, loss, gradient of the logits, and from it the
 gradient of the hidden states and of the weight, before the next chunk overwrites the buffer (6 N H V operations, no
-recompute). It can, because a loss that sums over tokens needs nothing of a token but its own log-prob and entropy: the
-division by the global count comes later and is linear. Both heads cut rows alike and compute equal bits, but where
+recompute). It can, because a loss that sums over tokens needs nothing of a token but its own log-prob, entropy and KL:
+the division by the global count comes later and is linear. All heads cut rows alike and compute equal bits, but where
 `Head.may_differ`.
 """
 
@@ -17,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_dapo.algorithms import LossConfig, TokenBatch, metric_names
 from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
-from megatron_dapo.kernels.logits_chunk import ChunkBackend, accumulation_dtype, chunk_backend
+from megatron_dapo.kernels.logits_chunk import ChunkBackend, Divergence, accumulation_dtype, chunk_backend
 from megatron_dapo.kernels.row_plan import RowChunk, RowPlan
-from megatron_dapo.kernels.statistics import Merged, merge_over
+from megatron_dapo.kernels.statistics import Merged, merge_over, sum_over
 from megatron_dapo.kernels.token_loss import token_loss
 
 
@@ -39,6 +40,15 @@ class Head:
     temperature: float | Tensor = 1.0
     may_differ: bool = False
     use_triton: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What a KL over the whole vocabulary is measured to: another model's hidden states, of this rank's counted rows
+    alone (`RowPlan.kept_rows`), and its rows of the vocabulary, cut like ours. Its hidden size may differ."""
+
+    hidden_KH: Tensor
+    weight_VH: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +74,25 @@ def head_log_probs(
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         entropy = torch.zeros_like(log_probs) if want_entropy else None
-        for chunk, _, merged in _chunks(hidden_LH, targets_N, plan, head, want_entropy, for_gradient=False):
+        for chunk, _, merged, _ in _chunks(hidden_LH, targets_N, plan, head, want_entropy, for_gradient=False):
             log_probs[chunk.places] = merged.log_prob
             if entropy is not None:
                 entropy[chunk.places] = merged.entropy
         return log_probs, entropy
+
+
+def head_full_kl(
+    hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, reference: Reference
+) -> tuple[Tensor, Tensor]:
+    """(log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without gradient, as `head_log_probs`; q
+    is the reference's at the same temperature."""
+    with torch.no_grad():
+        log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
+        kl = torch.zeros_like(log_probs)
+        # the bits of the training pass: with the kernels that keep logits
+        for chunk, _, merged, found in _chunks(hidden_LH, targets_N, plan, head, False, True, reference):
+            log_probs[chunk.places], kl[chunk.places] = merged.log_prob, found.kl
+        return log_probs, kl
 
 
 def fused_dapo_head(
@@ -80,6 +104,7 @@ def fused_dapo_head(
     head: Head,
     *,
     loss_scale: float = 1.0,
+    reference: Reference | None = None,
 ) -> HeadLoss:
     """The summed loss of `algorithms.dapo_loss` over the plan's rows, its gradients computed in this very call.
 
@@ -87,7 +112,8 @@ def fused_dapo_head(
     rows in order. Backward hands out the gradient of hidden_LH (summed over the group; with sequence parallelism this
     rank's slice). The gradient of the weight is added, during this call, to weight.main_grad where there is one
     (float32; Megatron's convention, so zero it before), else handed out by backward too. loss_scale: what backward will
-    get as the gradient of loss_sum; it checks that on the device.
+    get as the gradient of loss_sum; it checks that on the device. reference: where the loss has the KL over the whole
+    vocabulary (use_full_kl); no gradient goes there.
 
     Raises TypeError for a loss that is not a sum over tokens (a ratio of whole sequences needs
     `linear_logprob_entropy`), RuntimeError without grad mode or inside activation recompute, where the weight's
@@ -106,14 +132,14 @@ def fused_dapo_head(
             "gradient twice. Leave the head out of the recomputed part, it keeps no logits."
         )
     loss_sum, log_probs, entropy, sums, maxima = _FusedHead.apply(
-        hidden_LH, head.weight_VH, targets_N, plan, tokens, loss, head, loss_scale
+        hidden_LH, head.weight_VH, targets_N, plan, tokens, loss, head, loss_scale, reference
     )
     return HeadLoss(loss_sum, log_probs, entropy if loss.report_entropy else None, sums, maxima)
 
 
 class _FusedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, plan, tokens, loss, head, loss_scale):
+    def forward(ctx, hidden, weight, targets, plan, tokens, loss, head, loss_scale, reference):
         dtype = accumulation_dtype(hidden.dtype)
         grad_weight = _grad_weight_buffer(weight, dtype)
         grad_hidden = _GradHidden(hidden, plan, head.group)
@@ -125,11 +151,18 @@ class _FusedHead(torch.autograd.Function):
         maxima = torch.zeros(num_maxima, dtype=torch.float64, device=hidden.device)
         share = VocabShare.of(weight, head.num_valid_columns, head.group)
         count = tokens.count
-        for chunk, backend, merged in _chunks(hidden, targets, plan, head, loss.report_entropy, for_gradient=True):
+        reference = reference if loss.use_full_kl else None
+        for chunk, backend, merged, found in _chunks(
+            hidden, targets, plan, head, loss.report_entropy, for_gradient=True, reference=reference
+        ):
             selected = replace(tokens.select(chunk.places), count=count)
             count = torch.zeros_like(count)  # counted once, with the first chunk
-            answer = token_loss(merged.log_prob, merged.entropy if loss.report_entropy else None, selected, loss)
-            backend.gradient(merged, answer.grad_log_probs * loss_scale, _scaled(answer.grad_entropy, loss_scale))
+            kl = None if found is None else found.kl
+            answer = token_loss(merged.log_prob, merged.entropy if loss.report_entropy else None, selected, loss, kl)
+            if found is not None:
+                found = found._replace(grad=answer.grad_kl * loss_scale)
+            grads = answer.grad_log_probs * loss_scale, _scaled(answer.grad_entropy, loss_scale)
+            backend.gradient(merged, *grads, found)
             grad_hidden.add(chunk, backend.grad_hidden())
             if grad_weight is not None:
                 backend.add_grad_weight(grad_weight[: share.num_valid])
@@ -157,24 +190,43 @@ class _FusedHead(torch.autograd.Function):
         grad_weight, ctx.grad_weight = ctx.grad_weight, None
         if ctx.needs_input_grad[1]:
             grad_weight = _answer_for_weight(ctx.weight, grad_weight)
-        return grad_hidden, grad_weight, *(None,) * 6
+        return grad_hidden, grad_weight, *(None,) * 7
 
 
 def _chunks(
-    hidden: Tensor, targets: Tensor, plan: RowPlan, head: Head, want_entropy: bool, for_gradient: bool
-) -> Iterator[tuple[RowChunk, ChunkBackend, Merged]]:
-    """(chunk, the backend that holds its logits, its merged statistics), one after the other."""
+    hidden: Tensor,
+    targets: Tensor,
+    plan: RowPlan,
+    head: Head,
+    want_entropy: bool,
+    for_gradient: bool,
+    reference: Reference | None = None,
+) -> Iterator[tuple[RowChunk, ChunkBackend, Merged, Divergence | None]]:
+    """(chunk, the backend that holds its logits, its merged statistics, the KL to the reference where there is one),
+    one after the other."""
     share = VocabShare.of(head.weight_VH, head.num_valid_columns, head.group)
     largest = max((chunk.num_rows for chunk in plan.chunks), default=0)
-    weight = head.weight_VH.detach()[: share.num_valid]
-    backend = chunk_backend(weight, max(plan.chunk_size, largest), largest, head.use_triton)
+
+    def backend_of(weight_VH: Tensor) -> ChunkBackend:
+        weight = weight_VH.detach()[: share.num_valid]
+        return chunk_backend(weight, max(plan.chunk_size, largest), largest, head.use_triton)
+
+    backend, other, its_parts = backend_of(head.weight_VH), None, None
+    if reference is not None:
+        other = backend_of(reference.weight_VH)
+        its_parts = _gathered(reference.hidden_KH, plan.counted_alone())
     local_targets = targets - share.first
     inv_temperature = inverse_temperature(head.temperature, targets, accumulation_dtype(hidden.dtype))
     statistics = backend.statistics_alone if head.may_differ and not for_gradient else backend.statistics
     for chunk, part in _gathered(hidden.detach(), plan):
         inv, own = inv_temperature[chunk.places], local_targets[chunk.places]
-        stats = statistics(part, inv.contiguous(), own.contiguous(), want_entropy)
-        yield chunk, backend, merge_over(stats, head.group)
+        inv, own = inv.contiguous(), own.contiguous()
+        merged, found = merge_over(statistics(part, inv, own, want_entropy), head.group), None
+        if other is not None:
+            its = merge_over(other.statistics(next(its_parts)[1], inv, own, False), head.group)
+            kl = sum_over(backend.divergence(other, merged, its), head.group)
+            found = Divergence(other, kl, torch.zeros_like(kl))
+        yield chunk, backend, merged, found
 
 
 def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]]:
@@ -198,6 +250,14 @@ def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]
         if i + 1 < len(plan.chunks):
             ahead = start(plan.chunks[i + 1])
         yield chunk, gathered if chunk.kept is None else gathered.index_select(0, chunk.kept)
+
+
+def gathered_rows(hidden_KH: Tensor, plan: RowPlan) -> Tensor:
+    """[N, H]: all the rows that the ranks of the plan hold, in order, on every one of them."""
+    whole = hidden_KH.new_empty(plan.num_counted, hidden_KH.size(1))
+    for chunk, part in _gathered(hidden_KH, plan):
+        whole[chunk.places] = part
+    return whole
 
 
 class _GradHidden:

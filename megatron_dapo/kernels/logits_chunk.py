@@ -5,7 +5,7 @@ device.
 """
 
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,14 @@ def runs_on_triton(tensor: Tensor) -> bool:
     return True
 
 
+class Divergence(NamedTuple):
+    """reference: what `ChunkBackend.divergence` was given. kl, grad: [N], KL(p || q) and dL/dKL of each row."""
+
+    reference: "ChunkBackend"
+    kl: Tensor
+    grad: Tensor
+
+
 class ChunkBackend(Protocol):
     """Logits of one chunk of rows, in buffers that the next chunk overwrites. V: this rank's valid columns."""
 
@@ -50,8 +58,19 @@ class ChunkBackend(Protocol):
         """The same, for a pass that needs no gradient."""
         ...
 
-    def gradient(self, merged: Merged, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> None:
-        """Turns the logits into the gradient of the logits. Once per `statistics`."""
+    def divergence(self, reference: "ChunkBackend", merged: Merged, of_reference: Merged) -> Tensor:
+        """[N]: this rank's share of sum_j p_j (log p_j - log q_j), q being the reference's. Both have the `statistics`
+        of the same rows; the differences log p_j - log q_j take the place of the reference's logits."""
+        ...
+
+    def gradient(
+        self,
+        merged: Merged,
+        grad_log_prob_N: Tensor | None,
+        grad_entropy_N: Tensor | None,
+        divergence: Divergence | None = None,
+    ) -> None:
+        """Turns the logits into the gradient of the logits. Once per `statistics`; divergence: after `divergence`."""
         ...
 
     def grad_hidden(self) -> Tensor:
@@ -102,7 +121,20 @@ class _TorchChunk:
 
     statistics_alone = statistics
 
-    def gradient(self, merged, grad_log_prob, grad_entropy):
+    def divergence(self, reference, merged, of_reference):
+        n, columns = self._targets.size(0), self._weight.size(0)
+        if not columns:
+            return merged.top.new_zeros(n)
+        k = (self._m - merged.top) - merged.log_s
+        gap = k - ((reference._m - of_reference.top) - of_reference.log_s)
+        padding = _round_up(n, _CPU_ROW_MULTIPLE) - n
+        gap = torch.nn.functional.pad(gap, (0, padding))[:, None]
+        chunk = (self._e, self._x, reference._x)
+        blocks = zip(*(t[: n + padding].split(_CPU_ROW_BLOCK) for t in (*chunk, gap)), strict=True)
+        parts = [torch.linalg.vecdot(e, torch.sub(x, y, out=y).add_(g)) for e, x, y, g in blocks]
+        return torch.cat([*parts, gap[:0, 0]])[:n] * k.exp()
+
+    def gradient(self, merged, grad_log_prob, grad_entropy, divergence=None):
         n, columns = self._targets.size(0), self._weight.size(0)
         self._d = self._e[:n]
         if not columns:
@@ -111,13 +143,15 @@ class _TorchChunk:
         k = (self._m - merged.top) - merged.log_s
         share = k.exp()
         c1 = torch.zeros_like(share) if grad_log_prob is None else -share * grad_log_prob
-        if grad_entropy is None:
-            self._d.mul_(c1[:, None])
-        else:
-            c1 = c1 - share * grad_entropy * (k + merged.entropy)
+        c1 = c1 if grad_entropy is None else c1 - share * grad_entropy * (k + merged.entropy)
+        factor = c1[:, None]
+        if divergence is not None:
+            to_kl, difference = (share * divergence.grad)[:, None], divergence.reference._x[:n]
+            factor = torch.addcmul(factor - to_kl * divergence.kl[:, None], difference, to_kl, out=difference)
+        if grad_entropy is not None:
             x = self._x[:n]
-            torch.addcmul(c1[:, None], x, (-share * grad_entropy)[:, None], out=x)
-            self._d.mul_(x)
+            factor = torch.addcmul(factor, x, (-share * grad_entropy)[:, None], out=x)
+        self._d.mul_(factor)
         if grad_log_prob is not None:
             is_mine, index = own_targets(self._targets, columns)
             self._d.scatter_add_(1, index, torch.where(is_mine, grad_log_prob, 0.0).to(self._dtype)[:, None])
@@ -184,16 +218,24 @@ class _TritonChunk:
         )
         return combine(shares)
 
-    def gradient(self, merged, grad_log_prob, grad_entropy):
+    def divergence(self, reference, merged, of_reference):
+        if not self._weight.size(0):
+            return merged.top.new_zeros(self._n)
+        x, y = self._x[: self._n], reference._x[: self._n]
+        return self._rows.row_divergence(x, y, self._inv_temperature, merged, of_reference)
+
+    def gradient(self, merged, grad_log_prob, grad_entropy, divergence=None):
         if not self._weight.size(0):
             self._d = self._weight.new_empty(self._n, 0)
             return
         self._d = self._d_buffer[: self._n]
         if grad_log_prob is None:
             grad_log_prob = torch.zeros_like(merged.top)
-        self._rows.row_gradient(
-            self._x[: self._n], self._inv_temperature, self._targets, merged, grad_log_prob, grad_entropy, self._d
-        )
+        terms = None
+        if divergence is not None:
+            terms = self._rows.KLTerms(divergence.reference._x[: self._n], divergence.kl, divergence.grad)
+        given = self._inv_temperature, self._targets, merged, grad_log_prob, grad_entropy
+        self._rows.row_gradient(self._x[: self._n], *given, self._d, kl=terms)
 
     def grad_hidden(self):
         # in float32 first: cuBLAS may add up parts of a product of halves in half precision

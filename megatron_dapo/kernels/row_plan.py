@@ -6,7 +6,7 @@ counted rows travels. All of it is computed from the mask on the host: no chunk 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -63,6 +63,22 @@ class RowPlan:
             for pieces, width, kept, places in _cut(counted_rows, num_rows // size, size, chunk_size)
         ]
         return cls(tuple(chunks), len(counted_rows), chunk_size, group if size > 1 else None)
+
+    def counted_alone(self) -> "RowPlan":
+        """The same chunks of hidden states that were kept of this rank's counted rows alone, in order."""
+        starts = np.cumsum([0, *(len(chunk.local) for chunk in self.chunks)])
+        device = self.chunks[0].local.device if self.chunks else None
+        chunks = [
+            replace(chunk, local=torch.arange(start, start + len(chunk.local), device=device))
+            for chunk, start in zip(self.chunks, starts[:-1].tolist(), strict=True)
+        ]
+        return replace(self, chunks=tuple(chunks))
+
+    def kept_rows(self, hidden_LH: Tensor) -> Tensor:
+        """[k, H]: this rank's counted rows, in the order of `counted_alone`, in memory of their own."""
+        if not self.chunks:
+            return hidden_LH[:0].clone()
+        return hidden_LH.index_select(0, torch.cat([chunk.local for chunk in self.chunks]))
 
 
 def _cut(counted: np.ndarray, rows_per_slice: int, num_slices: int, chunk_size: int):

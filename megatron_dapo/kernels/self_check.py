@@ -1,6 +1,6 @@
 """Before a run: the fused head on a small random case, against float64 on the same machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms import LossConfig, TokenBatch, TokenOutputs, dapo_loss
-from megatron_dapo.kernels.fused_head import Head, fused_dapo_head, head_log_probs
+from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.row_plan import RowPlan
 
 _ROWS, _HIDDEN, _PADDING, _CHUNK = 96, 128, 24, 32
@@ -18,12 +18,14 @@ _TEMPERATURE = 0.9
 @dataclass(frozen=True)
 class Check:
     """What a run will ask of the kernels. num_columns: this rank's share of the vocabulary, which decides block sizes;
-    loss and has_old_log_probs decide which variants of the loss kernel are compiled."""
+    loss and has_old_log_probs decide which variants of the loss kernel are compiled. full_kl: whether there is a KL
+    over the whole vocabulary, in the loss or in the reward."""
 
     dtype: torch.dtype
     num_columns: int
     loss: LossConfig
     has_old_log_probs: bool
+    full_kl: bool = False
 
 
 class Error(NamedTuple):
@@ -51,21 +53,29 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
     hidden, weight = normal(_ROWS, _HIDDEN), normal(columns + _PADDING, _HIDDEN, std=3 * _HIDDEN**-0.5)
     counted = np.flatnonzero(torch.rand(_ROWS, generator=generator).numpy() < 0.8)
     targets = torch.randint(0, columns, (len(counted),), generator=generator).to(device)
-    oracle = _Oracle(hidden, weight, targets, torch.from_numpy(counted).to(device), columns)
+    rows = torch.from_numpy(counted).to(device)
+    reference = None
+    if check.full_kl:  # another model, not far from this one
+        near = (x.detach() + normal(*x.shape, std=std).detach() for x, std in ((hidden, 0.2), (weight, 0.05)))
+        reference = Reference(*near)
+        reference = replace(reference, hidden_KH=reference.hidden_KH[rows])
+    oracle = _Oracle(hidden, weight, targets, rows, columns, reference)
     tokens = _tokens(check, oracle.log_probs, generator)
 
     plan = RowPlan.make(counted, _ROWS, _CHUNK, device)
     head = Head(weight, None, columns, _TEMPERATURE)
     log_probs, entropy = head_log_probs(hidden, targets, plan, head, want_entropy=True)
-    answer = fused_dapo_head(hidden, targets, plan, tokens, check.loss, head)
+    answer = fused_dapo_head(hidden, targets, plan, tokens, check.loss, head, reference=reference)
     answer.loss_sum.backward()
     loss, grad_hidden, grad_weight = oracle.loss(tokens, check.loss)
 
+    kl = None if reference is None else head_full_kl(hidden, targets, plan, head, reference)[1]
     value_bound, gradient_bound = (2e-5, 1e-5) if check.dtype == torch.float32 else (2e-4, 4e-3)
     return [
         Error("log-probs", _largest(log_probs, oracle.log_probs), value_bound),
         Error("training log-probs", _largest(answer.log_probs, oracle.log_probs), value_bound),
         Error("entropy", _largest(entropy, oracle.entropy), value_bound),
+        *([] if kl is None else [Error("KL", _largest(kl, oracle.kl), value_bound)]),
         Error("mean loss", _largest(answer.loss_sum, loss) / len(counted), value_bound),
         Error("gradient of hidden", _relative(hidden.grad, grad_hidden), gradient_bound),
         Error("gradient of weight", _relative(weight.grad, grad_weight), gradient_bound),
@@ -76,14 +86,21 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
 class _Oracle:
     """log_softmax, its entropy, and autograd, in float64."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, columns: int) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, columns: int, reference: Reference | None
+    ) -> None:
         self._hidden, self._weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
         log_p = torch.log_softmax(self._hidden[rows] @ self._weight[:columns].t() / _TEMPERATURE, dim=-1)
         self.log_probs = log_p.gather(1, targets[:, None])[:, 0]
         self.entropy = -(log_p.exp() * log_p).sum(-1)
+        self.kl = None
+        if reference is not None:
+            logits = reference.hidden_KH.double() @ reference.weight_VH[:columns].double().t()
+            log_q = torch.log_softmax(logits / _TEMPERATURE, dim=-1)
+            self.kl = (log_p.exp() * (log_p - log_q)).sum(-1)
 
     def loss(self, tokens: TokenBatch, loss: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum = dapo_loss(TokenOutputs(self.log_probs, self.entropy), tokens, loss).loss_sum
+        loss_sum = dapo_loss(TokenOutputs(self.log_probs, self.entropy, self.kl), tokens, loss).loss_sum
         return loss_sum, *torch.autograd.grad(loss_sum, (self._hidden, self._weight))
 
 

@@ -11,7 +11,10 @@ A rank without a valid column has m = -inf, s = u = 0. Shares are merged in rank
 
 Differences to M are taken before anything is added, so a common offset of the logits loses no digits. The gradient is
 
-    dL/dlogit_j = 1/temperature * [ g_lp (1[j=t] - p_j) - g_H p_j (log p_j + H) ].
+    dL/dlogit_j = 1/temperature * [ g_lp (1[j=t] - p_j) - g_H p_j (log p_j + H) + g_KL p_j (log p_j - log q_j - KL) ],
+
+the last where KL = sum_j p_j (log p_j - log q_j) to another model's q is asked for. Its terms are made of differences
+of single logits, so it is exactly 0 between equal models, and what is added up is small where it is small.
 """
 
 from typing import NamedTuple
@@ -59,6 +62,18 @@ def merge(stats_RN4: Tensor) -> Merged:
     top, total, weighted, x_t = combine(stats_RN4).unbind(-1)
     log_s = total.log()
     return Merged(top, log_s, log_s - weighted / total, ((x_t - top) - log_s).clamp_max(0.0))
+
+
+def sum_over(shares_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[N]: the ranks' shares of one number per row, added in rank order."""
+    if group is None or group.size() == 1 or not shares_N.numel():
+        return shares_N
+    gathered = shares_N.new_empty((group.size(), shares_N.numel()))
+    dist.all_gather_into_tensor(gathered.view(-1), shares_N.contiguous(), group=group)
+    total = gathered[0]
+    for share in gathered[1:]:
+        total = total + share
+    return total
 
 
 def merge_over(stats_N4: Tensor, group: dist.ProcessGroup | None) -> Merged:

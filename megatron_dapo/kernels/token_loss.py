@@ -24,9 +24,9 @@ from megatron_dapo.kernels.logits_chunk import runs_on_triton
 class TokenLoss(NamedTuple):
     """What `token_loss` returns, on the device of the log-probs and without gradient.
 
-    loss_sum: scalar, to be divided by the global count. grad_log_probs, grad_entropy: [N], d loss_sum / d each;
-    grad_entropy is None where the loss does not depend on the entropy. sums: [K, 2] float64, (sum, count) rows; maxima:
-    [M] float64; in the order of `algorithms.metric_names`.
+    loss_sum: scalar, to be divided by the global count. grad_log_probs, grad_entropy, grad_kl: [N], d loss_sum / d
+    each; the last two are None where the loss does not depend on the entropy, or on a KL it was given. sums: [K, 2]
+    float64, (sum, count) rows; maxima: [M] float64; in the order of `algorithms.metric_names`.
     """
 
     loss_sum: Tensor
@@ -34,37 +34,52 @@ class TokenLoss(NamedTuple):
     grad_entropy: Tensor | None
     sums: Tensor
     maxima: Tensor
+    grad_kl: Tensor | None = None
 
 
-def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch, config: LossConfig) -> TokenLoss:
+def token_loss(
+    log_probs_N: Tensor,
+    entropy_N: Tensor | None,
+    tokens: TokenBatch,
+    config: LossConfig,
+    kl_N: Tensor | None = None,
+) -> TokenLoss:
     """The loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
 
     The device of log_probs_N decides who computes it; float64 is torch's everywhere. Nothing waits for the device.
-    entropy_N: with report_entropy. Of several pieces of one batch whose sums are added, one alone may bring the count.
+    entropy_N: with report_entropy. kl_N: with use_full_kl. Of several pieces of one batch whose sums are added, one may
+    bring the count.
     """
     if runs_on_triton(log_probs_N):
         from megatron_dapo.kernels.triton_ops import token_loss as triton_ops
 
-        return triton_ops.token_loss(log_probs_N, entropy_N, tokens, config)
-    return token_loss_torch(log_probs_N, entropy_N, tokens, config)
+        return triton_ops.token_loss(log_probs_N, entropy_N, tokens, config, kl_N)
+    return token_loss_torch(log_probs_N, entropy_N, tokens, config, kl_N)
 
 
 def token_loss_torch(
-    log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch, config: LossConfig
+    log_probs_N: Tensor,
+    entropy_N: Tensor | None,
+    tokens: TokenBatch,
+    config: LossConfig,
+    kl_N: Tensor | None = None,
 ) -> TokenLoss:
     """`token_loss` by `dapo_loss` and autograd, in the dtype of its arguments."""
     wants_entropy = config.report_entropy and config.entropy_coef != 0.0
     with torch.enable_grad():
         log_probs = log_probs_N.detach().requires_grad_()
         entropy = None if entropy_N is None else entropy_N.detach().requires_grad_(wants_entropy)
-        result = dapo_loss(TokenOutputs(log_probs, entropy), tokens, config)
-        inputs = (log_probs, entropy) if wants_entropy else (log_probs,)
-        grads = torch.autograd.grad(result.loss_sum, inputs)
+        kl = kl_N.detach().requires_grad_() if config.use_full_kl else None
+        result = dapo_loss(TokenOutputs(log_probs, entropy, kl), tokens, config)
+        inputs = {"log_probs": log_probs} | ({"entropy": entropy} if wants_entropy else {})
+        inputs |= {} if kl is None else {"kl": kl}
+        grads = dict(zip(inputs, torch.autograd.grad(result.loss_sum, [*inputs.values()]), strict=True))
     sum_names, max_names = metric_names(config)
     return TokenLoss(
         result.loss_sum.detach(),
-        grads[0],
-        grads[1] if wants_entropy else None,
+        grads["log_probs"],
+        grads.get("entropy"),
         stack_sums(result.sums, sum_names, log_probs.device),
         stack_maxima(result.maxima, max_names, log_probs.device),
+        grads.get("kl"),
     )

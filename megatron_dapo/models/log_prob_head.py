@@ -28,9 +28,13 @@ from megatron_dapo.algorithms import (
 from megatron_dapo.kernels import (
     Head,
     HeadLoss,
+    Reference,
     RowPlan,
     fused_dapo_head,
+    gathered_rows,
+    head_full_kl,
     head_log_probs,
+    linear_full_kl,
     linear_logprob_entropy,
     to_device,
 )
@@ -41,7 +45,8 @@ class HeadTask:
     """What the head is to answer for the next micro-batch.
 
     targets_BS: [B, S] int64, the next token of each position. counted_rows: [N] ascending positions s * B + b where an
-    answer is wanted. tokens (fields [B, S]) and loss: then the answer is the loss.
+    answer is wanted. tokens (fields [B, S]) and loss: then the answer is the loss. reference: what a KL over the whole
+    vocabulary is measured to, where it is wanted. keep_hidden: to be such a reference for another model.
     """
 
     targets_BS: Tensor
@@ -50,11 +55,14 @@ class HeadTask:
     want_entropy: bool = False
     tokens: TokenBatch | None = None
     loss: LossConfig | None = None
+    reference: Reference | None = None
+    keep_hidden: bool = False
 
 
 class LogProbHead(torch.nn.Module):
-    """Set `task`, run the model. Its output is [B, S, 2] float32 (log-prob, entropy), 0 where nothing was asked; with a
-    loss it is the summed loss, [1, 1, 1], and `result` has the metrics."""
+    """Set `task`, run the model. Its output is [B, S, 2] float32 (log-prob; entropy or the KL to the task's reference),
+    0 where nothing was asked; with a loss it is the summed loss, [1, 1, 1], and `result` has the metrics. `kept`: what
+    the task wanted kept."""
 
     def __init__(self, output_layer: ColumnParallelLinear, vocab_size: int, chunk_size: int, fused: bool) -> None:
         super().__init__()
@@ -66,6 +74,7 @@ class LogProbHead(torch.nn.Module):
         self._fused = fused
         self.task: HeadTask | None = None
         self.result: HeadLoss | None = None
+        self.kept: Reference | None = None
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output=None) -> tuple[Tensor, None]:
         """hidden: [S (/ tp with sequence parallelism), B, H]. Returns ([S, B, 2] or [1, 1, 1] float32, no bias)."""
@@ -76,8 +85,11 @@ class LogProbHead(torch.nn.Module):
         if task.loss is not None:
             self.result = self._loss(hidden, weight, task, rows)
             return self.result.loss_sum.view(1, 1, 1), None
-        log_prob, entropy = self._log_probs(hidden, weight, task, rows, task.want_entropy)
-        answers = torch.stack([log_prob, torch.zeros_like(log_prob) if entropy is None else entropy], dim=-1)
+        if task.keep_hidden:
+            kept = self._plan(hidden, task).kept_rows(hidden.detach().flatten(0, 1))
+            self.kept = Reference(kept, weight.detach())
+        log_prob, other = self._scores(hidden, weight, task, rows)
+        answers = torch.stack([log_prob, torch.zeros_like(log_prob) if other is None else other], dim=-1)
         out = answers.new_zeros((task.targets_BS.numel(), 2)).index_copy(0, rows, answers)
         return out.view(*task.targets_BS.t().shape, 2), None
 
@@ -88,37 +100,53 @@ class LogProbHead(torch.nn.Module):
         if self._fused:
             targets = _in_order(task.targets_BS)[rows]
             plan, head = self._plan(hidden, task), self._head(weight, task)
-            return fused_dapo_head(hidden.flatten(0, 1), targets, plan, tokens, task.loss, head)
-        log_prob, entropy = self._log_probs(hidden, weight, task, rows, task.loss.report_entropy)
-        loss_sum, sums, maxima = dapo_loss(TokenOutputs(log_prob, entropy), tokens, task.loss)
+            given = hidden.flatten(0, 1), targets, plan, tokens, task.loss, head
+            return fused_dapo_head(*given, reference=task.reference)
+        outputs = self._composed(hidden, weight, task, rows, task.loss.report_entropy, task.loss.use_full_kl)
+        log_prob, entropy = outputs.log_probs, outputs.entropy
+        loss_sum, sums, maxima = dapo_loss(outputs, tokens, task.loss)
         sum_names, max_names = metric_names(task.loss)
         device = log_prob.device
         stacked = stack_sums(sums, sum_names, device), stack_maxima(maxima, max_names, device)
         return HeadLoss(loss_sum, log_prob.detach(), None if entropy is None else entropy.detach(), *stacked)
 
-    def _log_probs(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor, want_entropy: bool):
-        """(log-prob [N], entropy [N] or None) of the counted rows; with gradient only where nothing is fused."""
-        targets = _in_order(task.targets_BS)[rows]
-        if self._fused:
-            assert not torch.is_grad_enabled(), "the fused head gives log-probs without gradient only"
-            plan, head = self._plan(hidden, task), self._head(weight, task)
-            return head_log_probs(hidden.flatten(0, 1), targets, plan, head, want_entropy=want_entropy)
+    def _scores(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(log-prob [N]; KL with a reference, else entropy if wanted) of the counted rows; no gradient if fused."""
+        if not self._fused:
+            outputs = self._composed(hidden, weight, task, rows, task.want_entropy, task.reference is not None)
+            return outputs.log_probs, outputs.entropy if task.reference is None else outputs.kl
+        assert not torch.is_grad_enabled(), "the fused head gives log-probs without gradient only"
+        given = hidden.flatten(0, 1), _in_order(task.targets_BS)[rows], self._plan(hidden, task)
+        head = self._head(weight, task)
+        if task.reference is not None:
+            return head_full_kl(*given, head, task.reference)
+        return head_log_probs(*given, head, want_entropy=task.want_entropy)
+
+    def _composed(
+        self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor, want_entropy: bool, want_kl: bool
+    ) -> TokenOutputs:
+        """Of the counted rows [N], with gradient: from torch operations, all of them on every rank."""
         group = self._linear[0].tp_group
+        plan = self._plan(hidden, task).counted_alone() if want_kl else None
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=group)  # backward: reduce-scatter
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)  # backward: all-reduce
-        return linear_logprob_entropy(
-            hidden.flatten(0, 1).index_select(0, rows),
-            weight,
-            targets,
-            temperature=task.temperature,
-            want_entropy=want_entropy,
-            num_valid_columns=self._vocab_size,
-            chunk_size=self._chunk_size,
-            group=group,
-            use_triton=False,
-        )
+        hidden = hidden.flatten(0, 1).index_select(0, rows)
+        settings = {
+            "temperature": task.temperature,
+            "num_valid_columns": self._vocab_size,
+            "chunk_size": self._chunk_size,
+            "group": group,
+            "use_triton": False,
+        }
+        targets = _in_order(task.targets_BS)[rows]
+        log_prob, entropy = linear_logprob_entropy(hidden, weight, targets, want_entropy=want_entropy, **settings)
+        if not want_kl:
+            return TokenOutputs(log_prob, entropy)
+        its_rows = gathered_rows(task.reference.hidden_KH, plan)
+        kl = linear_full_kl(hidden, weight, its_rows, task.reference.weight_VH, **settings)
+        return TokenOutputs(log_prob, entropy, kl)
 
     def _plan(self, hidden: Tensor, task: HeadTask) -> RowPlan:
         group = self._linear[0].tp_group if self.sequence_parallel else None

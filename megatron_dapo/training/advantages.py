@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithms import (
+    FULL_KL,
     TOKEN_ESTIMATORS,
     FixedKLController,
     TokenRewards,
@@ -132,7 +133,10 @@ def _move(controller: FixedKLController, mean_kl: float, num_samples: int) -> di
 
 def _kl(batch: MicroBatch, kind: str) -> Tensor:
     """Per token, float64, 0 where a token does not count."""
-    kl = kl_penalty(kind, batch.old_log_probs.double(), batch.ref_log_probs.double())
+    if kind == FULL_KL:
+        kl = batch.full_kl.double()
+    else:
+        kl = kl_penalty(kind, batch.old_log_probs.double(), batch.ref_log_probs.double())
     return torch.where(batch.loss_mask != 0, kl, 0.0)
 
 

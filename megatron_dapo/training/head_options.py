@@ -6,7 +6,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import Config, needs_old_log_probs
+from megatron_dapo.config import Config, needs_old_log_probs, uses_full_kl
 from megatron_dapo.kernels import Check, largest_errors
 from megatron_dapo.models import ModelSpec
 from megatron_dapo.platform import ParallelLayout, device, is_gpu, model_dtype
@@ -24,6 +24,7 @@ def head_options(config: Config, layout: ParallelLayout, spec: ModelSpec) -> dic
             num_columns=spec.padded_vocab_size(layout.tp) // layout.tp,
             loss=loss_config(config),
             has_old_log_probs=needs_old_log_probs(config),
+            full_kl=uses_full_kl(config),
         ),
         layout.rank,
     )

@@ -1,6 +1,7 @@
 """The actor: old log-probs, and one optimizer step per mini-batch."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_dapo.algorithms import (
     OFF_POLICY_SUMS,
@@ -11,14 +12,14 @@ from megatron_dapo.algorithms import (
     unstack_maxima,
     unstack_sums,
 )
-from megatron_dapo.config import Config, needs_old_log_probs
+from megatron_dapo.config import Config, needs_old_log_probs, uses_full_kl_in_reward
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import ModelParts, WeightSource, build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import loss_config
 from megatron_dapo.training.optimizer import make_training_state
-from megatron_dapo.training.schedule import MetricSums, Schedule
+from megatron_dapo.training.schedule import MetricSums, Schedule, Scores
 
 MiniBatch = list[MicroBatch]
 # fills a model from what `model.path` or `ref.path` names
@@ -45,6 +46,7 @@ class Policy:
         self._max_response_length = config.data.max_response_length
         self._schedule = Schedule(self.model, self.state.stages, rollout.temperature)
         self._needs_old = needs_old_log_probs(config)
+        self._full_kl_in_reward = uses_full_kl_in_reward(config)
         self._num_epochs = actor.ppo_epochs
         self._weight_version = 0
 
@@ -56,12 +58,17 @@ class Policy:
         """The same mini-batches with old log-probs (on the last stage, which computes the loss): those of the policy as
         it is, and of replayed samples those of the policy that wrote them, as they were recorded.
 
-        Left as they are where a rollout step has one optimizer step: then the old policy is the current one.
+        With the KL over the whole vocabulary in the reward, that too, to the reference that scored before. Left as they
+        are where a rollout step has one optimizer step: then the old policy is the current one.
         """
         if not self._needs_old:
             return list(mini_batches)
-        scored = with_log_probs(self._schedule, mini_batches, "old")
-        return [[batch.with_recorded_log_probs() for batch in mini_batch] for mini_batch in scored]
+
+        def fill(batch: MicroBatch, scores: Scores) -> MicroBatch:
+            batch = replace(batch, old_log_probs=scores.log_probs, full_kl=scores.full_kl).with_recorded_log_probs()
+            return batch if self.loss_config.use_full_kl else replace(batch, ref_hidden=None, ref_weight=None)
+
+        return with_scores(self._schedule, mini_batches, fill, full_kl=self._full_kl_in_reward)
 
     def update(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> dict[str, float]:
         """One optimizer step per mini-batch and epoch. Returns the actor's metrics over all of them, on every rank.
@@ -111,11 +118,17 @@ class Policy:
         return {**dict.fromkeys(OFF_POLICY_SUMS, 0.0), **named}
 
 
-def with_log_probs(schedule: Schedule, mini_batches: Sequence[MiniBatch], which: str) -> list[MiniBatch]:
-    """The mini-batches with `old` or `ref` log-probs filled in on the last stage; one pass over all micro-batches."""
+def with_scores(
+    schedule: Schedule,
+    mini_batches: Sequence[MiniBatch],
+    fill: Callable[[MicroBatch, Scores], MicroBatch],
+    **asked: bool,
+) -> list[MiniBatch]:
+    """The mini-batches with their scores filled in on the last stage; one pass over all micro-batches. asked: of
+    `Schedule.scores`."""
     flat = [batch for mini_batch in mini_batches for batch in mini_batch]
-    values = schedule.log_probs(flat)
-    if values is None:
+    scores = schedule.scores(flat, **asked)
+    if scores is None:
         return list(mini_batches)
-    filled = iter([batch.with_log_probs(**{which: value}) for batch, value in zip(flat, values, strict=True)])
+    filled = iter([fill(batch, score) for batch, score in zip(flat, scores, strict=True)])
     return [[next(filled) for _ in mini_batch] for mini_batch in mini_batches]

@@ -1,14 +1,16 @@
 """The reference model: frozen, built only where a KL coefficient is non-zero."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron_dapo.config import Config
-from megatron_dapo.models import build_model, load_hf_weights, read_model_spec
+from megatron_dapo.config import Config, UserError, uses_full_kl
+from megatron_dapo.data import MicroBatch
+from megatron_dapo.models import ModelSpec, build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.optimizer import half_precision
-from megatron_dapo.training.policy import MiniBatch, WeightLoader, with_log_probs
-from megatron_dapo.training.schedule import Schedule
+from megatron_dapo.training.policy import MiniBatch, WeightLoader, with_scores
+from megatron_dapo.training.schedule import Schedule, Scores
 
 
 class Reference:
@@ -18,6 +20,9 @@ class Reference:
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.ref.path or config.actor_rollout_ref.model.path
         spec = read_model_spec(path)
+        self._keeps_hidden = uses_full_kl(config)
+        if self._keeps_hidden:
+            _check_vocabulary(spec, read_model_spec(config.actor_rollout_ref.model.path))
         model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
         load(model, path, layout)
         for chunk in model.chunks:
@@ -25,5 +30,23 @@ class Reference:
         self._schedule = Schedule(model, half_precision(model), rollout.temperature)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The same mini-batches with the reference's log-probs, on the last stage. Collective over all ranks."""
-        return with_log_probs(self._schedule, mini_batches, "ref")
+        """The same mini-batches with the reference's log-probs on the last stage, and, where a KL over the whole
+        vocabulary will need them, its last hidden states of the counted rows. Collective over all ranks."""
+
+        def fill(batch: MicroBatch, scores: Scores) -> MicroBatch:
+            batch = batch.with_log_probs(ref=scores.log_probs)
+            if scores.kept is None:
+                return batch
+            return replace(batch, ref_hidden=scores.kept.hidden_KH, ref_weight=scores.kept.weight_VH)
+
+        return with_scores(self._schedule, mini_batches, fill, keep_hidden=self._keeps_hidden)
+
+
+def _check_vocabulary(reference: ModelSpec, actor: ModelSpec) -> None:
+    """Raises UserError where a KL over the whole vocabulary has two of them."""
+    if reference.vocab_size != actor.vocab_size:
+        raise UserError(
+            f"The model of actor_rollout_ref.ref.path has a vocabulary of {reference.vocab_size}, the actor one of "
+            f"{actor.vocab_size}: a KL of type full compares the probabilities of every token; give a reference of the "
+            "same vocabulary, or another kl_loss_type and kl_penalty."
+        )

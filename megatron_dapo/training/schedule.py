@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithms import LossConfig, TokenBatch
 from megatron_dapo.data import MicroBatch
+from megatron_dapo.kernels import Reference
 from megatron_dapo.models import HeadTask, ModelParts
 from megatron_dapo.platform import ParallelLayout
 
@@ -57,6 +58,15 @@ class MetricSums(NamedTuple):
         return part
 
 
+class Scores(NamedTuple):
+    """Of one micro-batch, [B, S] float32: the counted targets' log-probs, the KL over the whole vocabulary where it was
+    asked for; and what the head kept."""
+
+    log_probs: Tensor
+    full_kl: Tensor | None
+    kept: Reference | None
+
+
 @dataclass(frozen=True)
 class Schedule:
     """model: parts as built. stages: the same chunks as Megatron runs them (wrapped for DDP and half precision)."""
@@ -65,15 +75,26 @@ class Schedule:
     stages: list[torch.nn.Module]
     temperature: float
 
-    @torch.no_grad()
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Log-prob of every counted target, [B, S] float32 per micro-batch, on the last stage; None elsewhere."""
+        scores = self.scores(batches)
+        return None if scores is None else [score.log_probs for score in scores]
+
+    @torch.no_grad()
+    def scores(
+        self, batches: Sequence[MicroBatch], *, full_kl: bool = False, keep_hidden: bool = False
+    ) -> list[Scores] | None:
+        """Per micro-batch, on the last stage; None elsewhere. full_kl: to the reference whose hidden states the batches
+        have. keep_hidden: the hidden states that the head met, to be such a reference."""
 
         def task(batch: MicroBatch) -> HeadTask:
-            return HeadTask(batch.targets, batch.counted_rows, self.temperature)
+            reference = _reference(batch) if full_kl else None
+            asked = {"reference": reference, "keep_hidden": keep_hidden}
+            return HeadTask(batch.targets, batch.counted_rows, self.temperature, **asked)
 
-        def finish(answers: Tensor, batch: MicroBatch) -> Tensor:
-            return answers[..., 0]
+        def finish(answers: Tensor, batch: MicroBatch) -> Scores:
+            kept, self.model.head.kept = self.model.head.kept, None
+            return Scores(answers[..., 0], answers[..., 1] if full_kl else None, kept)
 
         answers = self._run(batches, task, finish, forward_only=True)
         return answers if self.model.head is not None else None
@@ -91,7 +112,8 @@ class Schedule:
         def task(batch: MicroBatch) -> HeadTask:
             tokens = tokens_of(batch)
             counts.append(tokens.count)
-            return HeadTask(batch.targets, batch.counted_rows, self.temperature, tokens=tokens, loss=loss)
+            asked = {"tokens": tokens, "loss": loss, "reference": _reference(batch) if loss.use_full_kl else None}
+            return HeadTask(batch.targets, batch.counted_rows, self.temperature, **asked)
 
         def finish(loss_sum: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
             result, self.model.head.result = self.model.head.result, None
@@ -114,6 +136,10 @@ class Schedule:
                 self.model.head.task = task(batch)
 
         return run_micro_batches(self.stages, batches, finish, forward_only=forward_only, before_head=give_task)
+
+
+def _reference(batch: MicroBatch) -> Reference:
+    return Reference(batch.ref_hidden, batch.ref_weight)
 
 
 def run_micro_batches(

@@ -6,7 +6,16 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy
+from megatron_dapo.kernels import (
+    Head,
+    Reference,
+    RowPlan,
+    fused_dapo_head,
+    head_full_kl,
+    head_log_probs,
+    linear_full_kl,
+    linear_logprob_entropy,
+)
 from tests.head_cases import CASES, Case, Inputs, inputs_of, loss_of
 
 
@@ -21,7 +30,7 @@ def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: boo
     weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
     for micro_batch in range(case.num_micro_batches):
         given = inputs_of(case, micro_batch)
-        answer, hidden, plain = one_pass(case, given, weight, group, sequence_parallel)
+        answer, hidden, plain, kl = one_pass(case, given, weight, group, sequence_parallel)
         if tied and case.rows:
             (answer.loss_sum + weight[0].double().sum()).backward()  # the embedding's own use of the weight
         else:
@@ -38,6 +47,7 @@ def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: boo
         "log_probs": answer.log_probs,
         "entropy": answer.entropy,
         "plain": plain,
+        "kl": kl,
         "sums": answer.sums,
         "maxima": answer.maxima,
         "grad_hidden": grad_hidden,
@@ -53,12 +63,19 @@ def one_pass(case: Case, given: Inputs, weight: torch.nn.Parameter, group, seque
     plan = RowPlan.make(
         given.counted, case.rows, case.chunk_size, torch.device("cpu"), group if sequence_parallel else None
     )
-    head = Head(weight, group, case.num_valid, given.temperature)
+    head, reference, kl = Head(weight, group, case.num_valid, given.temperature), None, None
     plain = head_log_probs(hidden, given.targets, plan, head)[0]
+    if case.full_kl:
+        its = given.ref_hidden_LH
+        its = its.chunk(group.size())[group.rank()] if sequence_parallel and case.rows else its
+        reference = Reference(plan.kept_rows(its), given.ref_weight_VH.chunk(group.size())[group.rank()])
+        with_kl, kl = head_full_kl(hidden, given.targets, plan, head, reference)
+        assert torch.equal(with_kl, plain)
     dtype = weight.main_grad.dtype
     fields = ("weights", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
     tokens = replace(given.tokens, **{name: getattr(given.tokens, name).to(dtype) for name in fields})
-    return fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head), hidden, plain
+    answer = fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head, reference=reference)
+    return answer, hidden, plain, kl
 
 
 def composed(case: Case, group: dist.ProcessGroup) -> dict:
@@ -66,14 +83,18 @@ def composed(case: Case, group: dist.ProcessGroup) -> dict:
     given, columns = inputs_of(case), case.vocab // group.size()
     hidden = given.hidden_LH[torch.from_numpy(given.counted)].clone().requires_grad_()
     weight = given.weight_VH.split(columns)[group.rank()].clone().requires_grad_()
-    log_probs, entropy = linear_logprob_entropy(
-        hidden, weight, given.targets, temperature=given.temperature, num_valid_columns=case.num_valid,
-        chunk_size=case.chunk_size, group=group,
-    )  # fmt: skip
-    (log_probs.sum() + 0.5 * entropy.sum()).backward()
+    settings = {"temperature": given.temperature, "num_valid_columns": case.num_valid, "chunk_size": case.chunk_size}
+    log_probs, entropy = linear_logprob_entropy(hidden, weight, given.targets, group=group, **settings)
+    total, kl = log_probs.sum() + 0.5 * entropy.sum(), None
+    if case.full_kl:
+        its = given.ref_hidden_LH[torch.from_numpy(given.counted)]
+        its = its, given.ref_weight_VH.chunk(group.size())[group.rank()]
+        kl = linear_full_kl(hidden, weight, *its, group=group, **settings)
+        total, kl = total + 0.3 * kl.sum(), kl.detach()
+    total.backward()
     dist.all_reduce(hidden.grad, group=group)
     grad_weight = torch.cat(gathered(weight.grad, group))
-    return {"log_probs": log_probs.detach(), "grad_hidden": hidden.grad, "grad_weight": grad_weight}
+    return {"log_probs": log_probs.detach(), "kl": kl, "grad_hidden": hidden.grad, "grad_weight": grad_weight}
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

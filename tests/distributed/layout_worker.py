@@ -53,10 +53,10 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     if groups and uses_experience_replay(config):
         groups = with_replayed(groups)
     shard = StepDistributor(config, layout, policy.model.spec)(0, groups)
-    scored = policy.score(shard.mini_batches)
+    scored = shard.mini_batches
     if needs_reference(config):
         scored = Reference(config, layout).score(scored)
-    shard = shard.with_mini_batches(scored)
+    shard = shard.with_mini_batches(policy.score(scored))
     critic = Critic(config, layout) if uses_critic(config) else None
     if critic is not None:
         shard = critic.score(shard)

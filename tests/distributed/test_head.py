@@ -1,11 +1,12 @@
 """The training head over tensor-parallel ranks equals float64 torch on one process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.head_cases import CASES, SAME_ROWS, bounds, inputs_of, log_probs_of, oracle
+from tests.head_cases import CASES, SAME_ROWS, bounds, full_kl_of, inputs_of, log_probs_of, oracle
 from tests.helpers import run_torchrun
 
 pytestmark = pytest.mark.distributed
@@ -43,6 +44,8 @@ def test_loss_log_probs_and_gradients_are_those_of_float64_torch(results, world,
             torch.testing.assert_close(
                 got["entropy"].double(), expected.entropy, rtol=0, atol=min(2e-4, 4 * value_bound)
             )
+        if case.full_kl:  # a sum of differences of log-probs, here below 20
+            torch.testing.assert_close(got["kl"].double(), expected.kl, rtol=4 * value_bound, atol=4 * value_bound)
         assert (got["log_probs"] <= 0).all()
         # a token's loss moves with its log-prob by up to |A| r, here below 10
         slack = 10 * value_bound * max(1, len(expected.log_probs))
@@ -62,9 +65,9 @@ def test_ranks_and_repetitions_give_equal_bits(results, world, name):
     for way in ("tp", "sp"):
         ranks, again = results[world][f"{name}/{way}"], results[world][f"{name}/{way}/again"]
         for got in (*ranks, *again):
-            for key in ("loss_sum", "log_probs", "entropy", "plain", "sums", "maxima", "grad_hidden", "grad_weight"):
+            for key, values in ranks[0].items():
                 if CASES[name].entropy or key != "entropy":
-                    assert torch.equal(got[key], ranks[0][key]), key
+                    assert values is got[key] is None or torch.equal(got[key], values), key
         assert torch.equal(ranks[0]["plain"], ranks[0]["log_probs"]), "a first step's ratio would not be exactly 1"
 
 
@@ -82,10 +85,14 @@ def test_the_composed_head_is_float64_torch_too(results, world, name):
     hidden = given.hidden_LH.double()[torch.from_numpy(given.counted)].requires_grad_()
     weight = given.weight_VH.double().requires_grad_()
     everything = torch.arange(len(given.counted)).numpy()
+    counted_reference = given.ref_hidden_LH[torch.from_numpy(given.counted)]
     log_probs, entropy = log_probs_of(hidden, weight, case, everything, given.targets, given.temperature)
-    (log_probs.sum() + 0.5 * entropy.sum()).backward()
+    kl = full_kl_of(hidden, weight, case, replace(given, counted=everything, ref_hidden_LH=counted_reference))
+    (log_probs.sum() + 0.5 * entropy.sum() + (0.3 * kl.sum() if case.full_kl else 0.0)).backward()
     value_bound, hidden_bound, weight_bound = bounds(case)
     for got in results[world][f"{name}/composed"]:
         torch.testing.assert_close(got["log_probs"].double(), log_probs.detach(), rtol=0, atol=value_bound)
+        if case.full_kl:
+            torch.testing.assert_close(got["kl"].double(), kl.detach(), rtol=4 * value_bound, atol=4 * value_bound)
         assert relative(got["grad_hidden"], hidden.grad) <= hidden_bound
         assert relative(got["grad_weight"], weight.grad) <= weight_bound

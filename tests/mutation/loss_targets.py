@@ -63,7 +63,7 @@ def _equals_plain_arithmetic(token_loss: Callable, dtype: torch.dtype, precision
         case, want = case_and_expected(name)
         case = case.to(dtype)
         try:
-            check(token_loss(case.log_probs, case.entropy, case.tokens, case.config), case, want, precision)
+            check(token_loss(case.log_probs, case.entropy, case.tokens, case.config, case.kl), case, want, precision)
         except Exception:  # noqa: BLE001  a mutant may fail in any way
             return False
     return True
@@ -160,7 +160,9 @@ EQUIVALENT = {
             "masked_sum and masked_max detach as well",
         ),
     },
-    "dapo_loss": _names("dapo_loss: 0 -> 1 #2 \n dapo_loss: 0 -> 1 #4 \n dapo_loss: 0 -> 1 #5", FILL),
+    "dapo_loss": _names(
+        "dapo_loss: 0 -> 1 #2 \n dapo_loss: 0 -> 1 #4 \n dapo_loss: 0 -> 1 #5 \n dapo_loss: 0 -> 1 #6", FILL
+    ),
     "token_loss": {
         **_names("NUM_WARPS: 4 -> 5 \n token_loss: False -> True", NOT_RUN),
         **_names("token_loss: 0.0 -> 1.0 #2", "beta is not read where no token is replayed"),

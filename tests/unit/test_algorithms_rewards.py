@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms import (
+    FULL_KL,
     GROUP_ESTIMATORS,
     KL_CONTROLLERS,
     KL_PENALTIES,
@@ -282,7 +283,7 @@ def test_the_tables_offer_what_the_config_allows():
     dapo = config.algorithm.dapo
     assert choices(dapo.dynamic_sampling, "filter_mode") == set(FILTER_MODES)
     assert choices(dapo.overlong_reward_shaping, "soft_penalty_mode") == set(TRUNCATION_MODES)
-    assert choices(config.algorithm, "kl_penalty") == set(KL_PENALTIES)
-    assert choices(config.actor_rollout_ref.actor, "kl_loss_type") == set(KL_PENALTIES)
+    assert choices(config.algorithm, "kl_penalty") == {*KL_PENALTIES, FULL_KL}
+    assert choices(config.actor_rollout_ref.actor, "kl_loss_type") == {*KL_PENALTIES, FULL_KL}
     assert choices(config.algorithm.kl_ctrl, "type") == set(KL_CONTROLLERS)
     assert choices(config.algorithm, "adv_estimator") == set(GROUP_ESTIMATORS) | set(TOKEN_ESTIMATORS)

@@ -112,8 +112,8 @@ class ActorConfig(Section):
     """Add kl_loss_coef * KL(actor, reference) to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.0
     """Weight of the KL loss; the reference model exists only if a KL coefficient is non-zero."""
-    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl"] = "low_var_kl"
-    """KL estimator: k1, |k1|, k2 or k3."""
+    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "full"] = "low_var_kl"
+    """KL estimator: k1, |k1|, k2 or k3; full = the KL itself, over the whole vocabulary (see docs/loss.md)."""
     calculate_entropy: bool = True
     """Report the policy's entropy (one more reduction over the vocabulary)."""
     log_prob_chunk_size: PositiveInt | None = None

@@ -92,8 +92,8 @@ class AlgorithmConfig(Section):
     """Divide by the group's standard deviation (false = Dr. GRPO); of adv_estimator grpo alone."""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards."""
-    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl"] = "kl"
-    """KL estimator of the penalty in the reward."""
+    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = "kl"
+    """KL estimator of the penalty in the reward; full = the KL itself, over the whole vocabulary."""
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()

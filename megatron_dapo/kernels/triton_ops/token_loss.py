@@ -25,11 +25,17 @@ LARGEST_LOG_RATIO = tl.constexpr(20.0)
 LARGEST_KL = tl.constexpr(10.0)
 POINTERS = (
     "log_probs weights advantages old_log_probs ref_log_probs rollout_log_probs is_current exp_mask entropy count "
-    "grad_log_probs grad_entropy partials"
+    "grad_log_probs grad_entropy grad_kl partials"
 ).split()
 
 
-def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch, config: LossConfig) -> TokenLoss:
+def token_loss(
+    log_probs_N: Tensor,
+    entropy_N: Tensor | None,
+    tokens: TokenBatch,
+    config: LossConfig,
+    kl_N: Tensor | None = None,
+) -> TokenLoss:
     """`kernels.token_loss.token_loss`, for any float dtype up to float32; gradients are float32."""
     num_tokens, device = log_probs_N.numel(), log_probs_N.device
     sum_names, max_names = metric_names(config)
@@ -39,6 +45,7 @@ def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch
     empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
     grad_log_probs, loss = empty(num_tokens), empty()
     grad_entropy = empty(num_tokens) if config.report_entropy and config.entropy_coef != 0.0 else None
+    grad_kl = empty(num_tokens) if config.use_full_kl else None
     partials, totals = empty(num_blocks, num_columns, dtype=torch.float64), empty(num_columns, dtype=torch.float64)
 
     clip, off = config.clip, config.off_policy
@@ -48,7 +55,7 @@ def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch
         _flat(tokens.weights),
         _flat(tokens.advantages),
         _flat(tokens.old_log_probs),
-        _flat(tokens.ref_log_probs, config.use_kl_loss),
+        _flat(kl_N if config.use_full_kl else tokens.ref_log_probs, config.use_kl_loss),
         _flat(tokens.rollout_log_probs, config.report_mismatch or config.tis_cap is not None),
         _flat(tokens.is_current, config.report_mismatch),
         _flat(tokens.exp_mask, off is not None),
@@ -56,6 +63,7 @@ def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch
         tokens.count,
         grad_log_probs,
         grad_entropy,
+        grad_kl,
         partials,
         num_tokens,
         1.0 - clip.low,
@@ -86,7 +94,7 @@ def token_loss(log_probs_N: Tensor, entropy_N: Tensor | None, tokens: TokenBatch
         ROWS=REDUCE_ROWS,
         num_warps=NUM_WARPS,
     )
-    return TokenLoss(loss, grad_log_probs, grad_entropy, totals[:num_sums].view(-1, 2), totals[num_sums:])
+    return TokenLoss(loss, grad_log_probs, grad_entropy, totals[:num_sums].view(-1, 2), totals[num_sums:], grad_kl)
 
 
 def _flat(values: Tensor | None, is_read: bool = True) -> Tensor | None:
@@ -102,14 +110,15 @@ def token_loss_kernel(
     weights,
     advantages,
     old_log_probs,
-    ref_log_probs,
+    ref_log_probs,  # with KL == "full" the KL itself
     rollout_log_probs,
     is_current,
     exp_mask,
     entropy,
     count,  # scalar
     grad_log_probs,  # [N]
-    grad_entropy,  # [N], or None
+    grad_entropy,  # [N], or None, as is
+    grad_kl,
     partials,  # [blocks, NUM_COLUMNS] float64: (sum, count) of every row of `metric_names`, then the maxima
     num_tokens,
     ratio_low,
@@ -166,7 +175,11 @@ def token_loss_kernel(
 
     if ref_log_probs is not None:
         ref = tl.load(ref_log_probs + token, mask=counted, other=0.0).to(tl.float32)
-        kl, kl_slope = _kl(lp - ref, KL)
+        if KL == "full":
+            kl = ref
+            kl_slope = tl.zeros([BLOCK], tl.float32)
+        else:
+            kl, kl_slope = _kl(lp - ref, KL)
         weighted_kl = w * kl
         total += kl_coef * weighted_kl
         grad += kl_coef * (w * kl_slope)
@@ -176,6 +189,8 @@ def token_loss_kernel(
     tl.store(grad_log_probs + token, grad, mask=is_inside)
     if grad_entropy is not None:
         tl.store(grad_entropy + token, -entropy_coef * w, mask=is_inside)
+    if grad_kl is not None:
+        tl.store(grad_kl + token, kl_coef * w, mask=is_inside)
 
     # one row per name of `metric_names`, in its order
     on_policy = counted & (replayed == 0)
@@ -196,6 +211,7 @@ def token_loss_kernel(
     row = _put(row, _number(on_policy & too_bad), num_on_policy)
     row = _put(row, tl.sum(-log_ratio, 0), num_counted)
     row = _put(row, ratio_sum, num_counted)
+    row = _put(row, tl.sum(-lp, 0), num_counted)
     if OFF_POLICY != "none":
         row = _put(row, tl.sum(tl.where(replayed, policy, 0.0), 0), tl.sum(tl.where(replayed, w, 0.0), 0))
         row = _put(row, num_counted - num_on_policy, num_counted)

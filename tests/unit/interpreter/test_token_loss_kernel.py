@@ -26,13 +26,17 @@ pytestmark = pytest.mark.unit
 
 
 def in_triton(case):
-    return token_loss(case.log_probs, case.entropy, case.tokens, case.config)
+    return token_loss(case.log_probs, case.entropy, case.tokens, case.config, case.kl)
+
+
+def equal_bits(a, b):
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def in_torch(case):
     """In float64, of the same float32 numbers."""
     exact = case.to(torch.float64)
-    return token_loss_torch(exact.log_probs, exact.entropy, exact.tokens, exact.config)
+    return token_loss_torch(exact.log_probs, exact.entropy, exact.tokens, exact.config, exact.kl)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,7 +61,7 @@ def test_any_number_of_tokens_around_and_beyond_the_blocks(n):
 def test_two_runs_give_equal_bits_and_float32():
     case = random_case(EVERYTHING, n=3 * BLOCK)
     a, b = in_triton(case), in_triton(case)
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert equal_bits(a, b)
     assert (
         a.loss_sum.shape == () and a.loss_sum.dtype == a.grad_log_probs.dtype == a.grad_entropy.dtype == torch.float32
     )
@@ -113,7 +117,7 @@ def test_a_gpu_computes_in_float32_and_leaves_float64_to_torch(monkeypatch):
     single, exact = (
         module.token_loss(c.log_probs, c.entropy, c.tokens, c.config) for c in (case, case.to(torch.float64))
     )
-    assert all(torch.equal(x, y) for x, y in zip(single, in_triton(case), strict=True))
+    assert equal_bits(single, in_triton(case))
     check(exact, case, want, FLOAT64)
 
 
@@ -121,4 +125,4 @@ def test_what_the_loss_does_not_read_is_not_asked_for():
     case = random_case(LossConfig(report_mismatch=False), n=20)
     bare = replace(case.tokens, ref_log_probs=None, rollout_log_probs=None, is_current=None, exp_mask=None)
     a, b = in_triton(case), token_loss(case.log_probs, None, bare, case.config)
-    assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert equal_bits(a, b)

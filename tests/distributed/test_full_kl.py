@@ -1,0 +1,76 @@
+"""The KL over the whole vocabulary, in the loss and in the reward: the same number and gradients for every layout and
+head, and the number that transformers gives."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.test_layouts import CUTS, HEADS, assert_same
+from tests.helpers import run_torchrun
+from tests.synthetic import synthetic_groups
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.distributed
+
+VOCAB, TEMPERATURE = 67, 0.9  # the temperature of layout_worker.COMMON
+FULL = [
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    "actor_rollout_ref.actor.kl_loss_type=full",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.kl_coef=0.05",
+    "algorithm.kl_penalty=full",
+]
+VARIANTS = {
+    "whole": FULL,
+    "padded": [*FULL, *CUTS["padded"]],
+    **{name: [*FULL, *extra, *CUTS["small"]] for name, extra in HEADS.items()},
+}
+LAYOUTS = {1: {"tp1": {}}, 2: {"tp2": {"tp": 2}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}}}
+CASES = [f"{name}/{variant}" for layouts in LAYOUTS.values() for name in layouts for variant in VARIANTS]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """Actor and reference, of different sizes."""
+    folder = tmp_path_factory.mktemp("models")
+    actor = make_tiny(folder / "actor", "qwen3", vocab=VOCAB, layers=2, hidden=32, heads=4, kv_heads=2)
+    return actor, make_tiny(folder / "ref", "qwen2", seed=1, vocab=VOCAB, layers=2, hidden=48, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def results(models, tmp_path_factory) -> dict[str, dict]:
+    """ "layout/variant" -> what the run gave."""
+    actor, reference = models
+    folder, found = tmp_path_factory.mktemp("full_kl"), {}
+    variants = {name: [*extra, f"actor_rollout_ref.ref.path={reference}"] for name, extra in VARIANTS.items()}
+    for world, layouts in LAYOUTS.items():
+        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
+        chosen = [(name, sizes, variants) for name, sizes in layouts.items()]
+        task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": chosen}))
+        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
+        found.update(torch.load(out))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, case):
+    assert_same(results[case], results["tp1/whole"])
+    assert results[case]["metrics"]["actor/kl_loss"] > 0.1
+
+
+def test_the_penalty_is_what_transformers_says(models, results):
+    """sum_v p (log p - log q) of all logits in float64, the mean over every response token of the step."""
+    actor, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in models)
+    total, count = 0.0, 0
+    for sample in (sample for group in synthetic_groups(VOCAB) for sample in group.samples):
+        tokens = torch.tensor([[*sample.prompt_tokens, *sample.response_tokens]])
+        with torch.no_grad():
+            log_p, log_q = ((m(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1) for m in (actor, reference))
+        counted = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)[len(sample.prompt_tokens) - 1 :][counted]
+        total, count = total + float(kl.sum()), count + len(kl)
+    assert results["tp1/whole"]["metrics"]["actor/reward_kl_penalty"] == pytest.approx(total / count, rel=1e-5)
