@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_dapo.config.derived import gen_batch_size, uses_dynamic_sampling, uses_filter_mode
-from megatron_dapo.config.keys import known_keys, show
+from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.schema import Config
 
 SAMPLING = "algorithm.dapo.dynamic_sampling"
@@ -30,16 +30,15 @@ def gen_batches(config: Config) -> Iterator[str]:
 
 
 def masking(config: Config) -> Iterator[str]:
-    """Of form mask, a step is one gen batch, and as large as the training batch."""
-    sampling = config.algorithm.dapo.dynamic_sampling
-    if not uses_filter_mode(config):
-        if sampling.form == "mask":
-            yield (
-                f"{SAMPLING}.form is mask, but nothing is filtered that it could mask; enable algorithm.dapo and "
-                f"{SAMPLING} with a filter_mode other than none, or remove form."
-            )
+    """Of form mask, a step is one gen batch, and as large as the training batch. What limits the number of gen batches
+    may stay as it is for the other form."""
+    if config.algorithm.dapo.dynamic_sampling.form != "mask":
         return
-    if sampling.form != "mask":
+    if not uses_filter_mode(config):
+        yield (
+            f"{SAMPLING}.form is mask, but nothing is filtered that it could mask; enable algorithm.dapo and "
+            f"{SAMPLING} with a filter_mode other than none, or remove form."
+        )
         return
     size, prompts = config.data.train_batch_size, gen_batch_size(config)
     if prompts != size:
@@ -47,15 +46,12 @@ def masking(config: Config) -> Iterator[str]:
             f"data.gen_batch_size is {prompts}, but with {SAMPLING}.form mask a step is one gen batch of "
             f"data.train_batch_size {size}; set gen_batch_size to null, or form to resample."
         )
-    for name in ("max_num_gen_batches", "on_exhausted"):
-        yield from _without_effect(config, f"{SAMPLING}.{name}", f"{SAMPLING}.form is mask", "set form to resample")
 
 
 def filter_groups(config: Config) -> Iterator[str]:
     groups = config.algorithm.filter_groups
     if not groups.enable:
-        for name in ("metric", "max_num_gen_batches", "on_exhausted"):
-            yield from _without_effect(config, f"{GROUPS}.{name}", f"{GROUPS}.enable is false", "set enable to true")
+        yield from _without_effect(config)
         return
     if config.algorithm.dapo.dynamic_sampling.enable:
         yield (
@@ -84,12 +80,14 @@ def group_size(config: Config) -> Iterator[str]:
         )
 
 
-def _without_effect(config: Config, key: str, reason: str, cure: str) -> Iterator[str]:
-    value = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    if value != known_keys()[key].default:
-        yield f"{key} is {show(value).strip(chr(39))}, but has no effect while {reason}; remove it, or {cure}."
+def _without_effect(config: Config) -> Iterator[str]:
+    for name in ("metric", "max_num_gen_batches", "on_exhausted"):
+        value = getattr(config.algorithm.filter_groups, name)
+        if value != known_keys()[f"{GROUPS}.{name}"].default:
+            yield (
+                f"{GROUPS}.{name} is {value}, but has no effect while {GROUPS}.enable is false; remove it, or set "
+                f"enable to true."
+            )
 
 
 SAMPLING_CHECKS = (gen_batches, masking, filter_groups, group_size)
