@@ -57,7 +57,7 @@ def rows(base: str, *cases: tuple) -> list:
 
 
 def loss_of(config: Config, ratio: float, advantage: float, *, replayed: bool = False, ref: float = 0.0) -> float:
-    """Of one token with log-prob -1 and entropy 2."""
+    """Of one token with log-prob -1, entropy 2 and 0.7 of KL over the whole vocabulary."""
     one = torch.ones(1, dtype=torch.float64)
     loss = loss_config(config)
     tokens = TokenBatch(
@@ -69,7 +69,7 @@ def loss_of(config: Config, ratio: float, advantage: float, *, replayed: bool = 
         rollout_log_probs=-one,
         exp_mask=replayed * one,
     )
-    return float(dapo_loss(TokenOutputs(-one, 2 * one), tokens, loss).loss_sum)
+    return float(dapo_loss(TokenOutputs(-one, 2 * one, kl=0.7 * one), tokens, loss).loss_sum)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,7 @@ def test_clipping_and_the_entropy_bonus(config, ratio, advantage, loss):
         ("actor.use_kl_loss=true actor.kl_loss_type=kl", -1.0 - 0.1 * 2.0),
         ("actor.use_kl_loss=true actor.kl_loss_type=abs", -1.0 + 0.1 * 2.0),
         ("actor.use_kl_loss=true actor.kl_loss_type=low_var_kl", -1.0 + 0.1 * (math.exp(2) - 3)),
+        ("actor.use_kl_loss=true actor.kl_loss_type=full", -1.0 + 0.1 * 0.7),
     ),
 )
 def test_the_kl_in_the_loss(config, loss):
@@ -148,7 +149,7 @@ def test_the_aggregation_of_token_losses():
 
 def advantages_of(config: Config, values=(0.2, 0.6, 0.3), k1=(0.0, 0.0, 0.0)) -> tuple[list[float], dict[str, float]]:
     """Per token, of a response of two tokens with reward 1 and one of one token with reward 0; the greedy answer to
-    their prompt earned 0.25. k1: log-probs of the actor minus those of the reference."""
+    their prompt earned 0.25. k1: log-probs of the actor minus those of the reference; over the vocabulary KL is 0.7."""
     group = replace(make_group("a", [1.0, 0.0]), baseline_reward=0.25)
     lengths = (2, 1)
     per_token = ("response_tokens", "rollout_log_probs", "loss_mask", "weight_versions")
@@ -166,7 +167,13 @@ def advantages_of(config: Config, values=(0.2, 0.6, 0.3), k1=(0.0, 0.0, 0.0)) ->
         tensor[counted] = torch.tensor(numbers)
         return tensor
 
-    batch = replace(batch, values=filled(values), old_log_probs=filled(k1), ref_log_probs=filled((0.0,) * 3))
+    batch = replace(
+        batch,
+        values=filled(values),
+        old_log_probs=filled(k1),
+        ref_log_probs=filled((0.0,) * 3),
+        full_kl=filled((0.7,) * 3),
+    )
     kl_ctrl = config.algorithm.kl_ctrl
     controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
     layout = SimpleNamespace(is_last_stage=True, tp_rank=0, gather=lambda part: [part])
@@ -234,6 +241,7 @@ def test_the_kl_in_the_reward(config, expected):
         ("algorithm.kl_penalty=abs", (2 + 0.5) / 3),
         ("algorithm.kl_penalty=mse", (2 + 0.125) / 3),
         ("algorithm.kl_penalty=low_var_kl", (math.exp(2) - 3 + math.exp(-0.5) - 0.5) / 3),
+        ("algorithm.kl_penalty=full", 0.7),
     ),
 )
 def test_the_estimator_of_the_kl_in_the_reward(config, kl):

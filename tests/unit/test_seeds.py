@@ -5,6 +5,7 @@ Names begin with the number of the document: 000 DAPO in a training system, 001 
 """
 
 import json
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,8 +85,8 @@ CHOICES = {  # option -> values that the documents name
     f"{ACTOR}.off_policy_shaping_mode": {"exgrpo_policy_shaping", "dapo_clip_higher"},
     "algorithm.filter_groups.metric": {"acc", "seq_final_reward"},
     "algorithm.kl_ctrl.type": {"fixed", "adaptive"},
-    "algorithm.kl_penalty": {"kl", "abs", "mse", "low_var_kl"},
-    f"{ACTOR}.kl_loss_type": {"kl", "abs", "mse", "low_var_kl"},
+    "algorithm.kl_penalty": {"kl", "abs", "mse", "low_var_kl", "full"},
+    f"{ACTOR}.kl_loss_type": {"kl", "abs", "mse", "low_var_kl", "full"},
     "algorithm.adv_estimator": {"gae", "grpo"},
     "critic.loss_type": {"l2", "huber"},
 }
@@ -279,6 +280,8 @@ def test_every_metric_of_the_documents_is_in_metrics_jsonl_with_the_value_worked
         "actor/pg_loss": root * (on_policy + off_policy) / 12, "actor/on_pg_loss": root * on_policy / 9,
         "actor/off_pg_loss": root * off_policy / 3, "exp_mask_ratio": 3 / 12,
         "actor/on_pg_clipfrac": 1 / 9, "actor/on_pg_clipfrac_lower": 1 / 9, "actor/entropy": 0.5,
+        # the mean of -log-prob, which is 1 less the log-ratio
+        "actor/entropy_sampled": 1 - math.log(1.2 * 1.5 * 0.5 * 4.0 * 0.1 * 9.9) / 12,
     }  # fmt: skip
     record = written(tmp_path, metrics)
     assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-4)
