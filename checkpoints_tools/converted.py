@@ -3,18 +3,21 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_tools.command_line import progress
-from megatron_dapo.checkpointing import HF, MEGATRON, read_manifest, verify
+from megatron_dapo.checkpointing import HF, MEGATRON, Verdict, read_manifest, verify
+from megatron_dapo.checkpointing.resume import verify_together
 from megatron_dapo.config import ModelSpec, UserError, read_model_spec
 
 if TYPE_CHECKING:
     import torch
 
+    from checkpoints_tools.job import Job
     from megatron_dapo.models import SafetensorsFolder
 
 CONVERSION = "conversion.json"
@@ -58,19 +61,34 @@ def read_spec(folder: str | Path, option: str) -> ModelSpec:
         raise UserError(f"{option}: `{config}` cannot be read ({error}); copy or download it again.") from error
 
 
-def open_checkpoint(path: str | Path, contents: bool = False) -> Path:
-    """A checkpoint folder that is complete by its manifest (contents: its checksums too). Raises UserError."""
+def open_checkpoint(path: str | Path) -> Path:
+    """A checkpoint folder that is complete by its manifest, as far as sizes tell. Raises UserError."""
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"--checkpoint: `{path}` is not a folder; give one such as runs/NAME/checkpoints/step_000100.")
     read_manifest(folder)
-    verdict = verify(folder, contents=contents)
-    if not verdict.is_whole:
-        raise UserError(f"--checkpoint: `{path}` is damaged: {'; '.join(verdict.damage[:5])}; use another checkpoint.")
+    _require_whole(folder, verify(folder, contents=False))
     for part in (MEGATRON, HF):
         if not (folder / part).is_dir():
             raise UserError(f"--checkpoint: `{path}` has no {part} folder; give a checkpoint that training wrote.")
     return folder
+
+
+def require_contents(job: "Job", folder: Path) -> None:
+    """Compare every file with its checksum; the processes share the reading. Collective; raises UserError on all.
+
+    Torch reads a tensor of which a bit was flipped without a word.
+    """
+    if job.is_main:
+        print("comparing checksums ...", file=sys.stderr, flush=True)
+    _require_whole(folder, verify_together(folder, job))
+
+
+def _require_whole(folder: Path, verdict: Verdict) -> None:
+    if not verdict.is_whole:
+        raise UserError(
+            f"--checkpoint: `{folder}` is damaged: {'; '.join(verdict.damage[:5])}; use another checkpoint."
+        )
 
 
 def stored_dtype(folder: Path) -> "torch.dtype":

@@ -19,6 +19,7 @@ from checkpoints_tools.converted import (
     percentage,
     read_conversion,
     read_spec,
+    require_contents,
     require_space,
     stored_dtype,
     torch_dtype,
@@ -84,6 +85,7 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
     dtype = torch_dtype(arguments.dtype) or stored
     plan = file_plan(folder, spec, dtype, arguments.max_file_size)
     job.together(lambda: _check_output(arguments.output, plan), only_main=True)
+    require_contents(job, folder)
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         model = load_model(job, folder, spec, stored, layout)
         with percentage("writing") as done:

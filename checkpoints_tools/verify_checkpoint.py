@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, stored_dtype
+from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, require_contents, stored_dtype
 from checkpoints_tools.job import Job, run
 from checkpoints_tools.megatron_to_hf import file_plan, load_model
 from checkpoints_tools.sample_text import SAMPLE_TEXT
@@ -84,8 +84,6 @@ def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
 
     def opened():
         folder = open_checkpoint(arguments.checkpoint)
-        if job.is_main:  # once is enough to read everything
-            open_checkpoint(arguments.checkpoint, contents=True)
         spec = read_spec(folder / HF, "--checkpoint")
         if read_spec(arguments.hf_model, "--hf-model") != spec:
             raise UserError(f"--hf-model: the config.json of `{arguments.hf_model}` describes another model.")
@@ -94,6 +92,7 @@ def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
         return folder, spec, source
 
     folder, spec, source = job.together(opened)
+    require_contents(job, folder)
     manifest = read_manifest(folder)
     yield Finding("files", f"{len(manifest.files)} files, {_size(manifest.num_bytes)}, checksums as written", True)
 

@@ -236,6 +236,23 @@ def test_a_damaged_checkpoint_is_not_converted(converted, tmp_path, capsys):
     assert outputs(tmp_path) == ["damaged"]
 
 
+def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):
+    """In the middle of a tensor, which torch reads without a word."""
+    damaged = shutil.copytree(converted, tmp_path / "damaged")
+    file = max((damaged / "megatron").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    given = ["--checkpoint", str(damaged)]
+    for tool, more in (
+        (megatron_to_hf, ["--output", str(tmp_path / "out")]),
+        (verify_checkpoint, ["--hf-model", str(source)]),
+    ):
+        assert tool.main([*given, *more]) == 2
+        assert f"{file.name} has another content than was written" in capsys.readouterr().err
+    assert outputs(tmp_path) == ["damaged"]
+
+
 def test_a_training_checkpoint_gives_the_trained_weights(source, tmp_path):
     """As training writes it, with optimizer and generators: only the model is read, and every file is standard."""
     from megatron_dapo.checkpointing import write_manifest
