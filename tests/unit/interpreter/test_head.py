@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy, tuning
+from megatron_dapo.kernels import (
+    Head,
+    Reference,
+    RowPlan,
+    fused_dapo_head,
+    head_full_kl,
+    head_log_probs,
+    linear_logprob_entropy,
+    tuning,
+)
 from megatron_dapo.kernels.triton_ops import linear_stats
 from tests.head_cases import Case, bounds, inputs_of, loss_of, oracle
 
@@ -20,6 +29,8 @@ CASES = {
     "none_counted": Case(rows=24, mask="none", dtype=torch.float32),
     "offset_down": Case(rows=24, offset=-1000.0, dtype=torch.float32),
     "bfloat16": Case(rows=24, hidden=32, dtype=torch.bfloat16),
+    "full_kl": Case(rows=24, full_kl=True, temperature="per_token", dtype=torch.float32),
+    "full_kl_bfloat16": Case(rows=20, full_kl=True, entropy=False, hidden=32, mask="all", dtype=torch.bfloat16),
     "bfloat16_chunks": Case(rows=20, hidden=32, mask="all", chunk_size=16, dtype=torch.bfloat16),
 }
 # The interpreter stores bf16 by cutting off digits, not by rounding: gradients of logits are off by up to twice as much
@@ -41,13 +52,18 @@ def test_the_training_head_on_triton_is_float64_torch(monkeypatch, name):
     monkeypatch.setattr(sys.modules["megatron_dapo.kernels.token_loss"], "runs_on_triton", lambda tensor: True)
     case, expected = CASES[name], oracle(CASES[name])
     given, hidden, weight, plan, head, tokens = case_parts(case)
-    answer = fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head)
+    reference = Reference(plan.kept_rows(given.ref_hidden_LH), given.ref_weight_VH) if case.full_kl else None
+    answer = fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head, reference=reference)
     answer.loss_sum.backward()
     value_bound, hidden_bound, weight_bound = bounds(case)
     torch.testing.assert_close(answer.log_probs.double(), expected.log_probs, rtol=0, atol=value_bound)
     assert (answer.log_probs <= 0).all()
     if case.entropy:
         torch.testing.assert_close(answer.entropy.double(), expected.entropy, rtol=0, atol=4 * value_bound)
+    if case.full_kl:
+        log_probs, kl = head_full_kl(hidden, given.targets, plan, head, reference)
+        assert torch.equal(log_probs, answer.log_probs)
+        torch.testing.assert_close(kl.double(), expected.kl, rtol=4 * value_bound, atol=4 * value_bound)
     for ours, theirs, bound in [
         (hidden.grad, expected.grad_hidden, hidden_bound),
         (weight.grad, expected.grad_weight, weight_bound),

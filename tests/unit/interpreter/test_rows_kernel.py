@@ -8,7 +8,7 @@ import torch
 from megatron_dapo.kernels.from_logits import logprob_entropy_from_logits
 from megatron_dapo.kernels.statistics import merge
 from megatron_dapo.kernels.triton_ops import rows
-from megatron_dapo.kernels.triton_ops.rows import row_gradient, row_statistics
+from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_gradient, row_statistics
 from megatron_dapo.kernels.tuning import RowTiles
 
 pytestmark = pytest.mark.unit
@@ -139,6 +139,32 @@ def test_a_row_with_one_of_the_two_gradients_counts():
     expected = oracle_gradient(logits, inv_temperature, targets, g_lp, g_h)
     torch.testing.assert_close(out.double(), expected, rtol=EPS, atol=64 * EPS)
     assert (out[2] == 0).all()
+
+
+@pytest.mark.parametrize("v", [5, 600, 1024])
+def test_the_kl_to_other_rows_and_its_gradient_are_those_of_float64(v):
+    """One row without any incoming gradient, one with that of the KL alone; a column that neither model has."""
+    logits, inv_temperature, targets = case(n=4, v=v)
+    other = case(n=4, v=v, seed=1)[0].clone()
+    logits[:, 1], targets[0] = float("-inf"), 0
+    p, q = (
+        merge(row_statistics(x, inv_temperature, targets, want_entropy=False, tiles=TILES)[None])
+        for x in (logits, other)
+    )
+    x = logits.double().requires_grad_()
+    scale = inv_temperature.double()[:, None]
+    log_p, log_q = (x * scale).log_softmax(-1), (other.double() * scale).log_softmax(-1)
+    expected = torch.where(log_p.isinf(), 0.0, log_p.exp() * (log_p.clamp_min(-1e30) - log_q)).sum(-1)
+    kl = row_divergence(logits, other, inv_temperature, p, q, tiles=TILES)
+    torch.testing.assert_close(kl.double(), expected.detach(), rtol=64 * EPS, atol=64 * EPS)
+    g_lp, g_kl = torch.tensor([1.0, 0.0, 0.0, -0.5]), torch.tensor([0.3, 0.0, 2.0, 1.0])
+    out = torch.empty_like(logits)
+    row_gradient(logits, inv_temperature, targets, p, g_lp, None, out, kl=KLTerms(other, kl, g_kl), tiles=TILES)
+    value = expected @ g_kl.double() + log_p.gather(1, targets[:, None])[:, 0] @ g_lp.double()
+    (gradient,) = torch.autograd.grad(value, x)
+    # terms p (log p - log q - KL), their log-probs up to 64 in size and right to as many roundings
+    torch.testing.assert_close(out.double(), gradient.nan_to_num(0.0), rtol=EPS, atol=256 * EPS)
+    assert (out[1] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
