@@ -28,7 +28,6 @@ from megatron_dapo.config.derived import (
     world_size,
 )
 from megatron_dapo.config.dry_run import dry_run
-from megatron_dapo.config.errors import SAVED_EXIT_CODE, UserError
 from megatron_dapo.config.hf_config import ModelSpec, read_model_spec
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.model_checks import read_model_json
@@ -58,6 +57,7 @@ from megatron_dapo.config.schema import (
     WeightSyncConfig,
 )
 from megatron_dapo.config.validation import load_and_validate, validate
+from megatron_dapo.errors import SAVED_EXIT_CODE, UserError
 
 __all__ = [
     "SAVED_EXIT_CODE",

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.plan import process_plan
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validation import load_and_validate
+from megatron_dapo.errors import UserError
 
 
 def dry_run(

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
+from megatron_dapo.errors import UserError
 
 NEAREST_CUTOFF = 0.6
 SAME_LAST_COMPONENT = 0.9  # as near as two words of ten letters that differ in one

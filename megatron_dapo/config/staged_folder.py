@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from megatron_dapo.config.errors import UserError
+from megatron_dapo.errors import UserError
 
 
 class StagedFolder:

@@ -8,13 +8,13 @@ from typing import Any
 from megatron_dapo.config.checks import CHECKS, MEGATRON
 from megatron_dapo.config.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.config.derived import world_size
-from megatron_dapo.config.errors import UserError
 from megatron_dapo.config.hf_config import model_spec
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.model_checks import MODEL_CHECKS, model_json_of, read_model_json
 from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.run_folder import RunFolder, batch_steps
 from megatron_dapo.config.schema import Config
+from megatron_dapo.errors import UserError
 
 
 def validate(

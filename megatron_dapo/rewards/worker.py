@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_dapo.config import UserError
+from megatron_dapo.errors import UserError
 from megatron_dapo.rewards.registry import BUILTINS, BY_DATA_SOURCE, check_signature, judge, load
 from megatron_dapo.rewards.types import RewardRequest
 from megatron_dapo.rewards.worker_process import Message, serve

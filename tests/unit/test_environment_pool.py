@@ -189,7 +189,7 @@ def test_an_unusable_environment_is_told_at_the_start(folder):
 
 
 def test_workers_start_without_the_heavy_libraries_and_end_with_their_parent(folder):
-    heavy = "('torch', 'transformers', 'sympy')"
+    heavy = "('torch', 'transformers', 'sympy', 'pydantic')"
     script = f"""
 import asyncio, json, os, sys
 import megatron_dapo.envs.worker
