@@ -29,7 +29,7 @@ from megatron_dapo.algorithms import LossConfig, OffPolicy, TokenBatch
 from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.statistics import Merged
 from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
-from megatron_dapo.kernels.triton_ops.rows import row_gradient, row_statistics
+from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_gradient, row_statistics
 from megatron_dapo.kernels.triton_ops.token_loss import token_loss
 
 TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"
@@ -92,6 +92,22 @@ def _gradient(shape: str, dtype: torch.dtype, out_dtype: torch.dtype, with_entro
     return launch
 
 
+def _with_kl(shape: str) -> Callable[[], object]:
+    """Both kernels of a loss that has the KL over the whole vocabulary."""
+
+    def launch():
+        logits, row, targets = _row_arguments(shape, _FP32)
+        other, out, merged = (
+            _row_arguments(shape, _FP32)[0],
+            _row_arguments(shape, _BF16)[0],
+            Merged(row, row, row, row),
+        )
+        kl = KLTerms(other, row_divergence(logits, other, row, merged, merged), row)
+        row_gradient(logits, row, targets, merged, row, row, out, kl=kl)
+
+    return launch
+
+
 def _linear(shape: str, want_entropy: bool) -> Callable[[], object]:
     def launch():
         hidden_size, vocabulary = SHAPES[shape]
@@ -112,7 +128,7 @@ def _loss(config: LossConfig, *fields: str) -> Callable[[], object]:
         row = _meta(CHUNK)
         masks = {name: _meta(CHUNK, dtype=torch.bool) for name in fields if name in ("is_current", "exp_mask")}
         tokens = TokenBatch(row, _meta(dtype=torch.int64), row, **dict.fromkeys(fields, row) | masks)
-        token_loss(row, row if config.report_entropy else None, tokens, config)
+        token_loss(row, row if config.report_entropy else None, tokens, config, row if config.use_full_kl else None)
 
     return launch
 
@@ -133,17 +149,23 @@ CASES: dict[str, Callable[[], object]] = {
     "row gradient, 32B TP 8, fp32 to bf16, no entropy": _gradient("32B, TP 8", _FP32, _BF16, False),
     "row gradient, 7B, fp32 to bf16": _gradient("7B", _FP32, _BF16, True),
     "row gradient, 7B, bf16 to bf16": _gradient("7B", _BF16, _BF16, True),
+    "full KL, 32B TP 8": _with_kl("32B, TP 8"),
+    "full KL, 7B": _with_kl("7B"),
     "linear statistics, 0.5B": _linear("0.5B", True),
     "linear statistics, 7B": _linear("7B", True),
     "linear statistics, 32B TP 8": _linear("32B, TP 8", True),
     "linear statistics, 32B TP 8, no entropy": _linear("32B, TP 8", False),
     "token loss": _loss(LossConfig(report_entropy=True), "old_log_probs", "rollout_log_probs"),
     "token loss, everything on": _loss(_EVERYTHING, *_ALL_FIELDS),
+    "token loss, full KL": _loss(
+        LossConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="full"), "rollout_log_probs"
+    ),
 }
 # sm_90 is what the kernels are laid out for; elsewhere one of each kind says whether they compile
 _ELSEWHERE = (
     "row statistics, 32B TP 8, fp32",
     "row gradient, 32B TP 8, fp32 to bf16",
+    "full KL, 32B TP 8",
     "linear statistics, 7B",
     "token loss, everything on",
 )
