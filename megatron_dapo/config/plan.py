@@ -145,10 +145,8 @@ def _reference(config: Config) -> Iterator[str]:
         sizes, megatron = layout(config), actor.megatron
         sharing = sizes.dp * (sizes.tp if megatron.sequence_parallel else 1)
         tokens = -(-samples_per_rollout_step(config) * config.data.max_response_length // sharing)
-        yield (
-            f"KL over the whole vocabulary: until the update its last hidden states of up to {tokens} tokens are kept "
-            "on each rank of the last stage (hidden size x bytes of dtype each), and a second chunk of logits"
-        )
+        yield "KL over the whole vocabulary: each rank of the last stage keeps its last hidden states until the update,"
+        yield f"up to {tokens} tokens x hidden size x bytes of dtype, and holds a second chunk of logits"
 
 
 def _critic(config: Config) -> Iterator[str]:

@@ -22,7 +22,7 @@ class Reference:
         spec = read_model_spec(path)
         self._keeps_hidden = uses_full_kl(config)
         if self._keeps_hidden:
-            _check_vocabulary(spec, read_model_spec(config.actor_rollout_ref.model.path))
+            check_vocabulary(spec, read_model_spec(config.actor_rollout_ref.model.path))
         model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
         load(model, path, layout)
         for chunk in model.chunks:
@@ -42,7 +42,7 @@ class Reference:
         return with_scores(self._schedule, mini_batches, fill, keep_hidden=self._keeps_hidden)
 
 
-def _check_vocabulary(reference: ModelSpec, actor: ModelSpec) -> None:
+def check_vocabulary(reference: ModelSpec, actor: ModelSpec) -> None:
     """Raises UserError where a KL over the whole vocabulary has two of them."""
     if reference.vocab_size != actor.vocab_size:
         raise UserError(

@@ -3,6 +3,8 @@
 Over ranks, and inside the training head: tests/distributed/test_head.py and test_full_kl.py.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,9 @@ import torch.nn.functional as F
 
 from benchmarks.memory import peak_bytes
 from megatron_dapo.algorithms import LossConfig, TokenBatch
+from megatron_dapo.config import UserError, load_config, process_plan
 from megatron_dapo.kernels import Head, Reference, RowPlan, fused_dapo_head, linear_full_kl
+from megatron_dapo.platform import prepare_megatron
 
 pytestmark = pytest.mark.unit
 
@@ -76,6 +80,33 @@ def peak_of_training(num_rows: int, chunk_size: int) -> int:
 
 
 VOCABULARY = 16384
+
+
+@pytest.mark.parametrize("switch", ["actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"])
+@pytest.mark.parametrize(("parallel", "share"), [("", 1), ("tensor_model_parallel_size=2 sequence_parallel=true", 2)])
+def test_the_plan_says_how_many_hidden_states_are_kept(switch, parallel, share):
+    chosen = {
+        "actor_rollout_ref.actor.use_kl_loss": ["kl_loss_coef=0.1", "kl_loss_type=full"],
+        "algorithm.use_kl_in_reward": ["kl_ctrl.kl_coef=0.1", "kl_penalty=full"],
+    }[switch]
+    megatron = [f"actor_rollout_ref.actor.megatron.{setting}" for setting in parallel.split()]
+    sizes = ["data.train_batch_size=8", "data.max_response_length=100", "actor_rollout_ref.rollout.n=4"]
+    others = [f"{switch.rpartition('.')[0]}.{setting}" for setting in chosen]
+    base = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    base += [f"trainer.n_procs_per_node={share}", *sizes, *megatron]
+    assert "whole vocabulary" not in process_plan(load_config(None, base))
+    plan = process_plan(load_config(None, [*base, f"{switch}=true", *others]))
+    assert f"up to {8 * 4 * 100 // share} tokens x hidden size" in plan
+
+
+def test_a_reference_of_another_vocabulary_is_refused():
+    prepare_megatron()
+    from megatron_dapo.training import reference
+
+    small, large = SimpleNamespace(vocab_size=5), SimpleNamespace(vocab_size=6)
+    reference.check_vocabulary(small, small)
+    with pytest.raises(UserError, match="vocabulary of 6, the actor one of 5.*give a reference"):
+        reference.check_vocabulary(large, small)
 
 
 def test_it_holds_two_chunks_of_logits_and_nothing_of_the_size_of_all():
