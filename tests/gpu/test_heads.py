@@ -5,6 +5,7 @@ import torch
 
 from megatron_dapo.kernels.logits_chunk import runs_on_triton
 from tests import kernel_checks as checks
+from tests.full_kl_checks import check_full_kl
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +42,10 @@ def test_the_fused_head_is_dapo_loss_on_float64_log_probs(case):
 
 def test_the_fused_head_is_the_composed_one(case):
     checks.check_fused_is_composed(case)
+
+
+def test_the_kl_over_the_whole_vocabulary_and_its_gradient_are_those_of_float64(case):
+    check_full_kl(case)
 
 
 def test_two_runs_give_equal_bits(case):

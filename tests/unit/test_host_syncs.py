@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms import token_weights
-from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy
+from megatron_dapo.kernels import (
+    Head,
+    Reference,
+    RowPlan,
+    fused_dapo_head,
+    head_full_kl,
+    head_log_probs,
+    linear_logprob_entropy,
+)
 from tests.head_cases import Case, inputs_of, loss_of
 
 pytestmark = pytest.mark.unit
@@ -21,6 +29,7 @@ CASES = {
     "no_entropy": Case(dtype=torch.float32, entropy=False),
     "temperatures": Case(dtype=torch.float32, temperature="per_token"),
     "none_counted": Case(dtype=torch.float32, mask="none"),
+    "full_kl": Case(dtype=torch.float32, full_kl=True),
 }
 
 
@@ -42,7 +51,9 @@ def test_the_heads_need_no_value_on_the_host(name):
     plan = RowPlan.make(given.counted, case.rows, case.chunk_size, META)
     head = Head(weight, None, case.num_valid, temperature)
     log_probs, _ = head_log_probs(hidden, targets, plan, head, want_entropy=case.entropy)
-    answer = fused_dapo_head(hidden, targets, plan, tokens, loss_of(case), head)
+    reference = Reference(plan.kept_rows(given.ref_hidden_LH.to(META)), given.ref_weight_VH.to(META))
+    head_full_kl(hidden, targets, plan, head, reference)
+    answer = fused_dapo_head(hidden, targets, plan, tokens, loss_of(case), head, reference=reference)
     answer.loss_sum.backward()
     assert log_probs.shape == answer.log_probs.shape == (len(given.counted),)
     assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import kernel_checks as checks
+from tests.full_kl_checks import check_full_kl
 
 pytestmark = pytest.mark.unit
 
@@ -23,6 +24,7 @@ CHECKS = (
     checks.check_no_host_sync,
     checks.check_token_loss,
     checks.check_from_logits,
+    check_full_kl,
 )
 
 
