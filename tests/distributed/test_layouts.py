@@ -61,7 +61,10 @@ KL = [
     "actor_rollout_ref.actor.kl_loss_coef=0.1",
     "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.kl_coef=0.05",
+    "actor_rollout_ref.ref.path=REFERENCE",  # other weights than the actor's: a KL that is not 0
 ]
+# an estimate per token, whitened over the rollout step
+REINFORCE = [*KL, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]
 # replayed samples, whose old log-probs are the recorded ones, with all that reads old log-probs
 REPLAY = [
     "exp_manager.experience_replay.enable=true",
@@ -86,13 +89,17 @@ def variants(layout: str) -> dict[str, list[str]]:
     micro-batches and every cut with the first mode."""
     product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
     if layout == "tp1":
-        extras = {"kl": KL, "replay": REPLAY, **RECOMPUTE, **HEADS}
+        extras = {"kl": KL, "reinforce": REINFORCE, "replay": REPLAY, **RECOMPUTE, **HEADS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
     modes = {f"{m}/small": [*mode(m), *CUTS["small"]] for m in MODES}
     cuts = {f"token-mean/{cut}": [*mode("token-mean"), *CUTS[cut]] for cut in CUTS}
-    cuts = product if layout in ("tp2_sp", "pp2", "dp2", "tp2_sp_pp2") else cuts
+    every_kind = layout in ("tp2_sp", "pp2", "dp2", "tp2_sp_pp2")
+    cuts = product if every_kind else cuts
     sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
-    other = {"kl/small": [*KL, *CUTS["small"]], "replay/small": [*REPLAY, *CUTS["small"]]}
+    other = {f"{name}/small": [*extra, *CUTS["small"]] for name, extra in (("kl", KL), ("replay", REPLAY))}
+    other |= {
+        f"reinforce/{cut}": [*REINFORCE, *CUTS[cut]] for cut in (["small", "padded"] if every_kind else ["small"])
+    }
     return {**modes, **cuts, **sharded, **other, **_extras(layout)}
 
 
@@ -108,11 +115,13 @@ def results(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("layouts")
     # 4 KV heads for TP4, 4 layers for PP4, an odd vocabulary so that its padding is cut off somewhere
     model = make_tiny(folder / "model", "qwen3", vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
+    reference = make_tiny(folder / "reference", "qwen3", seed=1, vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
     found: dict[str, dict] = {}
     for world in (1, 2, 4):
         layouts = [(name, LAYOUTS[name], variants(name)) for name in LAYOUTS if WORLD_SIZES[name] == world]
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
-        task.write_text(json.dumps({"model": str(model), "out": str(out), "layouts": layouts}))
+        text = json.dumps({"model": str(model), "out": str(out), "layouts": layouts})
+        task.write_text(text.replace("REFERENCE", str(reference)))
         run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=600)
         found.update(torch.load(out))
     return found
@@ -224,6 +233,17 @@ def assert_same(got: dict, expected: dict) -> None:
             for name, tensor in expected[what].items():
                 error = (got[what][name] - tensor).abs().max()
                 assert error < 1e-5 * tensor.abs().max() + 1e-6 * largest, f"{what} of {name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.split("/")[1] in ("kl", "reinforce")])
+def test_advantages_after_the_models_are_those_of_one_process(results, case):
+    """The KL penalty in the reward, and whitening over all ranks: each sample's own advantages, token by token."""
+    expected = results[f"tp1/{case.split('/')[1]}/whole"]["estimates"]
+    got = results[case]["estimates"]
+    assert got.keys() == expected.keys() and len(expected) == (32 if "kl" in case else 64)
+    for name, values in expected.items():
+        assert torch.allclose(got[name], values, rtol=1e-5, atol=1e-5), name
+    assert abs(results[case]["metrics"]["actor/reward_kl_penalty"]) > 1e-3
 
 
 def test_the_cuts_are_really_different(results):
