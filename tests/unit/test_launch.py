@@ -96,7 +96,7 @@ signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 print("up", flush=True)
 while not told:
     time.sleep(0.05)
-time.sleep(1.0 * (1 + int(os.environ["RANK"])))
+time.sleep(SECONDS * (1 + int(os.environ["RANK"])))
 print("saved", flush=True)
 sys.exit(85)
 """
@@ -143,7 +143,7 @@ def test_a_stop_signal_leaves_no_process_behind(tmp_path, number):
 
 
 def test_a_stop_signal_waits_for_every_rank_to_save_and_passes_the_exit_code_on(tmp_path):
-    with launcher(tmp_path, SAVING) as run:
+    with launcher(tmp_path, SAVING.replace("SECONDS", "1.0")) as run:
         os.kill(run.pid, signal.SIGUSR1)
         run.join(20)
         assert run.exitcode == 85
@@ -154,7 +154,7 @@ def test_a_stop_signal_waits_for_every_rank_to_save_and_passes_the_exit_code_on(
 
 
 def test_a_second_stop_signal_does_not_wait(tmp_path):
-    with launcher(tmp_path, SAVING) as run:
+    with launcher(tmp_path, SAVING.replace("SECONDS", "600")) as run:
         os.kill(run.pid, signal.SIGTERM)
         time.sleep(0.8)
         os.kill(run.pid, signal.SIGTERM)
