@@ -19,13 +19,11 @@ def mean_and_variance(total: Tensor) -> tuple[Tensor, Tensor]:
     return mean, ((squares - num * mean.square()) / (num - 1).clamp(min=1)).clamp(min=0)
 
 
-def whiten(values: Tensor, total: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def whiten(values: Tensor, total: Tensor, eps: float = 1e-8) -> Tensor:
     """(values - mean) / sqrt(variance + eps), variance with n - 1, as verl's masked_whiten does; of the same dtype.
 
-    total: the `moments` of all values together, on the same device. shift_mean=False: scaled, but with its mean. Of a
-    single value, or of equal ones, the result is 0 (or the mean). Values that were not counted come out scaled too: the
-    caller ignores them.
+    total: the `moments` of all values together, on the same device. Of a single value, or of equal ones, the result is
+    0. Values that were not counted come out scaled too: the caller ignores them.
     """
     mean, variance = mean_and_variance(total)
-    whitened = (values.double() - mean) * torch.rsqrt(variance + eps)
-    return (whitened if shift_mean else whitened + mean).to(values.dtype)
+    return ((values.double() - mean) * torch.rsqrt(variance + eps)).to(values.dtype)

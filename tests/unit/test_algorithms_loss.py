@@ -178,6 +178,38 @@ def test_metrics_count_tokens_and_not_their_weights():
         assert min(shown["actor/on_pg_clipfrac"], shown["actor/on_pg_clipfrac_lower"]) > 0
 
 
+def token_by_definition(log_ratio: float, advantage: float, low: float, high: float, dual: float | None):
+    """(loss, its derivative by the log-prob) of one token, case by case: DAPO eq. 8, arXiv 1912.09729 for the dual."""
+    ratio = math.exp(max(-20.0, min(20.0, log_ratio)))
+    slope = 0.0 if abs(log_ratio) > 20.0 else -advantage * ratio
+    if advantage >= 0:
+        return (-advantage * ratio, slope) if ratio <= 1 + high else (-advantage * (1 + high), 0.0)
+    if dual is not None and ratio > dual:
+        return -advantage * dual, 0.0
+    return (-advantage * ratio, slope) if ratio >= 1 - low else (-advantage * (1 - low), 0.0)
+
+
+LOG_RATIO = st.one_of(st.floats(-1.5, 1.5), st.sampled_from([-50.0, -19.9, 0.0, 19.9, 50.0]))
+TOKEN = st.tuples(LOG_RATIO, st.sampled_from([-2.0, -0.5, 0.0, 0.5, 2.0]), st.sampled_from([0.0, 0.5, 1.0]))
+
+
+@given(st.lists(TOKEN, max_size=10), st.sampled_from([None, 3.0, 10.0]))
+@settings(deadline=None, max_examples=150)
+def test_every_token_has_the_loss_of_its_case_for_any_mask_sign_and_ratio(tokens, dual):
+    columns = list(zip(*tokens, strict=True)) or [()] * 3
+    new, advantages, weights = (torch.tensor(column, dtype=torch.float64) for column in columns)
+    new.requires_grad_()
+    result = policy_loss(new, torch.zeros_like(new), advantages, weights, torch.tensor(1), Clip(0.2, 0.28, dual))
+    result.loss_sum.backward()
+    expected = [token_by_definition(log_ratio, advantage, 0.2, 0.28, dual) for log_ratio, advantage, _ in tokens]
+    total = sum(weight * loss for (loss, _), (*_, weight) in zip(expected, tokens, strict=True))
+    assert float(result.loss_sum.detach()) == pytest.approx(total, rel=1e-12, abs=1e-12)
+    kinks = [math.log(bound) for bound in (0.8, 1.28, dual or 3.0)]
+    for place, ((_, slope), (log_ratio, _, weight)) in enumerate(zip(expected, tokens, strict=True)):
+        if min(abs(log_ratio - kink) for kink in kinks) > 1e-9:
+            assert float(new.grad[place]) == pytest.approx(weight * slope, rel=1e-12, abs=1e-12)
+
+
 @pytest.mark.parametrize("log_ratio, clamped", [(30.0, 20.0), (-30.0, -20.0)])
 def test_the_log_ratio_is_clamped_and_has_no_gradient_beyond(log_ratio, clamped):
     # The sign of the advantage is the one that is not clipped.
