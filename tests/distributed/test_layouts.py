@@ -80,27 +80,30 @@ RECOMPUTE = {
 }
 
 
+ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2", "tp2_sp_pp2")
+
+
 def mode(name: str) -> list[str]:
     return [f"actor_rollout_ref.actor.loss_agg_mode={name}"]
 
 
 def variants(layout: str) -> dict[str, list[str]]:
-    """On one process and on one layout of each kind every mode with every cut; elsewhere every mode with small
-    micro-batches and every cut with the first mode."""
+    """On one process and on one layout of each kind every mode with every cut and every estimator; elsewhere every mode
+    with small micro-batches, and one case of everything that could fail there alone."""
     product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
     if layout == "tp1":
         extras = {"kl": KL, "reinforce": REINFORCE, "replay": REPLAY, **RECOMPUTE, **HEADS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
-    modes = {f"{m}/small": [*mode(m), *CUTS["small"]] for m in MODES}
-    cuts = {f"token-mean/{cut}": [*mode("token-mean"), *CUTS[cut]] for cut in CUTS}
-    every_kind = layout in ("tp2_sp", "pp2", "dp2", "tp2_sp_pp2")
-    cuts = product if every_kind else cuts
     sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
-    other = {f"{name}/small": [*extra, *CUTS["small"]] for name, extra in (("kl", KL), ("replay", REPLAY))}
-    other |= {
-        f"reinforce/{cut}": [*REINFORCE, *CUTS[cut]] for cut in (["small", "padded"] if every_kind else ["small"])
+    other = {
+        f"{name}/small": [*extra, *CUTS["small"]] for name, extra in (("reinforce", REINFORCE), ("replay", REPLAY))
     }
-    return {**modes, **cuts, **sharded, **other, **_extras(layout)}
+    if layout in ONE_OF_A_KIND:
+        other |= {"kl/small": [*KL, *CUTS["small"]], "reinforce/padded": [*REINFORCE, *CUTS["padded"]]}
+        return {**product, **sharded, **other, **_extras(layout)}
+    modes = {f"{m}/small": [*mode(m), *CUTS["small"]] for m in MODES}
+    padded = {"token-mean/padded": [*mode("token-mean"), *CUTS["padded"]]}
+    return {**modes, **padded, **sharded, **other, **_extras(layout)}
 
 
 def _extras(layout: str) -> dict[str, list[str]]:
