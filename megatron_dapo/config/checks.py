@@ -15,6 +15,7 @@ from megatron_dapo.config.derived import (
     needs_reference,
 )
 from megatron_dapo.config.estimator_checks import estimators
+from megatron_dapo.config.inert_checks import ACTOR, OVERLONG, without_effect
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.multi_turn_checks import multi_turn
@@ -27,10 +28,8 @@ BUILT_IN_REWARDS = frozenset(
 )
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
-ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
 ROLLOUT = "actor_rollout_ref.rollout"
-OVERLONG = "algorithm.dapo.overlong_reward_shaping"
 
 
 def batch_sizes(config: Config) -> Iterator[str]:
@@ -161,11 +160,6 @@ def dapo_switches(config: Config) -> Iterator[str]:
 
 def overlong_shaping(config: Config) -> Iterator[str]:
     shaping, limit = config.algorithm.dapo.overlong_reward_shaping, config.data.max_response_length
-    if shaping.buffer_len and not shaping.enable:
-        yield (
-            f"{OVERLONG}.buffer_len is {shaping.buffer_len}, but has no effect while {OVERLONG}.enable is false; "
-            f"enable it, or set buffer_len to 0."
-        )
     if not shaping.enable:
         return
     if shaping.buffer_len >= limit:
@@ -178,8 +172,6 @@ def overlong_shaping(config: Config) -> Iterator[str]:
             f"{OVERLONG}.expected_len {shaping.expected_len} + buffer_len {shaping.buffer_len} is above "
             f"data.max_response_length {limit}, so that the soft interval would be cut; set expected_len to null."
         )
-    if shaping.expected_len is not None and shaping.buffer_len == 0:
-        yield f"{OVERLONG}.expected_len is {shaping.expected_len}, but has no effect with buffer_len 0; set both."
     yield from _overlong_penalties(config)
 
 
@@ -234,16 +226,6 @@ def kl(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.ref.path is {ref.path}, but no KL coefficient uses a reference model; set "
             f"{ACTOR}.use_kl_loss with kl_loss_coef, or algorithm.use_kl_in_reward with kl_ctrl.kl_coef, or null here."
-        )
-
-
-def rollout_correction(config: Config) -> Iterator[str]:
-    key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    default = known_keys()[f"{key}.rollout_is_threshold"].default
-    if correction.rollout_is == "none" and correction.rollout_is_threshold != default:
-        yield (
-            f"{key}.rollout_is_threshold is {correction.rollout_is_threshold:g}, but has no effect while rollout_is is "
-            f"none; set rollout_is to token, or remove rollout_is_threshold."
         )
 
 
@@ -348,7 +330,7 @@ CHECKS = (
     estimators,
     experience_replay,
     kl,
-    rollout_correction,
+    without_effect,
     optimizer,
     sampling,
     multi_turn,

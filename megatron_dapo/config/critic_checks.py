@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
-from megatron_dapo.config.keys import known_keys, show
+from megatron_dapo.config.keys import changed, known_keys
 from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, model_json_of, positions
 from megatron_dapo.config.schema import Config
 
@@ -13,15 +13,12 @@ def without_a_critic(config: Config) -> Iterator[str]:
     """Its keys do nothing then."""
     if uses_critic(config):
         return
-    for name, key in known_keys().items():
-        if name.startswith("critic.") or name == "trainer.critic_warmup":
-            value = _value(config, name)
-            if value != key.default:
-                shown = value if isinstance(value, str) else show(value)
-                yield (
-                    f"{name} is {shown}, but there is no critic while algorithm.adv_estimator is "
-                    f"{config.algorithm.adv_estimator}; set adv_estimator to gae, or remove {name}."
-                )
+    names = [name for name in known_keys() if name.startswith("critic.")]
+    for name, value in changed(config, [*names, "trainer.critic_warmup"]):
+        yield (
+            f"{name} is {value}, but there is no critic while algorithm.adv_estimator is "
+            f"{config.algorithm.adv_estimator}; set adv_estimator to gae, or remove {name}."
+        )
 
 
 def batching(config: Config) -> Iterator[str]:
@@ -58,6 +55,14 @@ def schedule(config: Config) -> Iterator[str]:
             f"trainer.critic_warmup is {trainer.critic_warmup}, but must be below trainer.total_training_steps "
             f"{trainer.total_training_steps}, or the policy is never updated."
         )
+        return
+    warmup, steps = config.actor_rollout_ref.actor.optim.lr_warmup_steps, trainer.total_training_steps
+    if steps - trainer.critic_warmup <= warmup < steps:
+        yield (
+            f"actor_rollout_ref.actor.optim.lr_warmup_steps is {warmup}, but trainer.critic_warmup "
+            f"{trainer.critic_warmup} leaves the policy {steps - trainer.critic_warmup} of the {steps} rollout steps, "
+            f"and its learning rate never reaches its peak; lower one of the two."
+        )
 
 
 def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
@@ -74,13 +79,6 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
             f"critic.model.path is {path}, whose vocab_size is {theirs}, but the actor's is {ours}: both must read the "
             f"same tokens; choose a critic of the actor's family."
         )
-
-
-def _value(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 CRITIC_CHECKS = (without_a_critic, batching, schedule)

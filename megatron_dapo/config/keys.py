@@ -2,6 +2,7 @@
 
 import reprlib
 import types
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -76,6 +77,16 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return _SHORT.repr(value)
+
+
+def changed(config: Config, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Those of the keys that are not at their default, with their values in words."""
+    for name in names:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if value != known_keys()[name].default:
+            yield name, value if isinstance(value, str) else show(value)
 
 
 _SHORT = reprlib.Repr()

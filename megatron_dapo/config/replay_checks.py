@@ -1,9 +1,9 @@
 """What experience replay demands of the other keys. As in checks.py: one sentence per mistake."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from megatron_dapo.config.derived import effective_clip, gen_batch_size
-from megatron_dapo.config.keys import known_keys, show
+from megatron_dapo.config.keys import changed
 from megatron_dapo.config.schema import Config
 
 REPLAY = "exp_manager.experience_replay"
@@ -28,13 +28,13 @@ _READ_BY_MODE = {
 def experience_replay(config: Config) -> Iterator[str]:
     keys, actor = config.exp_manager.experience_replay, config.actor_rollout_ref.actor
     if not keys.enable:
-        for name, value in _changed(config, _READ_BY_REPLAY):
+        for name, value in changed(config, _READ_BY_REPLAY):
             yield (
                 f"{name} is {value}, but has no effect while {REPLAY}.enable is false; set enable to true, or "
                 f"remove {name.rpartition('.')[2]}."
             )
         return
-    for name, value in _changed(config, _READ_BY_MODE):
+    for name, value in changed(config, _READ_BY_MODE):
         if actor.off_policy_shaping_mode != _READ_BY_MODE[name]:
             yield (
                 f"{name} is {value}, but has no effect while {MODE} is {actor.off_policy_shaping_mode}; set it "
@@ -75,13 +75,3 @@ def _groups(config: Config) -> Iterator[str]:
             f"(data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length}); "
             f"raise it."
         )
-
-
-def _changed(config: Config, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Those of the keys that are not at their default, with their values in words."""
-    for name in names:
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value != known_keys()[name].default:
-            yield name, value if isinstance(value, str) else show(value)

@@ -3,22 +3,22 @@
 from collections.abc import Iterator
 
 from megatron_dapo.config.derived import gen_batch_size, uses_dynamic_sampling, uses_filter_mode
-from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.inert_checks import GROUPS, SAMPLING
 from megatron_dapo.config.schema import Config
 
-SAMPLING = "algorithm.dapo.dynamic_sampling"
-GROUPS = "algorithm.filter_groups"
 N = "actor_rollout_ref.rollout.n"
 
 
 def gen_batches(config: Config) -> Iterator[str]:
     size, prompts, dapo = config.data.train_batch_size, gen_batch_size(config), config.algorithm.dapo
-    dropping = (dapo.enable and dapo.dynamic_sampling.enable) or config.algorithm.filter_groups.enable
-    if prompts > size and not dropping:
-        yield (
-            f"data.gen_batch_size is {prompts}, above data.train_batch_size {size}, but no group is ever dropped "
-            f"with dynamic sampling off; set it to null, or enable {SAMPLING}."
-        )
+    if not uses_dynamic_sampling(config):
+        if prompts != size:
+            yield (
+                f"data.gen_batch_size is {prompts}, but has no effect while nothing is filtered: with dynamic sampling "
+                f"off a step is one gen batch of data.train_batch_size {size}; set it to null, or enable {SAMPLING} "
+                f"with a filter_mode other than none."
+            )
+        return
     section, limit = SAMPLING, dapo.dynamic_sampling.max_num_gen_batches
     if config.algorithm.filter_groups.enable:
         section, limit = GROUPS, config.algorithm.filter_groups.max_num_gen_batches
@@ -51,7 +51,6 @@ def masking(config: Config) -> Iterator[str]:
 def filter_groups(config: Config) -> Iterator[str]:
     groups = config.algorithm.filter_groups
     if not groups.enable:
-        yield from _without_effect(config)
         return
     if config.algorithm.dapo.dynamic_sampling.enable:
         yield (
@@ -78,16 +77,6 @@ def group_size(config: Config) -> Iterator[str]:
             f"{N} is 1, but with {SAMPLING}.enable true every group of one is uniform and would be dropped; "
             f"set n to 2 or more, or switch dynamic sampling off."
         )
-
-
-def _without_effect(config: Config) -> Iterator[str]:
-    for name in ("metric", "max_num_gen_batches", "on_exhausted"):
-        value = getattr(config.algorithm.filter_groups, name)
-        if value != known_keys()[f"{GROUPS}.{name}"].default:
-            yield (
-                f"{GROUPS}.{name} is {value}, but has no effect while {GROUPS}.enable is false; remove it, or set "
-                f"enable to true."
-            )
 
 
 SAMPLING_CHECKS = (gen_batches, masking, filter_groups, group_size)

@@ -46,6 +46,8 @@ def sentences(*overrides: str, model: dict | None = None) -> list[str]:
     ((GAE, "critic.optim.min_lr=1e-3"), ["critic.optim.min_lr is 0.001", "lr 1e-05"]),
     ((GAE, "critic.optim.lr_warmup_steps=100"), ["critic.optim.lr_warmup_steps is 100", "total_training_steps 100"]),
     ((GAE, "trainer.critic_warmup=100"), ["critic_warmup is 100", "never updated"]),
+    ((GAE, "trainer.critic_warmup=90", "actor_rollout_ref.actor.optim.lr_warmup_steps=10"),
+     ["lr_warmup_steps is 10", "critic_warmup 90", "never reaches its peak"]),
     (("critic.loss_type=huber",), ["critic.loss_type is huber", "adv_estimator is grpo", "gae"]),
     (("critic.optim.lr=1e-4",), ["critic.optim.lr is 0.0001", "adv_estimator is grpo"]),
     (("trainer.critic_warmup=5",), ["trainer.critic_warmup is 5", "no critic"]),
