@@ -24,7 +24,8 @@ class Observation:
 
     messages: what the model reads next; after `reset` they stand behind the prompt, before the model's first turn.
     done: the trajectory ends here. reward: what this turn earned; the trajectory's is the sum, and where no turn named
-    one, the reward function judges the whole text. correct: whether the task is solved so far; None = reward above 0.
+    one, the reward function judges the whole text. correct: whether the task is solved so far, named with a reward; the
+    last word on it holds, and where no turn said one, a trajectory's reward above 0 does.
     """
 
     messages: tuple[Message, ...] = ()
@@ -38,6 +39,9 @@ class Observation:
             texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"an environment's message needs a role and a content of text, not {message!r:.80}")
+            "".join(texts).encode()  # half a surrogate pair, as JSON from a model may hold, has no tokens
+        if self.correct is not None and self.reward is None:
+            raise ValueError("an environment that says correct names a reward with it, which may be 0")
         if self.reward is not None and not isfinite(self.reward):
             raise ValueError(f"an environment's reward must be a finite number, not {self.reward}")
 

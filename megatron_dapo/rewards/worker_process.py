@@ -45,7 +45,8 @@ def _reply(answer: Callable[[Message], Message], message: Message) -> Message:
         return {"error": "timeout"}
     except BaseException as error:  # whatever user code throws, SystemExit included, costs this one sample
         text = "".join(traceback.format_exception_only(error)).strip()
-        return {"error": f"exception: {text[:_ERROR_CHARS]}"}
+        readable = text[:_ERROR_CHARS].encode(errors="backslashreplace").decode()  # files hold no half surrogate pairs
+        return {"error": f"exception: {readable}"}
 
 
 def _take_pipes() -> tuple[TextIO, TextIO]:

@@ -25,7 +25,7 @@ def step_metrics(result: StepGroups, weight_version: int, num_retries: int, seco
         **_reward_metrics(generated),
         **mean_metrics("train/reward_mean", (sample.reward for sample in trained)),
         **mean_metrics("train/accuracy", (sample.correct for sample in trained)),
-        **mean_metrics("prompt_length/mean", (len(group.prompt.tokens) for group in result.generated)),
+        **mean_metrics("prompt_length/mean", (len(sample.prompt_tokens) for sample in judged)),  # as it was answered
         **_rollout_metrics(result, generated, weight_version, num_retries, seconds),
     }
 

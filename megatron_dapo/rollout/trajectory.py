@@ -76,6 +76,7 @@ class Trajectory:
     num_turns: int = 0
     finish_reason: str = "stop"
     verdict: RewardResult | None = None
+    solved: bool | None = None  # by the environment's last word on it, if it said one
 
     def write(self, generation: Generation) -> None:
         """Add a turn of the model."""
@@ -94,11 +95,11 @@ class Trajectory:
 
     def judge(self, observation: Observation) -> None:
         """Add what a turn earned; the last word on correctness holds."""
-        if observation.reward is None and observation.correct is None:
+        if observation.reward is None:
             return
-        score = (self.verdict.score if self.verdict else 0.0) + (observation.reward or 0.0)
-        correct = score > 0 if observation.correct is None else observation.correct
-        self.verdict = RewardResult(score, correct)
+        score = (self.verdict.score if self.verdict else 0.0) + observation.reward
+        self.solved = self.solved if observation.correct is None else observation.correct
+        self.verdict = RewardResult(score, score > 0 if self.solved is None else self.solved)
 
     def fail(self, reason: str) -> None:
         """The environment failed: what was earned so far counts, the task is not solved."""
@@ -166,6 +167,8 @@ class MultiTurn:
             opening = await environment.reset(task)
         trajectory.prompt_tokens = self._opening(prompt, opening)
         trajectory.judge(opening)
+        if opening.done:
+            return "stop"
         words: tuple[int, ...] = ()  # of the environment; they count once the model answered them
         while True:
             room = params.max_new_tokens - len(trajectory.tokens) - len(words)

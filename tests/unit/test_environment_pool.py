@@ -46,6 +46,12 @@ class Hostile:
             return "well"
         if response == "no text":
             return Observation(({"role": "user", "content": 3},))
+        if response == "half a pair":
+            return Observation(({"role": "user", "content": "\\ud800"},))
+        if response == "raise half a pair":
+            raise ValueError("\\ud800")
+        if response == "correct alone":
+            return Observation(correct=True)
         if response == "nan":
             return Observation(reward=float("nan"))
         if response == "print":
@@ -109,6 +115,9 @@ def test_each_failure_costs_one_trajectory_and_says_why(folder):
         "hog": "exception: MemoryError",
         "no observation": "exception: TypeError: an environment answers with an Observation, not str",
         "no text": "exception: ValueError: an environment's message needs a role and a content of text",
+        "half a pair": "exception: UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800'",
+        "raise half a pair": "exception: ValueError: \\ud800",  # as text that every file and log can hold
+        "correct alone": "exception: ValueError: an environment that says correct names a reward with it",
         "nan": "exception: ValueError: an environment's reward must be a finite number, not nan",
     }
 

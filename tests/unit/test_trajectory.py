@@ -205,6 +205,23 @@ def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
     assert (at_once.verdict.score, at_once.verdict.error, at_once.tokens) == (0.0, "environment: crash", [])
 
 
+def test_a_turn_without_a_word_on_correctness_does_not_overrule_the_last_one(tokenizer):
+    """The reward's sign decides only where the environment never said whether the task is solved."""
+    on = [says("on", reward=0.5, correct=False), says("on", reward=0.1), Observation(done=True, reward=0.25)]
+    assert play(tokenizer, Turn(*on), Model(TALK, TALK, TALK)).verdict == RewardResult(0.85, correct=False)
+    on = [says("on", reward=-1.0, correct=True), Observation(done=True)]
+    assert play(tokenizer, Turn(*on), Model(TALK, TALK)).verdict == RewardResult(-1.0, correct=True)
+    on = [says("on", reward=-1.0), Observation(done=True, reward=1.5)]
+    assert play(tokenizer, Turn(*on), Model(TALK, TALK)).verdict == RewardResult(0.5, correct=True)
+
+
+def test_an_environment_that_is_over_before_it_begins_is_not_played(tokenizer):
+    model = Model()
+    trajectory = play(tokenizer, Turn(opening=Observation(done=True, reward=1.0)), model)
+    assert (model.sent, trajectory.tokens, trajectory.finish_reason) == ([], [], "stop")
+    assert trajectory.verdict == RewardResult(1.0, True)
+
+
 def test_without_rewards_of_its_own_the_reward_function_is_to_judge(tokenizer):
     assert play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK)).verdict is None
 
