@@ -3,6 +3,7 @@
 Needs the package reasoning-gym. Importing this module does not import it.
 """
 
+import json
 import re
 from functools import lru_cache
 from typing import Any
@@ -29,7 +30,7 @@ def reasoning_gym(
 def answer_score(data_source: str, response: str, extra_info: dict) -> float:
     """The task's own score, 0 to 1."""
     task = data_source.removeprefix(SOURCE_PREFIX)
-    config = tuple(sorted((extra_info.get("config") or {}).items()))
+    config = json.dumps(extra_info.get("config") or {}, sort_keys=True)
     tasks, problem = _problem(task, extra_info["seed"], extra_info["size"], config, extra_info["index"])
     answers = _ANSWER.findall(response)
     try:
@@ -54,6 +55,7 @@ def create(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _problem(task: str, seed: int, size: int, config: tuple, index: int) -> tuple[Any, dict]:
-    tasks = create(task, seed, size, dict(config))
+def _problem(task: str, seed: int, size: int, config: str, index: int) -> tuple[Any, dict]:
+    """config: in JSON, since some tasks' settings are lists."""
+    tasks = create(task, seed, size, json.loads(config))
     return tasks, tasks[index]

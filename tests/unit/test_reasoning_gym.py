@@ -89,6 +89,10 @@ def test_settings_of_a_task_reach_its_problems(tmp_path, capsys):
     assert row["prompt"][0]["content"].count(" + ") + row["prompt"][0]["content"].count(" - ") == 5
     assert row["extra_info"]["config"] == {"min_terms": 6, "max_terms": 6}
     assert reasoning_gym(row["data_source"], row["reward_model"]["ground_truth"], "", row["extra_info"])["correct"]
+    (row,) = rows(tmp_path, "basic_arithmetic", 'operators=["+"]', "min_terms=5", "max_terms=5", size=1)
+    assert "+" in row["prompt"][0]["content"] and row["extra_info"]["config"]["operators"] == ["+"]
+    for answer, score in ((row["reward_model"]["ground_truth"], 1.0), ("no", 0.0)):
+        assert reasoning_gym(row["data_source"], answer, "", row["extra_info"])["score"] == score
     for arguments in (["--task", "no_task"], ["--task", "chain_sum", "no_key=1"], ["--task", "chain_sum", "novalue"]):
         command = ["reasoning_gym", "--size=1", f"--output={tmp_path}/none.jsonl", *arguments]
         assert prompts.main(command) == 2
