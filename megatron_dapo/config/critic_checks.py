@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
+from megatron_dapo.config.hf_config import num_experts_of
 from megatron_dapo.config.keys import changed, known_keys
-from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, model_json_of, positions
+from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, experts, fp8, model_json_of, positions
 from megatron_dapo.config.schema import Config
 
 
@@ -71,7 +72,8 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
     critic_json = model_json_of(path) if path and uses_critic(config) else None
     if critic_json is None:
         return
-    for check in (divisible_by_tp, divisible_by_pp, positions):
+    checks = (divisible_by_tp, divisible_by_pp, positions, fp8)
+    for check in (*checks, experts) if num_experts_of(critic_json) else checks:
         yield from (f"critic.model.path {path}: {sentence}" for sentence in check(config, critic_json))
     ours, theirs = actor_json.get("vocab_size"), critic_json.get("vocab_size")
     if ours != theirs:

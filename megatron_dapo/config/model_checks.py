@@ -82,15 +82,6 @@ def experts(config: Config, model: dict[str, Any]) -> Iterator[str]:
             f"{MEGATRON}.fp8 is {megatron.fp8}, which a model with experts ({_architecture(model)}) has not yet; "
             f"set fp8 to none."
         )
-    server_tp, size = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size, _size(model, _EXPERT_SIZE)
-    if not config.actor_rollout_ref.rollout.server_urls and size and size % server_tp:
-        yield (
-            f"{ROLLOUT}.server.tensor_model_parallel_size is {server_tp}, but does not divide the model's "
-            f"{_EXPERT_SIZE} {size}; choose a divisor of {size}."
-        )
-
-
-_EXPERT_SIZE = "moe_intermediate_size"
 
 
 def _architecture(model: dict[str, Any]) -> str:
@@ -142,12 +133,15 @@ def positions(config: Config, model: dict[str, Any]) -> Iterator[str]:
 
 
 def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
-    tp, heads = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size, _size(model, "num_attention_heads")
-    if not config.actor_rollout_ref.rollout.server_urls and heads and heads % tp:
-        yield (
-            f"{ROLLOUT}.server.tensor_model_parallel_size is {tp}, but does not divide the model's num_attention_heads "
-            f"{heads}; choose a divisor of {heads}."
-        )
+    rollout = config.actor_rollout_ref.rollout
+    tp = rollout.server.tensor_model_parallel_size
+    for name in ("num_attention_heads", *(["moe_intermediate_size"] if num_experts_of(model) else [])):
+        size = _size(model, name)
+        if not rollout.server_urls and size and size % tp:
+            yield (
+                f"{ROLLOUT}.server.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
+                f"choose a divisor of {size}."
+            )
 
 
 def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[str]:

@@ -72,6 +72,7 @@ def test_a_plain_gae_config_has_no_mistakes_and_its_critic_goes_through_a_step_a
     ("num_attention_heads", 6, ["num_attention_heads 6", "divisor"]),
     ("max_position_embeddings", 100, ["max_position_embeddings 100"]),
     ("vocab_size", 50, ["vocab_size is 50", "the actor's is 67"]),
+    ("num_experts", 8, ["sequence_parallel is false", "a model with experts"]),
 ])  # fmt: skip
 def test_a_critic_of_its_own_must_fit_the_layout_the_lengths_and_the_tokens(tmp_path, key, value, words):
     (tmp_path / "config.json").write_text(json.dumps({**ACTOR_JSON, key: value}))
