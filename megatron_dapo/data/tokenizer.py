@@ -60,18 +60,21 @@ class Tokenizer:
         """Tokens that an environment's messages add to a conversation that ends with a model's turn.
 
         With the chat template: what it puts between an assistant's last word and the next one's first, when the
-        messages stand between them; less the end-of-turn token where the model wrote it itself (last_token). Without it
-        the messages' contents. Both are tokenized on their own: the tokens before them stay what they are. Raises
-        UserError and ValueError as `encode_prompt`, ValueError where the template hides the turn.
+        messages stand between them; less the end-of-turn token, and white space before it, where the model wrote it
+        itself (last_token). Without it the messages' contents. Both are tokenized on their own: the tokens before them
+        stay what they are. Raises UserError and ValueError as `encode_prompt`, ValueError where the template hides the
+        turn.
         """
         if not apply_chat_template:
             return tuple(self._backend.encode(_joined(messages), add_special_tokens=False).ids)
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        _, *after = self._rendered([*before, *messages]).split(_MARK)
-        if len(after) != 1:
+        _, is_shown, after = self._rendered([*before, *messages]).partition(_MARK)  # messages may say it again
+        if not is_shown:
             raise ValueError("the model's chat template does not show an assistant's earlier words as they are")
-        tokens = self._backend.encode(after[0], add_special_tokens=False).ids
-        return tuple(tokens[1:] if tokens and tokens[0] == last_token else tokens)
+        tokens = self._backend.encode(after, add_special_tokens=False).ids
+        end = tokens.index(last_token) if last_token in tokens else -1
+        is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()  # Llama 2: " </s>"
+        return tuple(tokens[end + 1 :] if is_written else tokens)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens, exactly: no clean-up of spaces."""

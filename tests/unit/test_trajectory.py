@@ -126,6 +126,13 @@ def test_what_stands_between_turns_is_what_the_template_puts_there(tokenizer):
     assert trajectory.prompt_tokens + tuple(trajectory.tokens) == whole
 
 
+def test_whatever_an_environment_says_is_words(tokenizer):
+    """Also what stands for the model's words while the template is asked."""
+    trajectory = play(tokenizer, Turn(says("assistant-words"), Observation(done=True)), Model(TALK, TALK))
+    between = ids(tokenizer, "\n<|im_start|>tool\nassistant-words<|im_end|>\n<|im_start|>assistant\n")
+    assert trajectory.tokens == [*TALK, *between, *TALK]
+
+
 def test_a_turn_without_its_end_token_gets_it_from_the_environment(tokenizer):
     first = ids(tokenizer, "The answer")
     model = Model(first, (END,))
@@ -273,6 +280,18 @@ def test_a_template_that_rewrites_earlier_turns_does_not_touch_what_was_written(
     trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(first, TALK))
     between = ids(tokenizer, "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n")
     assert trajectory.tokens == [*first, *between, *TALK]
+
+
+def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_path):
+    """As Llama 2's: "the answer </s>"."""
+    template = CHATML.replace("<|im_end|>", " <|im_end|>")
+    tokenizer = load_tokenizer(write_byte_level(tmp_path, template=template))
+    words = "\n<|im_start|>tool\n5 <|im_end|>\n<|im_start|>assistant\n"
+    trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK))
+    assert trajectory.tokens == [*TALK, *ids(tokenizer, words), *TALK]
+    newline = ids(tokenizer, "\n")  # stands behind the end token, too: what is before it is more than white space
+    cut = play(tokenizer, Turn(says("5"), Observation(done=True)), Model((50, *newline), TALK))
+    assert cut.tokens == [50, *newline, *ids(tokenizer, f" <|im_end|>{words}"), *TALK]
 
 
 def test_a_template_that_hides_earlier_turns_is_told(tmp_path):
