@@ -137,6 +137,7 @@ def test_any_single_letter_typo_is_answered_with_the_key_that_was_meant(data):
         ("data.train_files=[1]", "a list of texts"),
         ("actor_rollout_ref.rollout.top_p=1.5", "a number > 0 and <= 1"),
         ("actor_rollout_ref.rollout.temperature=.nan", "a number > 0"),
+        ("critic.value_loss_coef=0", "a number > 0"),  # a critic that learns nothing
         (f"{LR}=1e999", "a number > 0"),
         (f"{LR}=fast", "a number > 0"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "a list of 2 numbers >= 0 and < 1"),

@@ -4,7 +4,7 @@ actor's."""
 from typing import Literal
 
 from megatron_dapo.config.schema.actor_rollout_ref import OptimConfig
-from megatron_dapo.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megatron_dapo.config.schema.base import PositiveFloat, PositiveInt, Section
 
 
 class CriticModelConfig(Section):
@@ -26,7 +26,7 @@ class CriticConfig(Section):
     """Passes of the critic over each rollout step's samples; none = the actor's."""
     max_tokens_per_microbatch: PositiveInt | None = None
     """Hard cap on the packed tokens of one of the critic's micro-batches; none = the actor's."""
-    value_loss_coef: NonNegativeFloat = 0.5
+    value_loss_coef: PositiveFloat = 0.5
     """Factor of the value loss. Adam's steps do not depend on it, what `optim.clip_grad` cuts does."""
     cliprange_value: PositiveFloat | None = 0.2
     """How far a value may move from that before the update until its loss no longer falls; none = no clipping."""
