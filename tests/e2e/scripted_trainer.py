@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import megatron_dapo.job
 from megatron_dapo.__main__ import main
+from megatron_dapo.config import Config
 from megatron_dapo.data import Group, Prompt, RolloutBatch
 from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
 from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
 from megatron_dapo.telemetry import Telemetry
@@ -23,10 +25,11 @@ NUM_PROMPTS, NUM_GROUPS, GEN_BATCH, GROUP_SIZE = 25, 4, 9, 4
 
 
 class ScriptedRollout:
-    """The bookkeeping of the real one (epochs, dynamic sampling, surplus) without servers: the same draws, in the same
-    order, give the same groups; what was generated in an earlier step keeps that step's weight version."""
+    """The bookkeeping of the real one (epochs, dynamic sampling, surplus, experience replay) without servers: the same
+    draws, in the same order, give the same groups; what was generated in an earlier step keeps its weight version."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self._pool = make_pool(config)
         self._cursor = PromptCursor(NUM_PROMPTS, seed=1)
         self._queue = GroupQueue(QueueLimits(NUM_GROUPS, GEN_BATCH, max_num_gen_batches=20), by_correctness("strict"))
 
@@ -36,7 +39,8 @@ class ScriptedRollout:
     def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
         self._queue.begin(step)
         while self._queue.wants_gen_batch():
-            self._queue.open_gen_batch([_prompt(number) for number in self._cursor.next(GEN_BATCH)])
+            drawn = next_prompts(self._cursor, self._pool, GEN_BATCH)
+            self._queue.open_gen_batch([_prompt(number) for number, _ in drawn], [replayed for _, replayed in drawn])
             for draw in self._queue.missing():
                 self._queue.finish(_group(draw, weight_version))
             self._queue.close_gen_batch()
@@ -48,14 +52,20 @@ class ScriptedRollout:
             "rollout/num_drawn": float(self._queue.num_drawn),
             "rollout/num_filtered": float(taken.filtered.total()),
         }
+        if self._pool is not None:
+            self._pool.record(taken.generated)
+            metrics |= self._pool.metrics() | replay_metrics(taken.groups, weight_version)
         return RolloutBatch(taken.groups, metrics)
 
     def state_dict(self) -> dict:
-        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict()}
+        pool = {} if self._pool is None else {"experiences": self._pool.state_dict()}
+        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict(), **pool}
 
     def load_state_dict(self, state: dict) -> None:
         self._cursor.load_state_dict(state["cursor"])
         self._queue.load_state_dict(state["queue"])
+        if self._pool is not None:
+            self._pool.load_state_dict(state["experiences"])
 
     def close(self) -> None:
         pass
@@ -77,7 +87,8 @@ def _group(draw: Draw, weight_version: int) -> Group:
         )
         for sample in group.samples
     ]
-    return Group(draw.uid, draw.prompt, tuple(samples))
+    replayed = [draw.replayed] if draw.replayed else []
+    return Group(draw.uid, draw.prompt, (*replayed, *samples[len(replayed) :]))
 
 
 def signal_after(step: int, name: str) -> None:
@@ -93,5 +104,5 @@ def signal_after(step: int, name: str) -> None:
 
 if __name__ == "__main__":
     signal_after(int(sys.argv[1]), sys.argv[2])
-    megatron_dapo.job.start_rollout = lambda config: ScriptedRollout()
+    megatron_dapo.job.start_rollout = ScriptedRollout
     sys.exit(main(["train", *sys.argv[3:]]))

@@ -39,7 +39,7 @@ def given(tmp_path_factory) -> Path:
 
 def config_of(given: Path, run: Path, *overrides: str) -> Config:
     """KL in the reward with an adaptive coefficient, a learning rate that warms up and decays, two optimizer steps per
-    rollout step: everything that has a state has one that moves."""
+    rollout step, experience replay: everything that has a state has one that moves."""
     return load_and_validate(
         None,
         [
@@ -61,6 +61,7 @@ def config_of(given: Path, run: Path, *overrides: str) -> Config:
             "algorithm.kl_ctrl.type=adaptive",
             "algorithm.kl_ctrl.kl_coef=0.05",
             "algorithm.kl_ctrl.horizon=100",
+            "exp_manager.experience_replay.enable=true",
             *overrides,
         ],
     )
@@ -97,6 +98,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 LAYOUTS = {
     "tp2": (
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "exp_manager.experience_replay.enable=false",
         "algorithm.adv_estimator=gae",
         "algorithm.lam=0.95",
         "critic.optim.lr=1e-3",
@@ -132,6 +134,8 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     assert [line["step"] for line in metrics_of(run)] == list(range(1, NUM_STEPS + 1))
     assert metrics_of(run)[STOPPED_AFTER - 1]["rollout/num_surplus"] > 0
     assert len({line["actor/reward_kl_penalty_coeff"] for line in metrics_of(run)}) == NUM_STEPS
+    replayed = [line.get("replay/num_replayed_groups", 0) for line in metrics_of(run)]
+    assert has_critic or (replayed[0] == 0 and all(replayed[STOPPED_AFTER:]))
 
     ours, theirs = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
     tensors = tensors_of(theirs)

@@ -30,7 +30,7 @@ def fork_rank(rank: int, num_ranks: int, port: int, config: str, log: str) -> in
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         os.environ |= {name: str(value) for name, value in place.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        job.start_rollout = lambda config: ScriptedRollout()
+        job.start_rollout = ScriptedRollout
         code = main(["train", "--config", config])
     finally:
         os._exit(code)
