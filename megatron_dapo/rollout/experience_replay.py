@@ -61,10 +61,12 @@ class ExperiencePool:
         self._of_prompt: dict[int, list[int]] = {}  # prompt -> numbers of its experiences, in the order recorded
         self._num_right: dict[int, int] = {}  # prompt in the pool -> successes in its last group
         self._retired: set[int] = set()
+        self._drawn: set[int] = set()  # prompts, in the step under way
 
     def record(self, groups: Sequence[Group]) -> None:
         """Take in all groups generated in a rollout step. Fresh samples alone decide whether replay begins; replayed
         ones count among the successes of their group."""
+        self._drawn.clear()
         fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
         if fresh and sum(sample.correct for sample in fresh) >= self.rules.start_ratio * len(fresh):
             self._begun = True
@@ -75,7 +77,8 @@ class ExperiencePool:
 
     def draw(self, gen_batch_size: int) -> list[Experience]:
         """One experience of each prompt to be replayed in the next gen batch; none before replay begins, fewer than
-        `exp_ratio` where the pool has no more prompts.
+        `exp_ratio` where the pool has no more prompts. No prompt twice in a step, which ends with `record`: a small
+        pool would fill a step of several gen batches with the same few trajectories.
 
         A bucket of prompts with k successes is chosen with the density at k of a normal distribution around half the
         group size, with deviation 1; a prompt of it uniformly; of its experiences that of least entropy.
@@ -91,6 +94,7 @@ class ExperiencePool:
             chosen.append(prompts.pop(draw.randrange(len(prompts))))
             if not prompts:
                 del buckets[num_right]
+        self._drawn.update(chosen)
         return [self._least_entropy(prompt) for prompt in chosen]
 
     def metrics(self) -> dict[str, float]:
@@ -114,6 +118,7 @@ class ExperiencePool:
             "experiences": experiences,
             "num_right": [list(pair) for pair in sorted(self._num_right.items())],
             "retired": sorted(self._retired),
+            "drawn": sorted(self._drawn),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -123,7 +128,7 @@ class ExperiencePool:
             self._put(plain["number"], Experience(plain["prompt"], sample_from_plain(plain["sample"])))
         self._num_recorded = state["num_recorded"]
         self._num_right = dict(map(tuple, state["num_right"]))
-        self._retired = set(state["retired"])
+        self._retired, self._drawn = set(state["retired"]), set(state.get("drawn", ()))
 
     def _record_group(self, group: Group) -> None:
         prompt, num_right = group.prompt.index, sum(sample.correct for sample in group.samples)
@@ -159,10 +164,11 @@ class ExperiencePool:
             self._num_right.pop(experience.prompt, None)
 
     def _buckets(self) -> dict[int, list[int]]:
-        """Successes -> prompts with them, both in an order that a saved and loaded pool has too."""
+        """Successes -> prompts with them that can be drawn, both in an order that a saved and loaded pool has too."""
         buckets: dict[int, list[int]] = {}
         for prompt, num_right in sorted(self._num_right.items()):
-            buckets.setdefault(num_right, []).append(prompt)
+            if prompt not in self._drawn:
+                buckets.setdefault(num_right, []).append(prompt)
         return dict(sorted(buckets.items()))
 
     def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:

@@ -125,8 +125,8 @@ def test_of_a_prompt_the_trajectory_of_least_entropy_is_replayed():
     diluted = sample(True, log_probs=(-1.2, 0.0, 0.0, 0.0), mask=(1, 0, 0, 0), tag=12)
     sure = sample(True, log_probs=(-0.2, -0.6, -0.1), tag=13)
     pool.record([group(0, unsure, diluted, sure, sample(False))])
-    assert [experience.sample for experience in pool.draw(2)] == [sure]
-    assert pool.draw(2)[0].entropy == pytest.approx(0.3)
+    (drawn,) = pool.draw(2)
+    assert drawn.sample == sure and drawn.entropy == pytest.approx(0.3)
 
 
 def test_buckets_are_drawn_by_the_normal_density_around_half_the_group():
@@ -151,6 +151,19 @@ def test_prompts_of_a_bucket_are_equally_likely_and_drawn_once():
         assert len(set(drawn)) == 2
         counts.update(drawn)
     assert [counts[prompt] / 1500 for prompt in range(3)] == pytest.approx([2 / 3] * 3, abs=0.05)
+
+
+def test_no_prompt_is_replayed_twice_in_a_step_of_several_gen_batches():
+    """A state saved in the middle of a step knows what was drawn; the next step may draw all of them again."""
+    pool, other = make_pool(exp_ratio=0.5), make_pool(exp_ratio=0.5)
+    pool.record([of(prompt, 1) for prompt in range(3)])
+    first = prompts_of(pool.draw(4))
+    other.load_state_dict(json.loads(json.dumps(pool.state_dict())))
+    rest = prompts_of(pool.draw(4))
+    assert sorted(first + rest) == [0, 1, 2] and pool.draw(4) == []
+    assert prompts_of(other.draw(4)) == rest
+    pool.record([of(9, 0)])
+    assert len(pool.draw(6)) == 3
 
 
 def test_far_buckets_of_large_groups_are_drawn_too():
