@@ -205,7 +205,7 @@ class WorkerPool:
                 await worker.stop()
                 if self._open:
                     await worker.start()
-        except (WorkerLost, OSError) as error:
+        except (WorkerLost, UserError, OSError) as error:
             if self._open:  # the next asker tries again
                 logger.error("a worker did not come back: %s", error)
         finally:
