@@ -83,6 +83,17 @@ def test_a_replayed_token_may_be_clipped_with_an_upper_bound_of_its_own(clip_hig
 
 
 @pytest.mark.parametrize("mode", OFF_POLICY_LOSSES)
+@pytest.mark.parametrize("tis_cap", [None, 2.0])
+def test_gradients_of_replayed_and_new_tokens_together_equal_finite_differences(mode, tis_cap):
+    """Ratios away from the kinks of the clip (0.8, 1.28, 1.5) and of the dual clip (3); importance is constant."""
+    ratios, advantages = [0.5, 1.1, 1.4, 2.0, 5.0] * 2, [1.0, -1.0, 0.5, 2.0, -0.5] * 2
+    log_probs, batch = batch_of(advantages, ratios, [1] * 5 + [0] * 5, [0.7] * 10, [1.0, 0.5, 0.0, 1.0, 1.0] * 2)
+    off_policy = OffPolicy(mode, clip_high=0.5 if mode == "dapo_clip_higher" else None)
+    config = LossConfig(clip=CLIP, report_mismatch=False, off_policy=off_policy, tis_cap=tis_cap)
+    assert torch.autograd.gradcheck(lambda new: dapo_loss(TokenOutputs(new), batch, config).loss_sum, (log_probs,))
+
+
+@pytest.mark.parametrize("mode", OFF_POLICY_LOSSES)
 def test_on_policy_tokens_keep_their_loss_and_their_metrics(mode):
     # ratios 1.5 (clipped above, A > 0), 0.5 (clipped below), 4 (dual clip), 1 on-policy; 5, 0.1, 6 replayed
     advantages, ratios = [1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0], [1.5, 0.5, 4.0, 1.0, 5.0, 0.1, 6.0]
