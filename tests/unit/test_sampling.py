@@ -3,12 +3,17 @@
 import asyncio
 import json
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from megatron_dapo.rollout.controller import Controller
+from megatron_dapo.rollout.group_queue import StepGroups
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
+from megatron_dapo.rollout.step_metrics import step_metrics
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
+from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
 
@@ -222,3 +227,12 @@ def test_limits_of_the_config_reach_the_trajectories(folder):
         (1, "turns", False)
     }
     assert batch.metrics["dapo/num_truncated_by_termination"] == 8
+
+
+def test_an_environments_first_words_count_as_prompt():
+    (group,) = synthetic_groups(64, num_groups=1, n=2)
+    samples = [replace(sample, prompt_tokens=(*group.prompt.tokens, 5, 6, 7)) for sample in group.samples]
+    groups = (replace(group, samples=tuple(samples)),)
+    step = StepGroups(groups, groups, Counter(), num_filtered_samples=0, num_gen_batches=1, num_surplus_used=0)
+    metrics = step_metrics(step, weight_version=0, num_retries=0, seconds=1.0)
+    assert metrics["prompt_length/mean"] == len(group.prompt.tokens) + 3
