@@ -94,7 +94,7 @@ class Sampler:
         num_failures = 0
         while True:
             async with self._servers.slot(avoid=failures, prefer=budget.server_url) as server:
-                budget.server_url = server.url
+                budget.server_url, seconds_left = server.url, budget.seconds_left
                 try:
                     async with budget.spend():
                         generation = await server.client.generate(tokens, params, self._retry.request_timeout_s)
@@ -109,6 +109,7 @@ class Sampler:
                 self._servers.mark_stale(server, f"it answered with version {generation.weight_versions[-1]}")
                 continue
             failures[server.url] = reason
+            budget.seconds_left = seconds_left  # what the failed server took
             num_failures += 1
             if num_failures > self._retry.max_retries:
                 where = "; ".join(f"{url}: {reason}" for url, reason in failures.items())

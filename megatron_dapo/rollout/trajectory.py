@@ -29,7 +29,7 @@ class OutOfTime(Exception):
 class Budget:
     """What a trajectory has left of its seconds at servers and in its environment, and the server that knows it.
 
-    Waiting for a place at a server, or for another one after a failure, costs nothing: the model is not to blame.
+    Waiting for a place at a server costs nothing, nor does a request that fails: the model is not to blame.
     """
 
     seconds_left: float = math.inf

@@ -4,14 +4,19 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.group_queue import StepGroups
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
+from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
 from megatron_dapo.rollout.step_metrics import step_metrics
+from megatron_dapo.rollout.trajectory import Budget
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
 
@@ -236,3 +241,25 @@ def test_an_environments_first_words_count_as_prompt():
     step = StepGroups(groups, groups, Counter(), num_filtered_samples=0, num_gen_batches=1, num_surplus_used=0)
     metrics = step_metrics(step, weight_version=0, num_retries=0, seconds=1.0)
     assert metrics["prompt_length/mean"] == len(group.prompt.tokens) + 3
+
+
+def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
+    class Client:
+        num_requests = 0
+
+        async def generate(self, *_):
+            self.num_requests += 1
+            if self.num_requests == 1:
+                await asyncio.sleep(1.0)
+                raise ServerError("url", "/generate", 500, "scripted")
+            return Generation((1,), (0.0,), "stop", (1,))
+
+    server, budget = SimpleNamespace(url="url", client=Client()), Budget(10.0)
+
+    @asynccontextmanager
+    async def slot(avoid, prefer):
+        yield server
+
+    sampler = Sampler(SimpleNamespace(version=1, slot=slot), None, None, RetryPolicy(60.0, max_retries=1))
+    asyncio.run(sampler._generate("uid", (1,), SamplingParams(1), budget))
+    assert server.client.num_requests == 2 and 9.2 < budget.seconds_left < 10.0
