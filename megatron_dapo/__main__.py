@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from megatron_dapo.config import (
@@ -16,6 +17,8 @@ from megatron_dapo.config import (
 from megatron_dapo.config.recipes import add_config_arguments
 
 USER_ERROR_EXIT_CODE = 2
+# launchers end all ranks when the first one fails: that should be the one that says why
+_FOR_RANK_0_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +65,9 @@ def _train(arguments: argparse.Namespace) -> int:
         config = _checked_config(arguments.config, overrides, num_processes)
     except UserError as error:  # the same on every rank: one of them says it
         if rank == 0:
-            print(error.report(), file=sys.stderr)
+            print(error.report(), file=sys.stderr, flush=True)
+        else:
+            time.sleep(_FOR_RANK_0_S)
         return USER_ERROR_EXIT_CODE
 
     from megatron_dapo.trainer import train  # a dry run must not wait for torch
