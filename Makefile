@@ -14,16 +14,19 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-llm round-trip train test test-unit test-gpu mutation lint bench clean need-config
+.PHONY: help setup setup-slurm demo demo-llm round-trip train test test-unit test-gpu mutation lint bench clean need-config
 
 help: ## This table
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PLATFORM=cpu|cuda, PYTHON=python3.11|python3.12, CONFIG=configs/NAME.yaml, ARGS='key=value ...'"
-	@echo "  Every target but help and clean runs setup by itself."
+	@echo "  Every target but help, clean and setup-slurm runs setup by itself."
 
 setup: ## Make .venv with the pinned packages (PLATFORM=cuda on GPU machines)
 	@PLATFORM='$(PLATFORM)' PYTHON='$(PYTHON)' sh requirements/setup.sh
+
+setup-slurm: ## Install Slurm for the tests of the job scripts (Debian, Ubuntu; as root)
+	@sh requirements/slurm.sh
 
 demo: setup ## DAPO on two-digit sums: TP=2, a real SGLang server, on this machine's CPU
 	@$(BIN)/python -m examples.arithmetic.demo $(ARGS)
@@ -42,13 +45,15 @@ need-config:
 	    echo "make train: CONFIG='$(CONFIG)' is not a file. For example:" >&2; \
 	    for recipe in configs/*.yaml; do echo "    make train CONFIG=$$recipe" >&2; done; exit 2; }
 
-test: lint test-unit ## Lint, then unit, compile, distributed and end-to-end tests; stops at the first that fails
+test: lint test-unit ## Lint, then all other tests, on a real server and a real Slurm too; stops at the first that fails
 	$(call LAYER,kernels compiled for GPUs)
 	@$(PYTEST) tests/compile
 	$(call LAYER,tests with several processes)
 	@$(PYTEST) tests/distributed
 	$(call LAYER,tests with a real SGLang server)
 	@$(PYTEST) tests/e2e
+	$(call LAYER,jobs on a Slurm of virtual nodes)
+	@$(PYTEST) tests/slurm
 
 test-unit: setup ## Unit tests only (under three minutes)
 	$(call LAYER,unit tests)

@@ -15,12 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.measure import in_turns, ratio_of
-from benchmarks.report import written
+from benchmarks.report import plain_table, written
 from benchmarks.synthetic_model import ModelSize, write_model
 from megatron_dapo.config import load_config
 from megatron_dapo.platform import ParallelLayout, SingleRank
@@ -157,14 +155,9 @@ def summary(name: str, num_bytes: int, rounds: int, samples: dict[str, list[dict
 
 
 def show(result: dict) -> None:
-    table = Table(
-        title=f"checkpoint of {result['num_bytes'] / 1e9:.3g} GB (median of {result['rounds']})",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-    )
-    for title in ("", "seconds", "MB/s", "of it tensors s", "training stands still s", "longest stop s"):
-        table.add_column(title, justify="right" if title else "left")
+    title = f"checkpoint of {result['num_bytes'] / 1e9:.3g} GB (median of {result['rounds']})"
+    columns = ("", "seconds", "MB/s", "of it tensors s", "training stands still s", "longest stop s")
+    table = plain_table(title, columns)
     for way, phases in result["seconds"].items():
         cells = [f"{phases['total']:.2f}", f"{result['mb_per_s'][way]:.0f}"]
         cells += [f"{phases[phase]:.2f}" if phase in phases else "-" for phase in ("tensors", "stall", "longest")]

@@ -16,13 +16,11 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.measure import timed
 from benchmarks.provider import UnavailableError, need
-from benchmarks.report import written
+from benchmarks.report import plain_table, written
 from examples.classic_control.train import CARTPOLE, ENV_STEPS, ENVIRONMENT, SOLVED, evaluate, play, training
 
 CPU = torch.device("cpu")
@@ -112,14 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> dict:
 
 
 def show(rows: Sequence[dict], num_env_steps: int) -> None:
-    table = Table(
-        title=f"{ENVIRONMENT}, {num_env_steps} environment steps, one thread",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-    )
-    for title in ("", "seed", "mean return of 100", "least", "475 in training after", "seconds"):
-        table.add_column(title, justify="right" if title else "left")
+    title = f"{ENVIRONMENT}, {num_env_steps} environment steps, one thread"
+    columns = ("", "seed", "mean return of 100", "least", "475 in training after", "seconds")
+    table = plain_table(title, columns)
     for row in rows:
         solved_at = "-" if row["solved_at"] is None else str(row["solved_at"])
         cells = (f"{row['mean_return']:.1f}", f"{row['least_return']:.0f}", solved_at, f"{row['seconds']:.1f}")

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.report import written
+from benchmarks.report import plain_table, written
 from benchmarks.synthetic_model import ModelSize, write_model
 
 SIZES = {
@@ -123,16 +121,13 @@ def _same_files(a: Path, b: Path) -> bool:
 
 
 def show(result: dict) -> None:
-    table = Table(
-        title=f"convert, {result['model']}: model {result['model_bytes'] / 1e9:.3g} GB, largest shard "
+    title = (
+        f"convert, {result['model']}: model {result['model_bytes'] / 1e9:.3g} GB, largest shard "
         f"{result['largest_shard_bytes'] / 1e9:.3g} GB, bound {result['bound_bytes'] / 1e9:.3g} GB above start\n"
-        f"weights after the round trip {'are the same bytes' if result['files_equal_after_round_trip'] else 'DIFFER'}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
+        f"weights after the round trip {'are the same bytes' if result['files_equal_after_round_trip'] else 'DIFFER'}"
     )
-    for title in ("", "seconds", "own memory GB", "above start GB", "/ model", "with mapped files GB"):
-        table.add_column(title, justify="right" if title else "left")
+    columns = ("", "seconds", "own memory GB", "above start GB", "/ model", "with mapped files GB")
+    table = plain_table(title, columns)
     for row in result["rows"]:
         above = row["above_start"]
         table.add_row(

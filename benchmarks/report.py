@@ -121,6 +121,14 @@ def written(
     return content
 
 
+def plain_table(title: str, columns: Sequence[str]) -> Table:
+    """The first column on the left, the others on the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
 def show(benchmark: str, result: ShapeResult, unit: str = "ms") -> None:
     """One line per row: times, ratios to the yardsticks, memory, errors; as wide as its content."""
     scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit]

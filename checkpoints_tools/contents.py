@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from checkpoints_tools.command_line import progress
 from checkpoints_tools.stored_tensors import INDEX, StoredTensor, TensorFolder
 from megatron_dapo.checkpointing import HF, MANIFEST, MEGATRON, TRAINER_STATE, read_manifest, verify
 from megatron_dapo.config import UserError
@@ -120,11 +121,15 @@ def part_of(name: str) -> str:
 
 def _manifest(path: Path, contents: bool) -> tuple:
     """(damage, extra, contents, versions)"""
-    verdict = verify(path, contents=contents)
     try:
         manifest = read_manifest(path)
     except UserError:  # the verdict says why
-        return verdict.damage, (), (), {}
+        return verify(path).damage, (), (), {}
+    if contents:
+        with progress("checksums", manifest.num_bytes, "bytes") as advance:
+            verdict = verify(path, advance=advance)
+    else:
+        verdict = verify(path, contents=False)
     return verdict.damage, verdict.extra, manifest.contents, manifest.versions
 
 

@@ -3,10 +3,11 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.cache import ROOT
+from examples.cache import ROOT, cache_folder
 from launch.command_line import USER_ERROR_EXIT_CODE, checked_config
 from launch.local import run_local
 from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, UserError
@@ -17,18 +18,24 @@ from megatron_dapo.telemetry import Summary, closing_table, read_metrics
 class Demo:
     """What distinguishes one demo from another.
 
-    next_steps: (what, command) shown at the end; {run} stands for the run folder, {last} for the last step's samples.
+    config: a file name in configs/. files: writes the prompt files of training and validation to a folder. model: makes
+    the model's folder where there is none, and returns it. next_steps: (what, command) shown at the end behind those
+    that all demos have.
     """
 
     title: str
-    config: Path
+    config: str
+    files: Callable[[Path], tuple[Path, Path]]
+    model: Callable[[], Path]
     next_steps: tuple[tuple[str, str], ...]
 
-    def run(self, prepared: list[str], overrides: list[str]) -> int:
-        """Train with the config, `prepared` and then `overrides` (key=value) on top; 0 only if the run ended well."""
+    def run(self, overrides: list[str]) -> int:
+        """Train with the config, files and model, and `overrides` (key=value) on top; 0 only if the run ended well."""
         try:
-            config = checked_config(str(self.config), [*prepared, *overrides])
-            folder = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
+            prepared = [f"actor_rollout_ref.model.path={self.model()}"]
+            prepared += prompt_files(*self.files(cache_folder() / Path(self.config).stem))
+            config = checked_config(str(config_path(self.config)), [*prepared, *overrides])
+            folder = RunFolder.of(config.trainer)
             _set_aside(folder.path)
             print(f"{self.title}\nrun folder: {folder.path}\n", flush=True)
             start = time.monotonic()
@@ -47,7 +54,12 @@ class Demo:
 
     def _closing(self, config: Config, folder: RunFolder, seconds: float) -> str:
         last = folder.rollout(config.trainer.total_training_steps)
-        width = max(len(what) for what, _ in self.next_steps)
+        next_steps = (
+            ("read what it writes now", f"less {last}"),
+            ("see the curves", f".venv/bin/tensorboard --logdir {folder.path}/tensorboard"),
+            *self.next_steps,
+        )
+        width = max(len(what) for what, _ in next_steps)
         return "\n".join(
             [
                 closing_table(Summary.of(read_metrics(folder.metrics))),
@@ -55,7 +67,7 @@ class Demo:
                 "",
                 f"run folder: {folder.path}",
                 "what to try next:",
-                *(f"  {what:<{width}}  {c.format(run=folder.path, last=last)}" for what, c in self.next_steps),
+                *(f"  {what:<{width}}  {command}" for what, command in next_steps),
             ]
         )
 

@@ -1,1 +1,3 @@
-"""Starts and supervises the processes of a run: `local` on one machine, `sglang_server` for the servers of a node."""
+"""Starts and supervises the processes of a run: `local` on one machine, `slurm` over the nodes of a job, `mpi` where
+mpirun or srun starts the ranks; `sglang_server` for the servers of a node, `preflight` before all of it.
+"""

@@ -46,24 +46,35 @@ def require_one_node(config: Config) -> None:
             f"trainer.nnodes = {config.trainer.nnodes}: this command starts the processes of one machine; "
             "set trainer.nnodes=1, or start the run with a cluster's launcher."
         )
+    if nodes := config.actor_rollout_ref.rollout.server.nnodes:
+        raise UserError(
+            f"actor_rollout_ref.rollout.server.nnodes = {nodes}: this command starts the servers on the trainer's "
+            "machine; set it to 0, or start the run with a cluster's launcher."
+        )
 
 
 @contextmanager
-def show_log(log_file: Path) -> Iterator[None]:
-    """While entered, what launch and the supervisor of the servers log goes to standard error and to log_file."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    to_terminal, to_file = logging.StreamHandler(sys.stderr), logging.FileHandler(log_file, encoding="utf-8")
-    to_terminal.setFormatter(logging.Formatter("%(message)s"))
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+def show_log(log_file: Path | None) -> Iterator[None]:
+    """While entered, what launch and the supervisor of the servers log goes to standard error, and to log_file where
+    one is given; else standard error, which then is a file itself, has the times."""
+    timed = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    to_terminal = logging.StreamHandler(sys.stderr)
+    to_terminal.setFormatter(logging.Formatter("%(message)s") if log_file else timed)
+    handlers: list[logging.Handler] = [to_terminal]
+    if log_file:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+        handlers[1].setFormatter(timed)
     loggers = [logging.getLogger(name) for name in ("launch", "megatron_dapo.rollout")]
     for logger in loggers:
         logger.setLevel(logging.INFO)
-        logger.addHandler(to_terminal)
-        logger.addHandler(to_file)
+        for handler in handlers:
+            logger.addHandler(handler)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeHandler(to_terminal)
-            logger.removeHandler(to_file)
-        to_file.close()
+            for handler in handlers:
+                logger.removeHandler(handler)
+        for handler in handlers[1:]:
+            handler.close()

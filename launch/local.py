@@ -26,6 +26,7 @@ from megatron_dapo.config import (
     RunFolder,
     UserError,
     dry_run,
+    has_given_servers,
     process_plan,
     to_yaml,
     write_whole,
@@ -64,23 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     """Run a checked config and return the exit code, as `main` does. command: what each rank runs; none = the trainer.
 
-    Servers are started unless `rollout.server_urls` names some or batches are replayed, and the trainer at the same
+    Servers are started unless some are given by URL or batches are replayed, and the trainer at the same
     time: its controller waits for them. When this returns, nothing that it started is left.
     """
     from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
     from megatron_dapo.rollout import ServerFailure, ServerSupervisor
 
-    run = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name).create()
+    run = RunFolder.of(config.trainer).create()
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))
-    rollout = config.actor_rollout_ref.rollout
     with show_log(run.log("launch")), StopSignals(STOP_SIGNALS) as stop:
         servers = None
-        if not rollout.server_urls and not config.trainer.replay:
+        if not has_given_servers(config) and not config.trainer.replay:
             servers = ServerSupervisor(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
-        urls = servers.urls if servers else rollout.server_urls
-        override = f"actor_rollout_ref.rollout.server_urls={json.dumps(urls)}"
-        ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), [override]))
+        given = [f"actor_rollout_ref.rollout.server_urls={json.dumps(servers.urls)}"] if servers else []
+        ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), given))
         try:
             if servers:
                 servers.start()
@@ -106,8 +105,8 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
                 stop.received.name,
             )
             ranks.ask_to_stop()
-        if servers:
-            servers.check()  # before the trainer, which may have died of it
+        if servers and not _check(servers):  # before the trainer, which may have died of it
+            servers = None
         code = ranks.check()
         if code is not None:
             return _end(code, servers, ranks, stop)
@@ -116,13 +115,28 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
     return stop.exit_code
 
 
+def _check(servers) -> bool:
+    """False where the last server is lost for good: the trainer, which waits for one, then saves and fails by itself.
+    Raises ServerFailure where training cannot have begun."""
+    from megatron_dapo.rollout import ServerFailure
+
+    try:
+        servers.check()
+    except ServerFailure as error:
+        if not servers.were_healthy:
+            raise
+        log.error("The servers failed: %s\nThe trainer waits in vain for one, saves its last step and ends.", error)
+        return False
+    return True
+
+
 def _end(code: int, servers, ranks, stop: StopSignals) -> int:
     if code in (0, SAVED_EXIT_CODE):
         return code
     if stop.received and code == 128 + signal.SIGTERM:  # it had not begun to train: there was nothing to save
         return stop.exit_code
     if servers:
-        servers.check()
+        _check(servers)
     log.error("The trainer failed: %s", ranks.failure())
     return code
 

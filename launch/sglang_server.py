@@ -1,6 +1,6 @@
 """Starts a config's SGLang servers on this machine, prints their URLs, and keeps them alive until it is told to stop.
 
-python -m launch.sglang_server --config FILE [--first-port N] [--log-dir DIR] [key=value ...]
+python -m launch.sglang_server --config FILE [--first-port N] [--log-dir DIR] [--node NAME] [key=value ...]
 """
 
 import sys
@@ -25,10 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--first-port", type=int, metavar="N", help="the servers listen on N, N+1, ...; else on free ports"
     )
     made.add_argument("--log-dir", type=Path, metavar="DIR", help="folder of the logs; else logs/ of the run folder")
+    made.add_argument(
+        "--node", metavar="NAME", help="the log files are server-NAME-N.log; our own words go to the terminal alone"
+    )
     arguments, overrides = parse(made, argv)
     try:
         config = checked_config(arguments.config, overrides, check_files=False)
-        return serve(config, arguments.log_dir, arguments.first_port)
+        return serve(config, arguments.log_dir, arguments.first_port, arguments.node)
     except UserError as error:
         print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
@@ -36,13 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def serve(config: Config, log_dir: Path | None = None, first_port: int | None = None) -> int:
-    """Start and supervise the servers until a stop signal; prints one URL per line when all of them are healthy."""
+def serve(config: Config, log_dir: Path | None = None, first_port: int | None = None, node: str | None = None) -> int:
+    """Start and supervise the servers until a stop signal; prints one URL per line when all of them are healthy. node:
+    where several nodes share log_dir."""
     from megatron_dapo.rollout import ServerFailure, ServerSupervisor  # imports torch: after the config was checked
 
-    log_dir = log_dir or RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name).logs
-    with show_log(log_dir / "servers.log"), StopSignals(STOP_SIGNALS) as stop:
-        servers = ServerSupervisor(config, log_dir, first_port=first_port)
+    log_dir = log_dir or RunFolder.of(config.trainer).logs
+    name, log_file = (f"server-{node}", None) if node else ("server", log_dir / "servers.log")
+    with show_log(log_file), StopSignals(STOP_SIGNALS) as stop:
+        servers = ServerSupervisor(config, log_dir, first_port=first_port, name=name)
         was_told = False
         try:
             servers.start()

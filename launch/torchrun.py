@@ -6,14 +6,22 @@ torchrun itself makes 1 of every exit code and reports it with a traceback; SIGU
 and after SIGTERM it kills them before a long step is over.
 """
 
+import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_dapo.config import SAVED_EXIT_CODE
+from megatron_dapo.errors import exit_phrase
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 USER_ERROR_EXIT_CODE = 2
 # a rank saves at the end of its step, which may take long
@@ -35,9 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
         if first.exitcode not in (SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE):  # those two the ranks have explained
-            print(failure, file=sys.stderr)
+            print(failure, *map(told, failure.failures.items()), sep="\n", file=sys.stderr, flush=True)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     return 0
+
+
+def told(failed: "tuple[int, ProcessFailure]") -> str:
+    """A line that `launch.slurm` looks for, where it asks which rank of which node failed first."""
+    rank, failure = failed
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    time = datetime.fromtimestamp(failure.timestamp).isoformat()
+    return f"rank {rank} on {node} {exit_phrase(failure.exitcode)} at {time}"
 
 
 def _forward(number: int, _: FrameType | None) -> None:

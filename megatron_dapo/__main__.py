@@ -12,18 +12,20 @@ from megatron_dapo.config import (
     UserError,
     config_reference,
     dry_run,
+    has_given_servers,
     load_and_validate,
 )
 from megatron_dapo.config.recipes import add_config_arguments
 
+ROLLOUT_FAILED_EXIT_CODE = 1
 USER_ERROR_EXIT_CODE = 2
 # launchers end all ranks when the first one fails: that should be the one that says why
 _FOR_RANK_0_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, 2 for mistakes of the user, printed to stderr, or 85 for a run that
-    was asked to stop and is saved."""
+    """Run one command and return the exit code: 0, 2 for mistakes of the user, printed to stderr, 1 where the rollout
+    failed for good, or 85 for a run that was asked to stop and is saved."""
     parser = _parser()
     arguments, overrides = parser.parse_known_args(argv)
     if stray := [text for text in overrides if text.startswith("-") or not arguments.takes_overrides]:
@@ -70,10 +72,17 @@ def _train(arguments: argparse.Namespace) -> int:
             time.sleep(_FOR_RANK_0_S)
         return USER_ERROR_EXIT_CODE
 
-    from megatron_dapo.trainer import train  # a dry run must not wait for torch
+    from megatron_dapo.rollout import RolloutError  # a dry run must not wait for torch
+    from megatron_dapo.trainer import train
 
     try:
         is_done = train(config)
+    except RolloutError as error:  # the same on every rank, and what was done is saved
+        if rank == 0:
+            print(f"The rollout failed: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_FOR_RANK_0_S)
+        return ROLLOUT_FAILED_EXIT_CODE
     except UserError as error:  # may concern this rank alone
         print(f"Rank {rank}: {error.report()}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
@@ -82,10 +91,10 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _checked_config(path: str | None, overrides: list[str], num_processes: int) -> Config:
     config = load_and_validate(path, overrides, num_processes=num_processes)
-    if not config.actor_rollout_ref.rollout.server_urls and not config.trainer.replay:
+    if not has_given_servers(config) and not config.trainer.replay:
         raise UserError(
-            "actor_rollout_ref.rollout.server_urls is empty; give the URLs of running servers, or use "
-            "`python -m launch.local`, which starts them."
+            "actor_rollout_ref.rollout.server_urls is empty; give the URLs of running servers, or server_urls_file, or "
+            "use `python -m launch.local`, which starts them."
         )
     return config
 

@@ -1,9 +1,12 @@
-"""The error that a user can cure: sentences, not a traceback; and how a run ends that is saved and not done."""
+"""The error that a user can cure: sentences, not a traceback; and how processes end."""
 
+import signal
 from collections.abc import Iterable
 
 SAVED_EXIT_CODE = 85
 """Of a run that was asked to stop: everything is saved, the same command goes on from there."""
+HANG_EXIT_CODE = 14
+"""Of a rank whose job hung: it has said who is missing, and left its stacks in hang/ of the logs."""
 
 
 class UserError(ValueError):
@@ -26,3 +29,10 @@ class UserError(ValueError):
 
     def __str__(self) -> str:
         return "\n".join(self.sentences)
+
+
+def exit_phrase(code: int | None) -> str:
+    """ "ended with exit code 1", "was killed by SIGKILL", "is still running"."""
+    if code is None:
+        return "is still running"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -23,18 +23,29 @@ from megatron_dapo.config import (
 from megatron_dapo.config.model_folder import CRITIC, MEGATRON
 from megatron_dapo.data import Group
 from megatron_dapo.models import export_hf
-from megatron_dapo.platform import ParallelLayout, device, tell
-from megatron_dapo.rollout import NeedsSync, Replay, RolloutError, RolloutHandle, SGLangClient, start_rollout
+from megatron_dapo.platform import JobError, ParallelLayout, Watchdog, device, tell, watchdog
+from megatron_dapo.rollout import (
+    NeedsSync,
+    Replay,
+    RolloutError,
+    RolloutHandle,
+    ServerList,
+    SGLangClient,
+    start_rollout,
+)
 from megatron_dapo.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages
-from megatron_dapo.weight_sync import WeightSync
+from megatron_dapo.weight_sync import SyncReport, WeightSync
 
 Answer = TypeVar("Answer")
 
 # beyond the rollout's own deadline, so that its error, which says what is missing, comes first
 _GRACE_S = 120.0
-# for one question to the rollout: the controller itself gives up after fewer
-_MAX_SYNCS = 5
+# beyond the watchdog's limits, so that it, which says who is missing, comes before a collective's error
+_HANG_MARGIN_S = 60.0
+_COMPUTING = ("distribute", "ref_log_probs", "old_log_probs", "values", "advantages", "update_critic", "update")
+# for one question to the rollout: servers may be lost and come back often, but not for ever
+_MAX_SYNCS = 50
 
 
 class Job:
@@ -55,6 +66,8 @@ class Job:
         self.critic = Critic(config, layout, load_weights) if uses_critic(config) else None
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
         self.weights = None if config.trainer.replay else self._weight_sync()
+        self._num_rejoins = 0
+        self._num_optimizer_steps = 0  # of the last step
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
         critic = _trained(CRITIC, self.critic) if self.critic is not None else None
@@ -64,7 +77,8 @@ class Job:
     def _weight_sync(self) -> WeightSync:
         return WeightSync(
             self.policy.weight_source(),
-            [SGLangClient(url) for url in self.config.actor_rollout_ref.rollout.server_urls],
+            ServerList.of(self.config.actor_rollout_ref.rollout).now,
+            SGLangClient,
             self.layout,
             self.config.weight_sync,
             device(),
@@ -78,7 +92,8 @@ class Job:
 
     def next_batch(self, step: int) -> tuple[list[Group] | None, dict[str, float]]:
         """The step's groups and the rollout's metrics, on rank 0."""
-        with self.telemetry.phase("rollout"):
+        watchdog.begin_step(step)
+        with self._saved_if_lost(step - 1), self.telemetry.phase("rollout"):
             batch = self._ask_rollout(step - 1, lambda rollout: rollout.next_batch(step, weight_version=step - 1))
         return (list(batch.groups), batch.metrics) if batch else (None, {})
 
@@ -110,28 +125,33 @@ class Job:
         if step <= self.config.trainer.critic_warmup:
             return {}
         with self.telemetry.phase("update"):
-            return self.policy.update(shard.mini_batches, weight_version=step - 1)
+            metrics = self.policy.update(shard.mini_batches, weight_version=step - 1)
+        self._num_optimizer_steps = _optimizer_steps(metrics)
+        return metrics
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Sends the current weights to every server; seconds per phase of it. A replay has no servers."""
+        """Sends the current weights to the servers that are there: seconds per phase of it, how many have them, and how
+        many joined again since this was asked last, in pushes between two steps too. A replay has no servers."""
         if self.weights is None:
             return {}
-        with self.telemetry.phase("weight_sync"):
-            report = self.weights.push(version)
-        return {f"weight_sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+        report = self._push(version)
+        num_rejoins, self._num_rejoins = self._num_rejoins, 0
+        servers = {"weight_sync/num_servers": report.num_servers, "weight_sync/num_rejoins": num_rejoins}
+        seconds = {f"weight_sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
+        return seconds | {name: float(value) for name, value in servers.items()}
 
     def validate(self, step: int) -> None:
         """Answers the held-out prompts with the current weights, where there are any and servers to ask."""
         if self.config.trainer.replay or not self.config.data.val_files:
             return
-        with self.telemetry.phase("validation"):
+        with self._saved_if_lost(step, self._num_optimizer_steps), self.telemetry.phase("validation"):
             metrics = self._ask_rollout(step, lambda rollout: rollout.evaluate(step, weight_version=step))
         self.telemetry.log_validation(step, metrics or {})
 
     def save(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether the run was asked to stop, and is saved."""
         with self.telemetry.phase("checkpoint"):
-            return self.checkpoints.after_step(step, int(metrics.get("actor/num_optimizer_steps", 0)))
+            return self.checkpoints.after_step(step, _optimizer_steps(metrics))
 
     def save_model(self) -> None:
         """The trained model as a Hugging Face checkpoint in the run folder."""
@@ -139,23 +159,52 @@ class Job:
             model = self.policy.model
             export_hf(model, self.layout, ModelFolder.of(self.config.actor_rollout_ref.model.path).hf, self.run.model)
 
+    def _push(self, version: int) -> SyncReport:
+        with self.telemetry.phase("weight_sync"):
+            report = self.weights.push(version)
+        self._num_rejoins += report.num_rejoins
+        return report
+
     def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | Replay], Answer]) -> Answer | None:
         """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
-        same question again, which loses nothing."""
+        same question again, which loses nothing. Raises RolloutError on all ranks."""
         for _ in range(_MAX_SYNCS):
-            answer, needs_sync = None, False
+            answer, needs_sync, error = None, False, None
             if self.rollout is not None:
                 try:
                     answer = question(self.rollout)
                     needs_sync = getattr(answer, "needs_sync", False)
                 except NeedsSync:
                     needs_sync = True
-            box = [needs_sync]
+                except RolloutError as failure:
+                    error = str(failure)
+            box = [needs_sync, error]
             dist.broadcast_object_list(box, src=0, group=self.layout.cpu_group)
-            if not box[0]:
+            needs_sync, error = box
+            if error:
+                raise RolloutError(error)
+            if not needs_sync:
                 return answer
-            self.push_weights(version)
+            self._push(version)
         raise RolloutError(f"servers still lack weight version {version} after {_MAX_SYNCS} pushes; see their logs.")
+
+    @contextmanager
+    def _saved_if_lost(self, step: int, num_steps: int = 0) -> Iterator[None]:
+        """Where the rollout fails for good, the step that is done is saved before the error ends the run."""
+        try:
+            yield
+        except RolloutError as error:
+            try:
+                with self.telemetry.phase("checkpoint"):
+                    self.checkpoints.rescue(step, num_steps)
+            except JobError as failure:
+                raise RolloutError(f"{error} Step {step} could not be saved: {failure}.") from failure
+            raise
+
+
+def _optimizer_steps(metrics: dict[str, float]) -> int:
+    """Of one update of the policy; none while the critic warms up."""
+    return int(metrics.get("actor/num_optimizer_steps", 0))
 
 
 def _trained(folder: str, part: Policy | Critic) -> TrainedModel:
@@ -165,7 +214,7 @@ def _trained(folder: str, part: Policy | Critic) -> TrainedModel:
 @contextmanager
 def running_job(config: Config) -> Iterator[Job]:
     """Joins the process groups, starts the controller, builds the models; takes it all down again, whatever happens."""
-    megatron, rollout_config = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.rollout
+    megatron = config.actor_rollout_ref.actor.megatron
     layout = ParallelLayout.initialize(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
@@ -173,16 +222,40 @@ def running_job(config: Config) -> Iterator[Job]:
         ep=megatron.expert_model_parallel_size,
         sp=megatron.sequence_parallel,
         seed=config.trainer.seed,
-        timeout_s=megatron.timeout_s,
-        object_timeout_s=max(rollout_config.step_timeout_s, rollout_config.server.startup_timeout_s) + _GRACE_S,
+        timeout_s=megatron.timeout_s + _HANG_MARGIN_S,
+        object_timeout_s=_rollout_timeout_s(config) + _HANG_MARGIN_S,
     )
-    run, is_main = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name), layout.rank == 0
+    run = RunFolder.of(config.trainer)
+    with _watchdog(config, layout, run) as dog:
+        with _running_job(config, layout, run, dog) as job:
+            yield job
+        layout.shutdown()
+
+
+def _rollout_timeout_s(config: Config) -> float:
+    """Of a rank that waits for rank 0, while that waits for the rollout."""
+    rollout = config.actor_rollout_ref.rollout
+    return max(rollout.step_timeout_s, rollout.server.startup_timeout_s) + _GRACE_S
+
+
+def _watchdog(config: Config, layout: ParallelLayout, run: RunFolder) -> Watchdog:
+    """Phases that compute may take as long as a collective may, from one micro-batch to the next; a push of weights
+    twice its deadline, which begins when all ranks have come; all others as long as the rollout."""
+    timeout_s = config.actor_rollout_ref.actor.megatron.timeout_s
+    limits = dict.fromkeys(_COMPUTING, timeout_s) | {"weight_sync": 2 * config.weight_sync.timeout_s + _HANG_MARGIN_S}
+    return Watchdog(layout, layout.world_size, run.logs / "hang", limits, _rollout_timeout_s(config), timeout_s)
+
+
+@contextmanager
+def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, dog: Watchdog) -> Iterator[Job]:
+    is_main = layout.rank == 0
     lock = RunLock(run.lock)
     tell(layout, f"locking {run.path}", lock.acquire)
     start = choose_start(config, run, layout)
     # the controller first: it reads the prompts and waits for the servers while the models are built here
     rollout = start_rollout(config) if is_main else None
     if is_main:
+        dog.on_alarm = rollout.dump_stacks
         write_whole(run.create().config, to_yaml(config))
     telemetry = Telemetry(config, run, start.step if start.folder else None) if is_main else NullTelemetry()
     job = None
@@ -196,4 +269,3 @@ def running_job(config: Config) -> Iterator[Job]:
         if job is not None and job.weights is not None:
             job.weights.close()
         lock.release()
-    layout.shutdown()

@@ -20,7 +20,7 @@ def train(config: Config) -> bool:
                 shard, score_metrics = job.score(shard)  # log-probs and values, only where needed; advantages
                 critic_metrics = job.update_critic(shard)  # where there is one
                 actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
-                sync_metrics = job.push_weights(version=step)  # every server confirms the version
+                sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
                 job.telemetry.log(step, metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics)
                 if _is_validation_step(config, step):
                     job.validate(step)

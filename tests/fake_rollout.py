@@ -47,7 +47,7 @@ class FakeServer:
     """Speaks the routes that the controller uses. `version`: of its weights. Attributes may be changed at any time.
 
     failures: HTTP statuses of the next requests, before it answers again; "abort" = a finished abort.
-    hold: while it is not set, answers wait.
+    hold: while it is not set, answers wait. is_frozen: it does not say how it is, either.
     """
 
     def __init__(self, script: Script, version: int = 1) -> None:
@@ -55,6 +55,7 @@ class FakeServer:
         self.failures: list[int | str] = []
         self.hold = asyncio.Event()
         self.hold.set()
+        self.is_frozen = False
         self.requests: list[dict] = []
         self.num_open = self.max_open = 0
         with socket.socket() as probe:
@@ -90,6 +91,8 @@ class FakeServer:
         return web.json_response({})
 
     async def _model_info(self, request: web.Request) -> web.Response:
+        while self.is_frozen:
+            await asyncio.sleep(0.05)
         return web.json_response({"weight_version": str(self.version)})
 
     async def _generate(self, request: web.Request) -> web.Response:

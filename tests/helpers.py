@@ -1,4 +1,4 @@
-"""What the tests of several folders share: running a file under torchrun, and free ports."""
+"""What the tests of several folders share: running a module or a file under torchrun, and free ports."""
 
 import os
 import socket
@@ -16,6 +16,16 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def run_module(*arguments: str, timeout: float = 560) -> str:
+    """`python -m ARGUMENTS` in the repository as a user starts it; its standard output. Raises AssertionError with the
+    end of what it wrote where it fails, subprocess.TimeoutExpired where there is no end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-TAIL:]}\n{done.stderr[-TAIL:]}"
+    return done.stdout
 
 
 def run_torchrun(path: Path, nproc: int, *args: str, timeout: float = 240) -> str:

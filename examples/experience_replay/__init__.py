@@ -1,1 +1,1 @@
-"""Experience replay where success is rare: the same sums, by a model that has nearly given up working them out."""
+"""Experience replay where success is rare: a few sums, by a model that guesses their answers."""

@@ -6,17 +6,21 @@ About a minute per run on two CPU cores. The arms differ in exp_manager.experien
 """
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
-from examples.arithmetic import problems
+from examples.arithmetic.problems import split
 from examples.cache import ROOT, cache_folder
+from examples.character_model import is_made
 from examples.demo_run import config_path, prompt_files
-from examples.experience_replay import reluctant
+from examples.experience_replay import guesser
 from examples.experience_replay.plot import draw
+from examples.prompts import write_prompt_files
 from launch.command_line import checked_config
 from launch.local import run_local
 from megatron_dapo.config import Config, RunFolder, UserError, write_whole
@@ -25,12 +29,13 @@ from megatron_dapo.telemetry import read_metrics
 
 REPLAY = "exp_manager.experience_replay"
 ARMS = {
-    "without replay": [f"{REPLAY}.enable=false", f"{REPLAY}.replay_start_ratio=0.35"],  # the latter: its default
+    "without replay": [f"{REPLAY}.enable=false"],
     "with replay": [],
 }
 RESULTS = ROOT / "benchmarks" / "results" / "experience_replay_cpu.json"
 PLOT = ROOT / "docs" / "experience_replay.svg"
 GOAL = 0.5
+SUMS = split()[0][:32]  # trained on again and again, and measured on: what is rare here is to find an answer at all
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,13 +60,13 @@ def compare(seeds: list[int], overrides: list[str]) -> dict:
     """The curves of every arm and seed."""
     folder = cache_folder() / "experience_replay"
     base = folder / "base"
-    if not reluctant.is_made(base):
+    if not is_made(base, guesser.SETTINGS):
         print("making the base model, about a minute ...", flush=True)
-        reluctant.make(base)
+        guesser.make(base)
     named = [
-        *prompt_files(*problems.write_files(folder)),
+        *prompt_files(*write_prompt_files(folder, "arithmetic", (SUMS, SUMS))),
         f"actor_rollout_ref.model.path={base}",
-        "trainer.test_freq=5",
+        "trainer.test_freq=10",
     ]
     named += overrides
     config = config_of(named)
@@ -71,6 +76,7 @@ def compare(seeds: list[int], overrides: list[str]) -> dict:
             for arm, changes in ARMS.items():
                 run = RunFolder(folder / "runs" / f"{arm.partition(' ')[0]}_{seed}")
                 seeded = [f"trainer.run_dir={run.path}", f"trainer.seed={seed}", f"data.seed={seed}"]
+                seeded.append("trainer.resume=never")  # not what a broken off comparison left there
                 print(f"{arm}, seed {seed}: {run.path}", flush=True)
                 curves[arm][str(seed)] = success(run, config_of([*named, *urls, *seeded, *changes]))
     return {"goal": GOAL, "settings": settings(config, overrides), "curves": curves}
@@ -94,7 +100,7 @@ def one_server(config: Config, logs: Path) -> Iterator[list[str]]:
 
 
 def success(run: RunFolder, config: Config) -> list[tuple[int, float]]:
-    """Trains; (rollout steps done, share of right answers to held-out sums, sampled as in training)."""
+    """Trains; (rollout steps done, share of right answers to the sums, sampled as in training)."""
     run.metrics.unlink(missing_ok=True)
     if run_local(config):
         raise UserError(f"The run in {run.path} failed; its logs are in {run.logs}.")
@@ -108,6 +114,8 @@ def settings(config: Config, overrides: list[str]) -> dict:
         "responses per prompt": rollout.n,
         "steps": config.trainer.total_training_steps,
         "overrides": overrides,
+        "date": datetime.date.today().isoformat(),
+        "versions": {package: version(package) for package in ("torch", "megatron-core", "sglang")},
     }
 
 
@@ -117,9 +125,8 @@ def first_passed(curve: list[tuple[int, float]], goal: float = GOAL) -> int | No
 
 
 def table(results: dict) -> str:
-    lines = [
-        f"{'steps until success passes 50 %':<34}" + "".join(f"seed {s:>4}" for s in results["curves"]["with replay"])
-    ]
+    seeds = "".join(f"{f'seed {seed}':>9}" for seed in results["curves"]["with replay"])
+    lines = [f"{'steps until success passes 50 %':<34}{seeds}"]
     for arm, runs in results["curves"].items():
         lines.append(f"{arm:<34}" + "".join(f"{first_passed(curve) or '-':>9}" for curve in runs.values()))
     return "\n".join(lines)

@@ -35,9 +35,7 @@ def _axes(last: int) -> list[str]:
     lines += [_label(_x(mark, last), HEIGHT - BOTTOM + 20, str(mark)) for mark in marks]
     lines += [_label(LEFT - 24, _y(share / 4) + 4, f"{25 * share} %") for share in range(5)]
     lines.append(_label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, "rollout steps"))
-    lines.append(
-        _label(WIDTH / 2, 24, "Right answers to held-out sums, sampled as in training; thick: mean of the seeds")
-    )
+    lines.append(_label(WIDTH / 2, 24, "Right answers to 32 sums, sampled as in training; thick: mean of the seeds"))
     return lines
 
 

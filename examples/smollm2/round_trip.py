@@ -60,8 +60,8 @@ def chat_prompts(model: Path) -> list[list[int]]:
     from megatron_dapo.data import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    rows = [problems.row(a, b, 0) for a, b in problems.split()[0][:NUM_PROMPTS]]
-    return [list(tokenizer.encode_prompt(row["prompt"], True)[0]) for row in rows]
+    chats = [[{"role": "user", "content": problem.prompt}] for problem in problems.split()[0][:NUM_PROMPTS]]
+    return [list(tokenizer.encode_prompt(chat, True)[0]) for chat in chats]
 
 
 async def sampled(model: Path, log_dir: Path, prompts: Sequence[Sequence[int]]) -> list:

@@ -13,6 +13,7 @@ from megatron_dapo.checkpointing.folders import (
     read_controller_state,
     read_trainer_state,
     staging,
+    step_of,
 )
 from megatron_dapo.checkpointing.manifest import MANIFEST, Manifest, Verdict, read_manifest, verify, write_manifest
 from megatron_dapo.checkpointing.stop_signals import StopSignals
@@ -34,6 +35,7 @@ __all__ = [
     "read_manifest",
     "read_trainer_state",
     "staging",
+    "step_of",
     "verify",
     "write_manifest",
 ]

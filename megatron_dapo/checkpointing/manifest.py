@@ -100,10 +100,13 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
-def verify(folder: str | Path, contents: bool = True) -> Verdict:
-    """Compare a folder with its manifest. contents: read every file and compare checksums too, not only sizes."""
+def verify(
+    folder: str | Path, contents: bool = True, advance: Callable[[int], None] = lambda num_bytes: None
+) -> Verdict:
+    """Compare a folder with its manifest. contents: read every file and compare checksums too, not only sizes; advance
+    is then called with the size of each file that was read."""
     verdict, same_size = compare_sizes(Path(folder))
-    return verdict.with_damage(compare_contents(Path(folder), same_size)) if contents else verdict
+    return verdict.with_damage(compare_contents(Path(folder), same_size, advance)) if contents else verdict
 
 
 def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
@@ -127,7 +130,9 @@ def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
     return Verdict(tuple(damage), tuple(sorted(there - manifest.files.keys()))), same_size
 
 
-def compare_contents(folder: Path, files: dict[str, FileRecord]) -> list[str]:
+def compare_contents(
+    folder: Path, files: dict[str, FileRecord], advance: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
     """Reads the files; a phrase for each that cannot be read, or is not what its record says."""
 
     def fault(name: str) -> str | None:
@@ -135,6 +140,8 @@ def compare_contents(folder: Path, files: dict[str, FileRecord]) -> list[str]:
             now = _record(folder / name, flush=False)
         except OSError as error:
             return f"{name} cannot be read on {os.uname().nodename} ({error.strerror})"
+        finally:
+            advance(files[name].size)
         return None if now == files[name] else f"{name} has another content than was written (its sha256 differs)"
 
     return [found for found in _each(fault, files) if found]

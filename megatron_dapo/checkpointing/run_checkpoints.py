@@ -75,6 +75,7 @@ class RunCheckpoints:
         self._saver = Saver(layout, self._write_tensors, retention, contents_of(config))
         self._stop = StopRequest(run.stop, layout)
         self._num_optimizer_steps = start.state.get("num_optimizer_steps", 0)
+        self._saved: int | None = None
 
     def restore(self) -> int:
         """Puts everything as it was when the checkpoint was written; the number of rollout steps that are done.
@@ -117,6 +118,16 @@ class RunCheckpoints:
             self._report([f"Stopped after step {step} by {asked_by}; saved in {self._run.checkpoint(step)}"])
         return True
 
+    def rescue(self, step: int, num_optimizer_steps: int = 0) -> None:
+        """Before a run ends in failure: saves its last finished step, where that is not done or under way, and finishes
+        it. num_optimizer_steps: those of the step, where `after_step` was not told. Raises JobError on all ranks."""
+        if step not in (self._saved, self._start.step):
+            self._num_optimizer_steps += num_optimizer_steps
+            self._save(step)
+            if self._layout.rank == 0:
+                self._report([f"Step {step} is saved in {self._run.checkpoint(step)}: the run fails"])
+        self._saver.finish()
+
     def __enter__(self) -> "RunCheckpoints":
         self._stop.__enter__()
         return self
@@ -142,6 +153,7 @@ class RunCheckpoints:
             "config": config_to_plain(self._config),
         }
         self._saver.start(self._run.checkpoint(step), state, lambda: rollout.state_dict())
+        self._saved = step
         if not self._config.trainer.async_save:
             self._saver.finish()
 

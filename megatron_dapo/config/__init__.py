@@ -9,12 +9,15 @@ from megatron_dapo.config.derived import (
     data_parallel_size,
     effective_clip,
     gen_batch_size,
+    has_given_servers,
+    is_server_url,
     layout,
     needs_old_log_probs,
     needs_reference,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     samples_per_rollout_step,
+    servers_per_node,
     tokens_multiple,
     uses_critic,
     uses_dynamic_sampling,
@@ -57,9 +60,10 @@ from megatron_dapo.config.schema import (
     WeightSyncConfig,
 )
 from megatron_dapo.config.validation import load_and_validate, validate
-from megatron_dapo.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.errors import HANG_EXIT_CODE, SAVED_EXIT_CODE, UserError
 
 __all__ = [
+    "HANG_EXIT_CODE",
     "SAVED_EXIT_CODE",
     "ActorConfig",
     "ActorRolloutRefConfig",
@@ -96,6 +100,8 @@ __all__ = [
     "dry_run",
     "effective_clip",
     "gen_batch_size",
+    "has_given_servers",
+    "is_server_url",
     "layout",
     "load_and_validate",
     "load_config",
@@ -107,6 +113,7 @@ __all__ = [
     "read_model_json",
     "read_model_spec",
     "samples_per_rollout_step",
+    "servers_per_node",
     "to_yaml",
     "tokens_multiple",
     "uses_critic",

@@ -4,19 +4,20 @@ A technique whose settings are given while its switch is off is a mistake here: 
 published recipes fail.
 """
 
+import importlib.util
 import re
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from megatron_dapo.config.derived import (
     effective_clip,
+    is_server_url,
     layout,
     longest_micro_batch_sample,
     needs_reference,
 )
 from megatron_dapo.config.estimator_checks import estimators
 from megatron_dapo.config.inert_checks import ACTOR, OVERLONG, without_effect
-from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.keys import known_keys, was_left_off
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.multi_turn_checks import multi_turn
 from megatron_dapo.config.replay_checks import experience_replay
@@ -135,7 +136,7 @@ def clipping(config: Config) -> Iterator[str]:
         )
     for name in ("clip_ratio_low", "clip_ratio_high"):
         value, default = getattr(actor, name), known_keys()[f"{ACTOR}.{name}"].default
-        if value not in (default, None) and not actor.use_dapo:
+        if value not in (default, None) and was_left_off(actor, "use_dapo"):
             yield (
                 f"{ACTOR}.{name} is {value:g}, but has no effect while {ACTOR}.use_dapo is false; "
                 f"set use_dapo to true, or remove {name}."
@@ -146,7 +147,7 @@ def dapo_switches(config: Config) -> Iterator[str]:
     dapo = config.algorithm.dapo
     switches = {SAMPLING: dapo.dynamic_sampling.enable, OVERLONG: dapo.overlong_reward_shaping.enable}
     for key, on in switches.items():
-        if on and not dapo.enable:
+        if on and was_left_off(dapo):
             yield (
                 f"{key}.enable is true, but has no effect while algorithm.dapo.enable is false; "
                 f"set algorithm.dapo.enable to true, or {key}.enable to false."
@@ -257,20 +258,27 @@ def sampling(config: Config) -> Iterator[str]:
 
 
 def server_urls(config: Config) -> Iterator[str]:
-    urls = config.actor_rollout_ref.rollout.server_urls
+    rollout = config.actor_rollout_ref.rollout
+    urls = rollout.server_urls
+    if urls and rollout.server_urls_file:
+        yield (
+            f"{ROLLOUT}.server_urls and {ROLLOUT}.server_urls_file {rollout.server_urls_file!r} both name servers; "
+            f"give one of them."
+        )
     for url in dict.fromkeys(urls):
-        if not _is_server_url(url):
+        if not is_server_url(url):
             yield f"{ROLLOUT}.server_urls holds {url!r}, which is not of the form http://host:port; correct it."
         elif urls.count(url) > 1:
             yield f"{ROLLOUT}.server_urls holds {url} {urls.count(url)} times; keep one."
 
 
-def _is_server_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
-    except ValueError:  # a port that is not a number, an unclosed bracket
-        return False
+def server_nodes(config: Config) -> Iterator[str]:
+    server = config.actor_rollout_ref.rollout.server
+    if server.nnodes and server.num_servers % server.nnodes:
+        yield (
+            f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {ROLLOUT}.server.nnodes "
+            f"{server.nnodes}: every server node starts as many; change one of them."
+        )
 
 
 def evaluation(config: Config) -> Iterator[str]:
@@ -281,6 +289,11 @@ def evaluation(config: Config) -> Iterator[str]:
         yield f"trainer.test_freq is {freq}, but data.val_files is empty; give val_files, or set test_freq to -1."
     for path in sorted(set(data.val_files) & set(data.train_files)):
         yield f"data.val_files holds {path}, which is also in data.train_files: not held out; remove it from one."
+
+
+def logger(config: Config) -> Iterator[str]:
+    if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
+        yield "trainer.logger has wandb, which is not installed; pip install -e '.[wandb]', or leave it out."
 
 
 def checkpoints(config: Config) -> Iterator[str]:
@@ -335,7 +348,9 @@ CHECKS = (
     sampling,
     multi_turn,
     server_urls,
+    server_nodes,
     evaluation,
+    logger,
     checkpoints,
     reward,
 )

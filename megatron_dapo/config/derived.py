@@ -1,6 +1,7 @@
 """What follows from a config by arithmetic, so that nobody computes it twice: layout, steps, clip range, techniques."""
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from megatron_dapo.config.schema import Config
 
@@ -38,6 +39,27 @@ def layout(config: Config) -> Layout:
 def world_size(config: Config) -> int:
     """Trainer ranks."""
     return config.trainer.nnodes * config.trainer.n_procs_per_node
+
+
+def has_given_servers(config: Config) -> bool:
+    """Whether servers run already, so that launch/ starts none."""
+    rollout = config.actor_rollout_ref.rollout
+    return bool(rollout.server_urls or rollout.server_urls_file)
+
+
+def is_server_url(text: str) -> bool:
+    """Whether it is of the form http://host:port."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
+    except ValueError:  # a port that is not a number, an unclosed bracket
+        return False
+
+
+def servers_per_node(config: Config) -> int:
+    """SGLang servers that one node starts: all of them where there are no server nodes."""
+    server = config.actor_rollout_ref.rollout.server
+    return server.num_servers // max(1, server.nnodes)
 
 
 def data_parallel_size(config: Config) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.config.loader import to_yaml
+from megatron_dapo.config.memory import shortage
+from megatron_dapo.config.model_checks import read_model_specs
 from megatron_dapo.config.plan import process_plan
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validation import load_and_validate
@@ -18,8 +20,9 @@ def dry_run(
     show: bool = True,
     check: Callable[[Config], None] = lambda config: None,
 ) -> None:
-    """Check a config, print it and its process plan, and only then look for the files that a run needs: so a cluster's
-    recipe can be read on a laptop, and what is missing here is a mistake all the same. Raises UserError.
+    """Check a config, print it and its process plan, and only then look for the files that a run needs, and whether its
+    GPUs have the memory: so a cluster's recipe can be read on a laptop, and what is missing here is a mistake all the
+    same. Raises UserError.
 
     num_processes: as in `load_and_validate`. show: print. check: the command's own demands.
     """
@@ -31,4 +34,11 @@ def dry_run(
     check(config)
     if show:
         print(f"{to_yaml(config)}\n{process_plan(config)}", flush=True)
-    load_and_validate(path, overrides)
+    models = read_model_specs(config)
+    sentences = shortage(config, *models) if models else []
+    try:
+        load_and_validate(path, overrides)
+    except UserError as error:
+        sentences = [*error.sentences, *sentences]
+    if sentences:
+        raise UserError(sentences)

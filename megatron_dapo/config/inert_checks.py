@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from megatron_dapo.config.keys import changed
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.keys import changed, was_left_off
+from megatron_dapo.config.schema import Config, Section
 
 ACTOR = "actor_rollout_ref.actor"
 SAMPLING = "algorithm.dapo.dynamic_sampling"
@@ -23,10 +23,10 @@ class _Unread(NamedTuple):
     cure: str
 
 
-def _switch(section: str, keys: str, is_on: Callable[[Config], bool]) -> _Unread:
-    """Keys of a section that has a switch of its own."""
-    names = tuple(f"{section}.{key}" for key in keys.split())
-    return _Unread(names, lambda config: not is_on(config), f"{section}.enable is false", "set enable to true")
+def _switch(name: str, keys: str, section: Callable[[Config], Section]) -> _Unread:
+    """Keys of a section that has a switch of its own, and where it is in the config."""
+    names = tuple(f"{name}.{key}" for key in keys.split())
+    return _Unread(names, lambda config: was_left_off(section(config)), f"{name}.enable is false", "set enable to true")
 
 
 def _has_own_clip_sides(config: Config) -> bool:
@@ -74,12 +74,12 @@ _UNREAD = (
         f"{CORRECTION}.rollout_is is none",
         "set rollout_is to token",
     ),
-    _switch(SAMPLING, "filter_mode", lambda config: config.algorithm.dapo.dynamic_sampling.enable),
-    _switch(GROUPS, "metric max_num_gen_batches on_exhausted", lambda config: config.algorithm.filter_groups.enable),
+    _switch(SAMPLING, "filter_mode", lambda config: config.algorithm.dapo.dynamic_sampling),
+    _switch(GROUPS, "metric max_num_gen_batches on_exhausted", lambda config: config.algorithm.filter_groups),
     _switch(
         OVERLONG,
         "buffer_len expected_len penalty_factor truncation_penalty soft_penalty_mode filter_truncated",
-        _shapes,
+        lambda config: config.algorithm.dapo.overlong_reward_shaping,
     ),
     _Unread(
         (f"{OVERLONG}.expected_len", f"{OVERLONG}.penalty_factor"),

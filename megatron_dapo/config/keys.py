@@ -89,6 +89,12 @@ def changed(config: Config, names: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield name, value if isinstance(value, str) else show(value)
 
 
+def was_left_off(section: Section, switch: str = "enable") -> bool:
+    """Whether nobody touched a section's switch: its other keys then tell of a forgotten `enable: true`. Of a part that
+    was switched off by hand the other keys may stay, so that a recipe can be run without it."""
+    return not getattr(section, switch) and switch not in section.model_fields_set
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 

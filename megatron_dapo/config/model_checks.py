@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.config.checks import MEGATRON, ROLLOUT
-from megatron_dapo.config.derived import layout
-from megatron_dapo.config.hf_config import num_experts_of
+from megatron_dapo.config.derived import critic_path, has_given_servers, layout, uses_critic
+from megatron_dapo.config.hf_config import ModelSpec, model_spec, num_experts_of
 from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.schema import Config
+from megatron_dapo.errors import UserError
 
 
 def read_model_json(config: Config) -> dict[str, Any] | None:
@@ -23,6 +24,18 @@ def model_json_of(path: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | None:
+    """Of the actor and, where there is one, of the critic's model; none where one cannot be read, or is not supported
+    (`validate` says why)."""
+    paths = [config.actor_rollout_ref.model.path, *([critic_path(config)] if uses_critic(config) else [])]
+    found = [model_json_of(path) for path in paths]
+    try:
+        actor, *critic = [model_spec(content) for content in found if content is not None]
+    except (UserError, ValueError):
+        return None
+    return (actor, critic[0] if critic else None) if None not in found else None
 
 
 def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
@@ -137,7 +150,7 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
     tp = rollout.server.tensor_model_parallel_size
     for name in ("num_attention_heads", *(["moe_intermediate_size"] if num_experts_of(model) else [])):
         size = _size(model, name)
-        if not rollout.server_urls and size and size % tp:
+        if not has_given_servers(config) and size and size % tp:
             yield (
                 f"{ROLLOUT}.server.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
                 f"choose a divisor of {size}."

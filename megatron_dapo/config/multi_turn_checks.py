@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from megatron_dapo.config.keys import was_left_off
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema import Config, MultiTurnConfig
 
@@ -14,7 +15,8 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def multi_turn(config: Config) -> Iterator[str]:
     keys, limit = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
     if not keys.enable:
-        yield from _without_effect(keys)
+        if was_left_off(keys):
+            yield from _without_effect(keys)
         if config.reward.function == "environment":
             yield (
                 f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "

@@ -7,15 +7,19 @@ from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
     gen_batch_size,
+    has_given_servers,
     layout,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     samples_per_rollout_step,
+    servers_per_node,
     uses_critic,
     uses_full_kl,
     uses_kl_in_reward,
     uses_kl_loss,
 )
+from megatron_dapo.config.memory import GB, server_memory, trainer_memory
+from megatron_dapo.config.model_checks import read_model_specs
 from megatron_dapo.config.run_folder import RunFolder
 from megatron_dapo.config.schema import Config
 
@@ -25,13 +29,14 @@ LABEL_WIDTH = 14
 def process_plan(config: Config) -> str:
     """Aligned lines: run folder, trainer ranks and coordinates, steps, servers, controller, rewards, reference."""
     rows = [
-        ("run folder", [str(RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name).path)]),
+        ("run folder", [str(RunFolder.of(config.trainer).path)]),
         ("trainer", list(_trainer(config))),
         ("rollout step", list(_rollout_step(config))),
         ("techniques", list(_techniques(config))),
         *_rollout(config),
         ("reference", list(_reference(config))),
         *([("critic", list(_critic(config)))] if uses_critic(config) else []),
+        ("memory", list(_memory(config))),
     ]
     lines = ["Process plan"]
     for label, texts in rows:
@@ -122,11 +127,15 @@ def _servers(config: Config) -> Iterator[str]:
         yield f"{_count(len(rollout.server_urls), 'server')} that already run"
         yield from rollout.server_urls
         return
+    if rollout.server_urls_file:
+        yield f"those that the file {rollout.server_urls_file} names, which may change"
+        return
     server = rollout.server
-    yield (
-        f"{_count(server.num_servers, 'SGLang server')} x TP {server.tensor_model_parallel_size}, "
-        f"started by launch/ on {server.host}, ports chosen at start"
-    )
+    servers = f"{_count(server.num_servers, 'SGLang server')} x TP {server.tensor_model_parallel_size}"
+    if server.nnodes:
+        yield f"{servers}, {servers_per_node(config)} on each of {_count(server.nnodes, 'server node')}"
+    else:
+        yield f"{servers}, started by launch/ on {server.host}, ports chosen at start"
 
 
 def _reference(config: Config) -> Iterator[str]:
@@ -160,6 +169,31 @@ def _critic(config: Config) -> Iterator[str]:
     )
     if warmup:
         yield f"alone in the first {_count(warmup, 'rollout step')}"
+
+
+def _memory(config: Config) -> Iterator[str]:
+    """What the trainer's and the servers' GPUs need, by the estimate."""
+    path = config.actor_rollout_ref.model.path
+    if (specs := read_model_specs(config)) is None:
+        yield f"not estimated: the model's config.json is not in {path or 'actor_rollout_ref.model.path'}"
+        return
+    parts = trainer_memory(config, *specs)
+    sizes = ", ".join(f"{name} {_gb(size)}" for name, size in parts.by_name.items())
+    fits = parts.total <= config.trainer.gpu_memory_gb * GB
+    whole = f"{_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU{'' if fits else ' DO NOT FIT'}"
+    yield f"trainer: {whole}: {sizes}"
+    starts_servers = config.actor_rollout_ref.rollout.server.nnodes or not has_given_servers(config)
+    if starts_servers and not config.trainer.replay:
+        server = server_memory(config, specs[0])
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        yield (
+            f"server: weights {_gb(server.weights)} GB per GPU, KV cache {_gb(server.kv_cache)} for "
+            f"{_count(server.num_tokens, 'token')}, {_count(server.num_tokens // longest, 'sample')} of full length"
+        )
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.1f}" if size >= 0.05 * GB else f"{size / GB:.2g}"
 
 
 def _weight_sync(config: Config) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_dapo.config.derived import effective_clip, gen_batch_size
-from megatron_dapo.config.keys import changed
+from megatron_dapo.config.keys import changed, was_left_off
 from megatron_dapo.config.schema import Config
 
 REPLAY = "exp_manager.experience_replay"
@@ -28,7 +28,7 @@ _READ_BY_MODE = {
 def experience_replay(config: Config) -> Iterator[str]:
     keys, actor = config.exp_manager.experience_replay, config.actor_rollout_ref.actor
     if not keys.enable:
-        for name, value in changed(config, _READ_BY_REPLAY):
+        for name, value in changed(config, _READ_BY_REPLAY if was_left_off(keys) else ()):
             yield (
                 f"{name} is {value}, but has no effect while {REPLAY}.enable is false; set enable to true, or "
                 f"remove {name.rpartition('.')[2]}."

@@ -8,20 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_dapo.config.schema import TrainerConfig
+
 
 @dataclass(frozen=True)
 class RunFolder:
     """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, batches/, checkpoints/, model/, logs/}."""
 
     path: Path
+    log_dir: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
 
     @classmethod
-    def of(cls, run_dir: str | None, experiment_name: str) -> "RunFolder":
-        """The folder of `trainer.run_dir`, or runs/EXPERIMENT_NAME where it is not given."""
-        return cls(run_dir or Path("runs") / experiment_name)
+    def of(cls, trainer: TrainerConfig) -> "RunFolder":
+        """The folder of `trainer.run_dir`, or runs/EXPERIMENT_NAME where it is not given; with `trainer.log_dir`."""
+        return cls(
+            Path(trainer.run_dir or Path("runs") / trainer.experiment_name),
+            Path(trainer.log_dir) if trainer.log_dir else None,
+        )
 
     @property
     def config(self) -> Path:
@@ -34,6 +40,11 @@ class RunFolder:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def wandb_id(self) -> Path:
+        """Under which Weights & Biases knows the run."""
+        return self.path / "wandb_id"
 
     @property
     def rollouts(self) -> Path:
@@ -55,7 +66,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        return self.path / "logs"
+        return self.log_dir or self.path / "logs"
 
     @property
     def stop(self) -> Path:

@@ -89,7 +89,7 @@ def _replay(config: Config) -> Iterator[str]:
             f"trainer.replay is {folder}, whose last batch is that of step {dumped[-1]}, but "
             f"trainer.total_training_steps is {steps}; set it to {dumped[-1]} or less."
         )
-    run = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
+    run = RunFolder.of(config.trainer)
     if Path(folder).resolve() == run.batches.resolve():
         yield (
             f"trainer.replay is {folder}, which is of the run folder {run.path} itself; give the replay a run folder "

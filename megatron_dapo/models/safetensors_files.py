@@ -149,7 +149,8 @@ class SafetensorsFolder:
     def check(
         self, expected: Mapping[str, tuple[int, ...]], may_have: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """Raises UserError that lists every tensor missing, unexpected, of another shape or of an unusable type.
+        """Raises UserError that counts and names (the first few of each kind) the tensors missing, unexpected, of
+        another shape or of an unusable type.
 
         expected: name -> shape. may_have: names that are none of the model's parameters and do no harm.
         """

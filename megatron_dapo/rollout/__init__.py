@@ -15,6 +15,7 @@ from megatron_dapo.rollout.client import (
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.replay import Replay, start_rollout
+from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.supervisor import (
     ReservedPort,
     ServerCommand,
@@ -38,6 +39,7 @@ __all__ = [
     "ServerCommand",
     "ServerError",
     "ServerFailure",
+    "ServerList",
     "ServerSupervisor",
     "read_batch",
     "sglang_command",

@@ -1,12 +1,13 @@
 """A long-running program that we start: own session, own log file, and an end that leaves none of its descendants."""
 
 import logging
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+from megatron_dapo.errors import exit_phrase
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +103,3 @@ class ChildProcess:
                 return
             self._family |= found
             others -= found
-
-
-def exit_phrase(code: int | None) -> str:
-    """ "ended with exit code 1", "was killed by SIGKILL", "is still running"."""
-    if code is None:
-        return "is still running"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -142,7 +142,10 @@ class SGLangClient:
 
     async def weight_version(self, timeout_s: float = CALL_TIMEOUT_S) -> int:
         """Version of the weights the server holds now; FOREIGN_VERSION where we did not set it."""
-        return _version((await self.model_info(timeout_s))["weight_version"])
+        info = await self.model_info(timeout_s)
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise ServerError(self.url, "/model_info", 200, f"no weight_version: {info}")
+        return _version(info["weight_version"])
 
     async def flush_cache(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Forget all cached prefixes; the server refuses while requests run (unless they are retracted)."""

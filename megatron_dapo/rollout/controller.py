@@ -16,6 +16,7 @@ from megatron_dapo.config import (
     ModelFolder,
     RunFolder,
     UserError,
+    has_given_servers,
     uses_dynamic_sampling,
     uses_overlong_shaping,
     write_whole,
@@ -26,7 +27,7 @@ from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.envs import EnvironmentPool
 from megatron_dapo.rewards import OverlongShaping, RewardPool, check_reward
 from megatron_dapo.rollout.batch_files import write_batch
-from megatron_dapo.rollout.client import SamplingParams, SGLangClient
+from megatron_dapo.rollout.client import SamplingParams
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import evaluate
 from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
@@ -34,6 +35,7 @@ from megatron_dapo.rollout.group_filter import filter_in_words, make_queue
 from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, run_all
+from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool, State
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
@@ -41,7 +43,7 @@ from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
 log = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0  # between two looks at a server that is down
-MAX_SYNCS_PER_STEP = 3  # a server that still has not the weights after so many pushes never will
+MAX_FUTILE_SYNCS = 3  # where no server has the weights after so many pushes, none ever will
 
 
 class Controller:
@@ -52,11 +54,11 @@ class Controller:
 
     def __init__(self, config: Config) -> None:
         data, rollout, reward = config.data, config.actor_rollout_ref.rollout, config.reward
-        if not rollout.server_urls:
+        if not has_given_servers(config):
             raise UserError("actor_rollout_ref.rollout.server_urls = []: give the URLs of running servers.")
         self._config = config
         self._rollout = rollout
-        self._folder = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
+        self._folder = RunFolder.of(config.trainer)
         self._tokenizer = tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
         self._prompts = load_prompts(data.train_files, data, tokenizer)
         self._val_prompts = load_prompts(data.val_files, data, tokenizer) if data.val_files else []
@@ -66,7 +68,7 @@ class Controller:
         self._queue = make_queue(config)
         self._pool = make_pool(config)
         self._servers = ServerPool(
-            [SGLangClient(url) for url in rollout.server_urls],
+            ServerList.of(rollout),
             max_concurrency=rollout.max_concurrency,
             down_timeout_s=rollout.server.startup_timeout_s,
             probe_interval_s=PROBE_INTERVAL_S,
@@ -92,7 +94,8 @@ class Controller:
         )
         self._shaping = make_shaping(config)
         self._seconds = 0.0  # spent in this step, also before a sync
-        self._num_syncs = 0  # asked for in this step
+        self._num_futile_syncs = 0  # asked for since a server had the weights
+        self._asked_for: set[str] = set()  # servers that came back in this step, for which a push was asked
 
     async def start(self) -> None:
         """Start the reward workers and wait for all servers. Raises UserError or RolloutError."""
@@ -122,9 +125,14 @@ class Controller:
             self._seconds += time.monotonic() - started
         result = self._queue.take()
         num_retries, seconds = self._sampler.counts.pop("retries", 0), self._seconds
-        self._seconds, self._num_syncs = 0.0, 0
+        self._seconds = 0.0
+        self._asked_for.clear()
         self._dump(step, result.groups)
         metrics = step_metrics(result, weight_version, num_retries, seconds)
+        metrics |= {
+            "rollout/num_servers": len(self._servers.servers),
+            "rollout/num_servers_current": self._servers.mean_num_current(),
+        }
         if self._pool is not None:
             self._pool.record(result.generated)
             metrics |= self._pool.metrics() | replay_metrics(result.groups, weight_version)
@@ -176,9 +184,13 @@ class Controller:
 
     async def _fill(self, weight_version: int) -> None:
         await self._servers.expect(weight_version)
+        if self._servers.urls(State.CURRENT):
+            self._num_futile_syncs = 0
         while self._queue.wants_gen_batch():
-            if stale := self._servers.urls(State.STALE):
-                raise NeedsSync(f"not with weight version {weight_version}: {', '.join(stale)}")
+            # one push for each that came back, so that none holds up the others again and again
+            if stale := set(self._servers.urls(State.STALE)) - self._asked_for:
+                self._asked_for |= stale
+                raise NeedsSync(f"not with weight version {weight_version}: {', '.join(sorted(stale))}")
             if not self._queue.has_open_gen_batch:
                 drawn = next_prompts(self._cursor, self._pool, self._queue.limits.gen_batch_size)
                 prompts = [self._prompts[number] for number, _ in drawn]
@@ -198,9 +210,9 @@ class Controller:
         return None
 
     def _ask_for_sync(self, step: int, reason: str) -> RolloutBatch:
-        self._num_syncs += 1
-        if self._num_syncs > MAX_SYNCS_PER_STEP:
-            raise RolloutError(f"rollout step {step}: {MAX_SYNCS_PER_STEP} weight pushes did not help: {reason}")
+        self._num_futile_syncs += 1
+        if self._num_futile_syncs > MAX_FUTILE_SYNCS:
+            raise RolloutError(f"rollout step {step}: {MAX_FUTILE_SYNCS} weight pushes did not help: {reason}")
         log.warning("step %d waits for weights: %s", step, reason)
         return RolloutBatch(groups=(), metrics={}, needs_sync=True)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -45,7 +46,7 @@ class RolloutHandle:
     @classmethod
     def start(cls, config: Config) -> "RolloutHandle":
         """Start the controller and return at once; it waits for the servers by itself (`wait_ready`)."""
-        log_file = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name).log("controller").absolute()
+        log_file = RunFolder.of(config.trainer).log("controller").absolute()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")  # never fork a process that holds CUDA or process groups
         ours, theirs = context.Pipe()
@@ -80,6 +81,11 @@ class RolloutHandle:
 
     def load_state_dict(self, state: dict) -> None:
         self._call("load_state_dict", state)
+
+    def dump_stacks(self) -> None:
+        """Have the controller write what its threads and tasks are doing to its log; returns at once."""
+        if self._process.is_alive():
+            os.kill(self.pid, signal.SIGUSR2)
 
     def close(self) -> None:
         """End the controller: it sees the closed pipe; after a while it is killed. Idempotent."""
@@ -143,6 +149,8 @@ async def _serve(config: Config, connection: Connection, log_file: str) -> None:
     commands: asyncio.Queue = asyncio.Queue()
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
+    loop.add_signal_handler(signal.SIGUSR2, _dump_tasks)
+    faulthandler.register(signal.SIGUSR2, chain=True)  # also where the loop does not get to it
     threading.Thread(target=_read_commands, args=(connection, loop, commands, gone), daemon=True).start()
     answering = asyncio.create_task(_answer_commands(config, connection, commands, log_file))
     await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,6 +158,12 @@ async def _serve(config: Config, connection: Connection, log_file: str) -> None:
         log.info("the controller ends: %s", gone.result())
     answering.cancel()
     await asyncio.gather(answering, return_exceptions=True)
+
+
+def _dump_tasks() -> None:
+    for task in asyncio.all_tasks():
+        task.print_stack(limit=8, file=sys.stderr)
+    sys.stderr.flush()
 
 
 def _read_commands(connection: Connection, loop: Any, commands: asyncio.Queue, gone: asyncio.Future) -> None:

@@ -50,5 +50,8 @@ class Replay:
     def load_state_dict(self, state: dict) -> None:
         """Whatever rollout wrote the state: a replay goes on with the batch of the next step."""
 
+    def dump_stacks(self) -> None:
+        """There is no process that could hang."""
+
     def close(self) -> None:
         """Nothing is open."""

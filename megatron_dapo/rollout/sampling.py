@@ -97,7 +97,7 @@ class Sampler:
                 budget.server_url, seconds_left = server.url, budget.seconds_left
                 try:
                     async with budget.spend():
-                        generation = await server.client.generate(tokens, params, self._retry.request_timeout_s)
+                        generation = await server.generate(tokens, params, self._retry.request_timeout_s)
                     reason = "it aborted the request" if generation.finish_reason == "abort" else None
                 except ServerError as error:
                     reason = str(error)

@@ -4,17 +4,20 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_dapo.rollout.client import ServerError, SGLangClient
+from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
+from megatron_dapo.rollout.server_list import ServerList
 
 log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
+_MISSES = 3
+"""Health checks in a row that a server at work may miss: a busy one is not lost."""
 
 
 class State(Enum):
@@ -25,60 +28,106 @@ class State(Enum):
 
 @dataclass
 class Server:
+    """num_in_flight: requests that hold a place. num_misses: health checks that failed in a row."""
+
     client: SGLangClient
     state: State = State.DOWN
     num_in_flight: int = 0
+    num_misses: int = 0
+    _requests: set[asyncio.Task] = field(default_factory=set)
 
     @property
     def url(self) -> str:
         return self.client.url
 
+    async def generate(self, tokens: Sequence[int], params: SamplingParams, timeout_s: float) -> Generation:
+        """The client's answer; ServerError at once where the server is found to be lost meanwhile."""
+        request = asyncio.create_task(self.client.generate(tokens, params, timeout_s))
+        self._requests.add(request)
+        try:
+            await asyncio.wait({request})
+            if request.cancelled():
+                raise ServerError(self.url, "/generate", None, "the server was lost")
+            return request.result()
+        finally:
+            self._requests.discard(request)
+            request.cancel()
+
+    def drop_requests(self) -> None:
+        for request in self._requests:
+            request.cancel()
+
 
 class ServerPool:
-    """The servers of the run and what is known of them.
+    """The servers of the run, which may become more and fewer, and what is known of them.
 
     A server that does not answer is left alone until its health check passes again; one that answers with another
-    weight version than `expect` named is left alone until the next `expect`.
+    weight version than `expect` named is left alone until it holds that. All are watched, those at work too: what is
+    in flight on one that is lost ends at once with a ServerError. One that is no longer listed finishes what it has.
 
     max_concurrency: requests in flight per server. down_timeout_s: how long all servers may be down at once.
     """
 
     def __init__(
         self,
-        clients: Sequence[SGLangClient],
+        listed: ServerList,
         max_concurrency: int,
         down_timeout_s: float,
         probe_interval_s: float,
+        connect: Callable[[str], SGLangClient] = SGLangClient,
     ) -> None:
-        self.servers = [Server(client) for client in clients]
+        self.servers: list[Server] = []
         self.version: int | None = None
+        self._listed, self._connect = listed, connect
+        self._known: dict[str, Server] = {}  # those that were listed once: their clients are closed in the end
         self._max_concurrency = max_concurrency
         self._down_timeout_s = down_timeout_s
         self._probe_interval_s = probe_interval_s
         self._all_down_since: float | None = None
         self._failure: RolloutError | None = None
         self._waiters: deque[asyncio.Future] = deque()
+        self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
+        self._capacity = _Mean()
 
     async def start(self, timeout_s: float) -> None:
-        """Wait until every server is healthy. Raises RolloutError naming those that are not after timeout_s."""
+        """Wait until every listed server is healthy, and for a list with a server. Raises RolloutError naming those
+        that are not after timeout_s, UserError for a list with a mistake."""
         deadline = time.monotonic() + timeout_s
-        while await self._probe(self.urls(State.DOWN)):
+        while True:
+            self._take_list(self._listed.read())
+            await self._probe(self.urls(State.DOWN))
             missing = self.urls(State.DOWN)
+            if self.servers and not missing:
+                break
             if time.monotonic() >= deadline:
+                limit = f"after {timeout_s:g} s (actor_rollout_ref.rollout.server.startup_timeout_s)"
+                if not self.servers:
+                    raise RolloutError(f"{limit} there is no SGLang server: {self._listed}.")
                 raise RolloutError(
-                    f"{len(missing)} of {len(self.servers)} SGLang servers are not healthy after {timeout_s:g} s "
-                    f"(actor_rollout_ref.rollout.server.startup_timeout_s): {', '.join(missing)}; see their log files."
+                    f"{len(missing)} of {len(self.servers)} SGLang servers are not healthy {limit}: "
+                    f"{', '.join(missing)}; see their log files."
                 )
             await asyncio.sleep(min(self._probe_interval_s, max(deadline - time.monotonic(), 0)))
-        self._watch = asyncio.create_task(self._watch_down_servers())
+        self._watch = asyncio.create_task(self._watch_all())
+        self._follow()
 
     async def expect(self, version: int) -> None:
         """From now on only samples of this weight version count. Asks every server for its own."""
+        if version != self.version:
+            self.mean_num_current()  # of what was before
         self.version = version
         self._failure = None
         self._all_down_since = None
+        self._take_list(self._listed.now())
+        self._follow()
         await self._probe([server.url for server in self.servers])
+        self._account()  # of a world without servers too
+
+    def mean_num_current(self) -> float:
+        """Servers that held the current weights, averaged over the time since the version is expected."""
+        self._account()
+        return self._capacity.take()
 
     def urls(self, state: State) -> list[str]:
         return [server.url for server in self.servers if server.state is state]
@@ -117,10 +166,11 @@ class ServerPool:
         self._set_state(server, State.STALE)
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        for server in self.servers:
+        watches = [*self._watches.values(), *filter(None, [self._watch])]
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        for server in self._known.values():
             await server.client.close()
 
     def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
@@ -146,18 +196,49 @@ class ServerPool:
 
     def _set_state(self, server: Server, state: State) -> None:
         is_news = server.state is not state
+        self._account()
         server.state = state
+        self._account()
+        if is_news:
+            self._wake()
+
+    def _account(self) -> None:
+        """Note how many servers are current from now on, and since when all are down."""
+        self._capacity.add(len(self.urls(State.CURRENT)))
         if any(server.state is not State.DOWN for server in self.servers):
             self._all_down_since = None
         elif self._all_down_since is None:
             self._all_down_since = time.monotonic()
-        if is_news:
-            self._wake()
 
-    async def _probe(self, urls: Collection[str]) -> bool:
-        """Ask these servers for health and weight version, all at once. True if some server is still down."""
+    def _take_list(self, urls: Collection[str]) -> None:
+        """From now on these are the servers. One that is listed anew is down until it was asked."""
+        before = {server.url for server in self.servers}
+        if set(urls) == before:
+            return
+        for url in urls:
+            if url not in self._known:
+                self._known[url] = Server(self._connect(url))
+            if url not in before:
+                self._known[url].state = State.DOWN
+        self.servers = [self._known[url] for url in urls]
+        if before:
+            for words, some in (("new", set(urls) - before), ("no longer listed", before - set(urls))):
+                if some:
+                    log.warning("servers %s: %s", words, ", ".join(sorted(some)))
+        self._account()
+        self._wake()
+
+    def _follow(self) -> None:
+        """One watch per listed server."""
+        listed = {server.url: server for server in self.servers}
+        for url in self._watches.keys() - listed.keys():
+            self._watches.pop(url).cancel()
+        for url in listed.keys() - self._watches.keys():
+            self._watches[url] = asyncio.create_task(self._watch_one(listed[url]))
+
+    async def _probe(self, urls: Collection[str]) -> None:
+        """Ask these servers for health and weight version, all at once."""
         await asyncio.gather(*(self._probe_one(server) for server in self.servers if server.url in urls))
-        return bool(self.urls(State.DOWN))
 
     async def _probe_one(self, server: Server) -> None:
         try:
@@ -167,20 +248,67 @@ class ServerPool:
         except ServerError as error:
             self.mark_down(server, str(error))
             return
+        self._compare(server, version)
+
+    def _compare(self, server: Server, version: int) -> None:
         if self.version is not None and version != self.version:
             self.mark_stale(server, f"it holds version {version}, the trainer {self.version}")
         else:
             self._set_state(server, State.CURRENT)
 
-    async def _watch_down_servers(self) -> None:
+    async def _watch_one(self, server: Server) -> None:
         while True:
             await asyncio.sleep(self._probe_interval_s)
-            if self.urls(State.DOWN):
-                await self._probe(self.urls(State.DOWN))
+            await self._look_after(server)
+
+    async def _look_after(self, server: Server) -> None:
+        """Whether it is up, with which weights. One that was up may miss a check. What is in flight on one that is lost
+        is lost too, and on one that was started again."""
+        try:
+            if server.state is State.DOWN:
+                await server.client.health(_PROBE_TIMEOUT_S)
+            version = await server.client.weight_version(_PROBE_TIMEOUT_S)
+        except ServerError as error:
+            server.num_misses += 1
+            if server.num_misses >= _MISSES:
+                self.mark_down(server, f"{_MISSES} health checks failed, the last one with {error}")
+                server.drop_requests()
+            return
+        server.num_misses = 0
+        # a newer version than the one that is asked for is a push under way, before `expect` is told of it
+        if self.version is None or version <= self.version:
+            self._compare(server, version)
+            if server.state is State.STALE:
+                server.drop_requests()
+
+    async def _watch_all(self) -> None:
+        while True:
+            await asyncio.sleep(self._probe_interval_s)
+            self._take_list(self._listed.now())
+            self._follow()
             since = self._all_down_since
             if since is not None and time.monotonic() - since > self._down_timeout_s:
                 self._failure = RolloutError(
-                    f"all SGLang servers have been down for {self._down_timeout_s:g} s: "
-                    f"{', '.join(self.urls(State.DOWN))}; see their log files."
+                    f"all SGLang servers have been down for {self._down_timeout_s:g} s "
+                    f"(actor_rollout_ref.rollout.server.startup_timeout_s): {self._listed}; see their log files."
                 )
                 self._wake()
+
+
+class _Mean:
+    """The mean of a number over time."""
+
+    def __init__(self) -> None:
+        self._value, self._since, self._sum, self._seconds = 0, time.monotonic(), 0.0, 0.0
+
+    def add(self, value: int) -> None:
+        """From now on it is this one."""
+        now = time.monotonic()
+        self._sum += self._value * (now - self._since)
+        self._seconds += now - self._since
+        self._value, self._since = value, now
+
+    def take(self) -> float:
+        mean = self._sum / self._seconds if self._seconds else float(self._value)
+        self._sum = self._seconds = 0.0
+        return mean

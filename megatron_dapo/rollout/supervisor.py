@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.config import Config, ModelFolder, UserError
-from megatron_dapo.rollout.child_process import ChildProcess, exit_phrase
+from megatron_dapo.config import Config, ModelFolder, UserError, servers_per_node
+from megatron_dapo.errors import exit_phrase
+from megatron_dapo.rollout.child_process import ChildProcess
 
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
 PROBE_TIMEOUT_S = 2.0
 STOP_GRACE_S = 15.0
+MAX_BACKOFF_S = 60.0  # between two starts of a server that dies before it is healthy
 
 
 class ServerFailure(RuntimeError):
@@ -39,8 +41,8 @@ class ServerSupervisor:
     """The servers of `actor_rollout_ref.rollout.server`. URLs are known from construction on and survive restarts.
 
     first_gpu: GPUs of this machine before it belong to others (the trainer). first_port: the servers listen on it and
-    the ports after it; none = free ports. One thread owns a supervisor: it calls `start`, then `check` every second or
-    so, and `stop` in the end.
+    the ports after it; none = free ports. name: of the servers and their log files, before their number. One thread
+    owns a supervisor: it calls `start`, then `check` every second or so, and `stop` in the end.
     """
 
     def __init__(
@@ -50,18 +52,21 @@ class ServerSupervisor:
         *,
         first_gpu: int = 0,
         first_port: int | None = None,
+        name: str = "server",
         command_of: ServerCommandMaker | None = None,
     ) -> None:
         server = config.actor_rollout_ref.rollout.server
         self._settings = server
-        numbers = [first_port + i if first_port else 0 for i in range(server.num_servers)]
+        num_servers = servers_per_node(config)
+        numbers = [first_port + i if first_port else 0 for i in range(num_servers)]
         self._ports = [ReservedPort(server.host, number) for number in numbers]
         self.urls = [f"http://{_reachable(server.host)}:{port.number}" for port in self._ports]
-        gpus = _assign_gpus(server.num_servers, server.tensor_model_parallel_size, first_gpu)
+        gpus = _assign_gpus(num_servers, server.tensor_model_parallel_size, first_gpu)
         make = command_of or sglang_command
+        self.were_healthy = False  # all of them, at some time
         self._servers = [
             _Server(
-                f"server-{i}", url, make(config, server.host, port.number, gpus[i]), Path(log_dir) / f"server-{i}.log"
+                f"{name}-{i}", url, make(config, server.host, port.number, gpus[i]), Path(log_dir) / f"{name}-{i}.log"
             )
             for i, (url, port) in enumerate(zip(self.urls, self._ports, strict=True))
         ]
@@ -77,11 +82,14 @@ class ServerSupervisor:
             time.sleep(POLL_INTERVAL_S)
 
     def check(self) -> bool:
-        """Look at every server once, restart the dead. True if all are healthy.
+        """Look at every server once, restart the dead. True if all are healthy, but for those that were given up.
 
-        Raises ServerFailure when one died more than `max_restarts` times or is not healthy at its deadline.
+        A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up. Raises
+        ServerFailure when none is left, or where that happens before all were healthy once: then it is a mistake.
         """
-        return all([self._check_one(server) for server in self._servers])
+        healthy = all([self._check_one(server) for server in self._servers if server.process is not None])
+        self.were_healthy |= healthy
+        return healthy
 
     def pids(self) -> list[int]:
         return [server.process.pid for server in self._servers if server.process is not None]
@@ -100,6 +108,10 @@ class ServerSupervisor:
 
     def _check_one(self, server: "_Server") -> bool:
         assert server.process is not None, "start() comes before check()"
+        if server.starts_again_at is not None:
+            if time.monotonic() >= server.starts_again_at:
+                server.start(self._settings.startup_timeout_s)
+            return False
         code = server.process.poll()
         if code is not None:
             self._restart(server, code)
@@ -110,10 +122,11 @@ class ServerSupervisor:
             log.info("%s is healthy at %s after %.0f s", server.name, server.url, server.age_s())
             return True
         if time.monotonic() > server.deadline:
-            raise ServerFailure(
+            self._give_up(
+                server,
                 f"{server.name} at {server.url} was not healthy within {self._settings.startup_timeout_s:g} s "
                 f"(actor_rollout_ref.rollout.server.startup_timeout_s); its log is {server.log_file}\n"
-                f"{server.process.log_tail()}"
+                f"{server.process.log_tail()}",
             )
         return False
 
@@ -122,13 +135,30 @@ class ServerSupervisor:
         server.process.stop(0.0)  # the rest of its family
         if server.num_restarts >= self._settings.max_restarts:
             times = f"after {server.num_restarts} restarts (actor_rollout_ref.rollout.server.max_restarts)"
-            raise ServerFailure(f"{server.url}: {times}: {end}")
+            self._give_up(server, f"{server.url}: {times}: {end}")
+            return
         server.num_restarts += 1
+        server.num_failed_starts = 0 if server.is_healthy else server.num_failed_starts + 1
+        delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)  # 0, 1, 3, 7, ...
         log.error(
-            "%s at %s %s; restart %d of %d",
+            "%s at %s %s; restart %d of %d%s",
             *(server.name, server.url, exit_phrase(code), server.num_restarts, self._settings.max_restarts),
+            f" in {delay_s:.0f} s" if delay_s else "",
         )
-        server.start(self._settings.startup_timeout_s)
+        if delay_s:
+            server.starts_again_at = time.monotonic() + delay_s
+        else:
+            server.start(self._settings.startup_timeout_s)
+
+    def _give_up(self, server: "_Server", why: str) -> None:
+        if not self.were_healthy:
+            raise ServerFailure(why)
+        server.process.stop(0.0)
+        server.process = None
+        num_left = sum(server.process is not None for server in self._servers)
+        if not num_left:
+            raise ServerFailure(f"none is left; the last one: {why}")
+        log.error("%s is given up, %d of %d servers are left. %s", server.name, num_left, len(self._servers), why)
 
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
@@ -171,6 +201,8 @@ class _Server:
         self.name, self.url, self.command, self.log_file = name, url, command, log_file
         self.process: ChildProcess | None = None
         self.num_restarts = 0
+        self.num_failed_starts = 0  # in a row
+        self.starts_again_at: float | None = None
         self.is_healthy = False
         self.deadline = 0.0
         self._started = 0.0
@@ -179,6 +211,7 @@ class _Server:
         self._started = time.monotonic()
         self.deadline = self._started + startup_timeout_s
         self.is_healthy = False
+        self.starts_again_at = None
         self.process = ChildProcess(self.name, self.command.command, self.log_file, self.command.environment)
         log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.process.pid, self.log_file)
 

@@ -1,4 +1,4 @@
-"""Metrics and where they go: console, metrics.jsonl, TensorBoard; timers; the closing table.
+"""Metrics and where they go: console, metrics.jsonl, TensorBoard, W&B; timers; the closing table.
 
 Import from here: `Telemetry` (rank 0), `NullTelemetry` (the others), `read_metrics`, `Summary`, `closing_table`.
 """

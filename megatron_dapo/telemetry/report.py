@@ -57,6 +57,31 @@ def _place(record: dict) -> tuple[int, bool]:
 
 
 @dataclass(frozen=True)
+class ServerLosses:
+    """What servers that were away cost.
+
+    tokens_per_s: generated ones, of whole steps, the wait for the servers' start left out; None where there is no such
+    step. num_steps_away: steps in which servers lacked the weights for more than 1 % of the time.
+    """
+
+    num_rejoins: int
+    num_steps_away: int
+    tokens_per_s: float | None
+    tokens_per_s_away: float | None
+
+    @classmethod
+    def of(cls, steps: list[dict]) -> "ServerLosses | None":
+        """None where none was away."""
+        steps = [step for step in steps if "rollout/num_servers_current" in step]
+        away = [step for step in steps if step["rollout/num_servers_current"] < 0.99 * step["rollout/num_servers"]]
+        num_rejoins = int(sum(step.get("weight_sync/num_rejoins", 0) for step in steps))
+        if not away and not num_rejoins:
+            return None
+        full = [step for step in steps if step not in away]
+        return cls(num_rejoins, len(away), _tokens_per_s(full), _tokens_per_s(away))
+
+
+@dataclass(frozen=True)
 class Summary:
     """A run's figures. Means are over the first and the last min(10, half) steps; None where nothing was reported."""
 
@@ -67,6 +92,7 @@ class Summary:
     val_before: float | None
     val_after: float | None
     seconds: dict[str, float]  # per phase, over the whole run, with the rest as "other"
+    losses: ServerLosses | None = None
 
     @classmethod
     def of(cls, records: list[dict]) -> "Summary":
@@ -82,6 +108,7 @@ class Summary:
             val_before=accuracies[0][1] if accuracies and accuracies[0][0] == 0 else None,
             val_after=accuracies[-1][1] if accuracies and accuracies[-1][0] > 0 else None,
             seconds=_seconds(records),
+            losses=ServerLosses.of(steps),
         )
 
 
@@ -97,12 +124,31 @@ def closing_table(summary: Summary) -> str:
     lines += ["", _row("", f"first {summary.window}", f"last {summary.window} of {summary.num_steps} steps")]
     lines += [_row(title, _shown(text)(first), _shown(text)(last)) for title, first, last, text in rows]
 
+    if summary.losses is not None:
+        lines += ["", *_losses(summary.losses)]
+
     total = sum(summary.seconds.values())
     lines += ["", _row("where the time went", "seconds", "share")]
     for phase, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
         lines.append(_row(f"  {PHASE_TITLES.get(phase, phase)}", f"{seconds:.1f}", f"{seconds / total:.0%}"))
     lines.append(_row("  together", f"{total:.1f}", duration(total)))
     return "\n".join(lines)
+
+
+def _losses(losses: ServerLosses) -> list[str]:
+    shown, loss = _shown("{:.0f}"), ""
+    if losses.tokens_per_s and losses.tokens_per_s_away is not None:
+        loss = f"{losses.tokens_per_s_away / losses.tokens_per_s - 1:+.0%}"
+    return [
+        _row("servers that joined again", str(losses.num_rejoins), ""),
+        _row("tokens/s, all servers there", shown(losses.tokens_per_s), ""),
+        _row("  some away", shown(losses.tokens_per_s_away), f"{loss} in {losses.num_steps_away} steps".lstrip()),
+    ]
+
+
+def _tokens_per_s(steps: list[dict]) -> float | None:
+    seconds = sum(step.get("time/step", 0.0) - step.get("time/start", 0.0) for step in steps)
+    return sum(step["rollout/num_tokens"] for step in steps) / seconds if seconds else None
 
 
 def _row(title: str, first: str, second: str) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_dapo.config import RunFolder, write_whole
+from megatron_dapo.config import Config, RunFolder, UserError, write_whole
 from megatron_dapo.telemetry.console import StepTable, progress, validation_line
 
 
@@ -99,17 +101,58 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run_folder.tensorboard), flush_secs=10, purge_step=purge_step)
 
     def write(self, record: Record) -> None:
-        suffix = "_validation" if record.is_validation else ""
-        for name, value in record.metrics.items():
-            tag = name.replace("time/", f"time{suffix}/", 1) if name.startswith("time/") else name
+        for tag, value in _scalars(record).items():
             self._writer.add_scalar(tag, value, record.step)
 
     def close(self) -> None:
         self._writer.close()
 
 
-SINKS: dict[str, Callable[[RunFolder, int, int | None], Sink]] = {
-    "console": lambda run_folder, total_steps, resumed_after: Console(total_steps),
-    "jsonl": lambda run_folder, total_steps, resumed_after: JsonLines(run_folder, resumed_after),
-    "tensorboard": lambda run_folder, total_steps, resumed_after: TensorBoard(run_folder, resumed_after),
+class WeightsAndBiases:
+    """The same scalars, with the config. A resumed run goes on as the same run there, whose id is in the run folder.
+
+    Each point names its step: the service's own counter never goes back, a resumed run's step does.
+    """
+
+    def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
+        import wandb
+
+        if resumed_after is None or not run_folder.wandb_id.exists():
+            write_whole(run_folder.wandb_id, secrets.token_hex(8))
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "megatron_dapo"),
+                name=config.trainer.experiment_name,
+                id=run_folder.wandb_id.read_text(encoding="utf-8"),
+                resume="allow",
+                dir=str(run_folder.path),
+                config=config.model_dump(mode="json"),
+                allow_val_change=True,
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"trainer.logger has wandb, which cannot be started ({error}); run `wandb login`, set "
+                "WANDB_MODE=offline, or leave it out."
+            ) from error
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Record) -> None:
+        self._run.log({"step": record.step, **_scalars(record)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _scalars(record: Record) -> dict[str, float]:
+    """With the seconds of an evaluation under names of their own: it has a record beside its step's."""
+    if not record.is_validation:
+        return record.metrics
+    return {name.replace("time/", "time_validation/", 1): value for name, value in record.metrics.items()}
+
+
+SINKS: dict[str, Callable[[Config, RunFolder, int | None], Sink]] = {
+    "console": lambda config, run_folder, resumed_after: Console(config.trainer.total_training_steps),
+    "jsonl": lambda config, run_folder, resumed_after: JsonLines(run_folder, resumed_after),
+    "tensorboard": lambda config, run_folder, resumed_after: TensorBoard(run_folder, resumed_after),
+    "wandb": WeightsAndBiases,
 }

@@ -1,8 +1,10 @@
 """Rank 0's ear and mouth: times phases, hands each step's metrics to the sinks of `trainer.logger`."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from megatron_dapo.config import Config, RunFolder
+from megatron_dapo.platform import watchdog
 from megatron_dapo.telemetry.sinks import SINKS, Record, Sink
 from megatron_dapo.telemetry.timers import PhaseTimers
 
@@ -16,12 +18,13 @@ class Telemetry:
 
     def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         self._timers = PhaseTimers()
-        total = config.trainer.total_training_steps
-        self._sinks: list[Sink] = [SINKS[name](run_folder, total, resumed_after) for name in config.trainer.logger]
+        self._sinks: list[Sink] = [SINKS[name](config, run_folder, resumed_after) for name in config.trainer.logger]
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Count the seconds inside as `time/NAME` of the next `log` or `log_validation`."""
-        return self._timers.phase(name)
+        with watchdog.phase(name), self._timers.phase(name):
+            yield
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Report one rollout step. metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN."""
@@ -41,10 +44,10 @@ class Telemetry:
 
 
 class NullTelemetry:
-    """The same calls, without effect."""
+    """The same calls, of which nobody hears but the watchdog."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+        return watchdog.phase(name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         pass

@@ -14,7 +14,7 @@ from megatron_dapo.algorithms import LossConfig, TokenBatch
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.kernels import Reference
 from megatron_dapo.models import HeadTask, ModelParts
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform import ParallelLayout, watchdog
 
 
 def packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:
@@ -160,6 +160,7 @@ def run_micro_batches(
 
     def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module):
         batch = next(iterator)
+        watchdog.beat()
         if stage is stages[-1]:
             before_head(batch)
         output = stage(batch.tokens, batch.position_ids, None, packed_seq_params=packed_seq_params(batch))

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.errors import RanksMissing, WeightSyncError
 from megatron_dapo.weight_sync.servers import Deadline, reason
 
 Result = TypeVar("Result")
@@ -23,7 +23,7 @@ class Agreement:
 
     def exchange(self, phase: str, payload: object, error: str | None, timeout_s: float) -> list:
         """Everybody's payload, in rank order. Raises WeightSyncError with the errors of all ranks that report one, or
-        naming the ranks that did not come within timeout_s (seconds)."""
+        RanksMissing naming the ranks that did not come within timeout_s (seconds)."""
         reports: list = [None] * self._size
         try:
             # the barrier names who is missing, which no other collective does
@@ -31,7 +31,7 @@ class Agreement:
             dist.all_gather_object(reports, (error, payload), group=self._group)
         except RuntimeError as failure:
             where = f"{error}; moreover, " if error else ""
-            raise WeightSyncError(f"{where}{phase}: not all trainer ranks came: {failure}") from failure
+            raise RanksMissing(f"{where}{phase}: not all trainer ranks came: {failure}") from failure
         errors = dict.fromkeys(theirs for theirs, _ in reports if theirs is not None)
         if errors:
             raise WeightSyncError("; ".join(errors))

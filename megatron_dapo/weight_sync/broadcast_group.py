@@ -52,15 +52,17 @@ class BroadcastGroup:
         self._abort: Callable[[], None] | None = None
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        limit = timedelta(seconds=timeout_s)
+        # our own end is a client, as the servers' are: all waits end at once when `close` drops this only reference
+        self._rendezvous: dist.TCPStore | None = dist.TCPStore(
             address,
             self.port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=limit,
             master_listen_fd=listener.detach(),
         )
-        threading.Thread(target=self._run, args=(store, timeout_s), name=f"weight-sync-{name}", daemon=True).start()
+        threading.Thread(target=self._run, args=(timeout_s,), name=f"weight-sync-{name}", daemon=True).start()
 
     def broadcast(self, tensors: Sequence[Tensor], timeout_s: float) -> Future[None]:
         """Send the tensors to all ranks, in order. The tensors must stay as they are until the future is done."""
@@ -88,8 +90,10 @@ class BroadcastGroup:
         return done
 
     def close(self) -> None:
-        """Leave the group; returns at once. A broadcast under way is aborted (NCCL) or ends by its time-out (gloo);
-        then the connections close, which frees servers that wait for the rest."""
+        """Leave the group; returns at once. Who still waits for others to join, servers too, waits no more. A broadcast
+        under way is aborted (NCCL) or ends by its time-out (gloo); then the connections close, which frees servers
+        that wait for the rest."""
+        self._rendezvous = None
         if self._abort is not None:
             self._abort()
         self._tasks.put(None)
@@ -98,8 +102,10 @@ class BroadcastGroup:
         # NCCL's watchdog ends the whole process when an operation times out; the caller's abort must come before it
         return timedelta(seconds=timeout_s + (NCCL_MARGIN_S if self.backend == "nccl" else 0.0))
 
-    def _run(self, store: dist.TCPStore, timeout_s: float) -> None:
+    def _run(self, timeout_s: float) -> None:
         try:
+            limit = timedelta(seconds=timeout_s)
+            store = dist.TCPStore(self.address, self.port, is_master=False, wait_for_workers=False, timeout=limit)
             backend = self._join(store, timeout_s)
         except Exception as error:
             self.ready.set_exception(error)

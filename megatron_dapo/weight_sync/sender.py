@@ -1,7 +1,7 @@
 """What a stage's source rank does: form a group with the servers, and send buckets while watching both ends."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
@@ -42,38 +42,46 @@ class Sender:
         self._stage, self._calls, self._device = stage, calls, device
         self._buffers = [torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._group: BroadcastGroup | None = None
+        self._members: tuple[str, ...] = ()
 
-    def join(self, server_sizes: Sequence[int], deadline: Deadline) -> None:
-        """Form a new group with all servers. server_sizes: tensor-parallel ranks of each."""
-        self.leave()
-        offsets = [1 + sum(server_sizes[:i]) for i in range(len(server_sizes))]
-        by_url = dict(zip(self._calls.urls, offsets, strict=True))
+    def join(self, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
+        """Form a new group with these servers. server_sizes: URL -> tensor-parallel ranks."""
+        self.leave(server_sizes)
+        first_ranks, world_size = {}, 1
+        for url, size in server_sizes.items():
+            first_ranks[url] = world_size
+            world_size += size
         # a name of its own: a server may still hold the group of a run that died
         name = f"weights-{self._stage}-{uuid.uuid4().hex[:8]}"
-        address = address_towards(self._calls.urls)
-        group = BroadcastGroup(name, address, 1 + sum(server_sizes), self._device, deadline.left())
-        self._group = group
+        self._members = tuple(server_sizes)
+        self._group = group = BroadcastGroup(
+            name, address_towards(self._members), world_size, self._device, deadline.left()
+        )
 
         async def init(server: ServerControl) -> None:
             await server.init_weights_update_group(
                 master_address=group.address,
                 master_port=group.port,
-                rank_offset=by_url[server.url],
+                rank_offset=first_ranks[server.url],
                 world_size=group.world_size,
                 group_name=group.name,
                 backend=group.backend,
             )
 
-        calls = self._calls.start(init, deadline.left())
+        calls = self._calls.start(self._members, init, deadline.left())
         self.settle(Transfer(f"join (stage {self._stage})", calls, group.ready), deadline)
 
-    def leave(self) -> None:
-        """Give the group up; servers that live forget it."""
+    def leave(self, living: Container[str]) -> None:
+        """Give the group up, if there is one; of its servers those that live forget it."""
         if self._group is None:
             return
         group, self._group = self._group, None
         group.close()
-        self._calls.failures(PROBE_S, lambda server: server.destroy_weights_update_group(group.name))
+        members = [url for url in self._members if url in living]
+        self._calls.ask(members, lambda server: server.destroy_weights_update_group(group.name), PROBE_S)
+
+    def close(self) -> None:
+        self.leave(self._members)
 
     def abandon(self) -> None:
         """Give the group up after a failure: returns at once."""
@@ -99,7 +107,8 @@ class Sender:
     def start(
         self, what: str, bucket: Bucket, payload: Sequence[Tensor], version: int, last: bool, deadline: Deadline
     ) -> Transfer:
-        """Begin to send a bucket. The servers flush their caches with the last one."""
+        """Begin to send a bucket. With the last one the servers flush their caches and take the version: what a push
+        left behind that failed half-way does not bear it."""
         assert self._group is not None
         name = self._group.name
 
@@ -109,12 +118,12 @@ class Sender:
                 dtypes=bucket.dtypes,
                 shapes=bucket.shapes,
                 group_name=name,
-                weight_version=version,
+                weight_version=version if last else None,
                 flush_cache=last,
                 load_format="flattened_bucket" if bucket.flat else None,
             )
 
-        calls = self._calls.start(update, deadline.left())
+        calls = self._calls.start(self._members, update, deadline.left())
         return Transfer(what, calls, self._group.broadcast(payload, deadline.left()))
 
     def settle(self, transfer: Transfer, deadline: Deadline) -> None:
@@ -127,7 +136,7 @@ class Sender:
         refused, collective = transfer.refused(), transfer.collective
         told = reason(collective.exception()) if collective.done() and collective.exception() else "none"
         self.abandon()
-        gone = self._calls.failures(PROBE_S, lambda server: server.weight_version())
+        _, gone = self._calls.ask(self._members, lambda server: server.weight_version(), PROBE_S)
         culprits = gone or transfer.silent() or refused or transfer.refused()
         named = blame(culprits) or "no server names an error"
         raise WeightSyncError(f"{transfer.what}: {named} (error of the collective: {told})")

@@ -1,15 +1,13 @@
-"""Talking to all servers at once, from a thread of its own, so that transfers go on while the trainer gathers."""
+"""Talking to several servers at once, from a thread of its own, so that transfers go on while the trainer gathers."""
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
-
-from megatron_dapo.weight_sync.errors import WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class ServerControl(Protocol):
         dtypes: list[str],
         shapes: list[list[int]],
         group_name: str,
-        weight_version: int,
+        weight_version: int | None,
         flush_cache: bool,
         load_format: str | None,
     ) -> None: ...
@@ -92,70 +90,75 @@ def blame(why: dict[str, str]) -> str:
 
 
 class ServerCalls:
-    """Calls to a set of servers, run by an event loop in a background thread."""
+    """Calls to servers, by their URLs, run by an event loop in a background thread."""
 
-    def __init__(self, servers: Sequence[ServerControl]) -> None:
-        self.servers = list(servers)
+    def __init__(self, connect: Callable[[str], ServerControl]) -> None:
+        """connect: URL -> how the server there is asked; called once per URL."""
+        self._connect = connect
+        self._servers: dict[str, ServerControl] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
         self._thread.start()
 
-    @property
-    def urls(self) -> list[str]:
-        return [server.url for server in self.servers]
-
-    def start(self, call: Callable[[ServerControl], Awaitable[Result]], timeout_s: float) -> list[Call]:
-        """Begin a call to every server."""
+    def start(
+        self, urls: Iterable[str], call: Callable[[ServerControl], Awaitable[Result]], timeout_s: float
+    ) -> list[Call]:
+        """Begin a call to every one of these servers."""
         return [
-            Call(s.url, asyncio.run_coroutine_threadsafe(_limited(call, s, timeout_s), self._loop))
-            for s in self.servers
+            Call(url, asyncio.run_coroutine_threadsafe(_limited(call, self._server(url), timeout_s), self._loop))
+            for url in urls
         ]
 
-    def all(self, phase: str, deadline: Deadline, call: Callable[[ServerControl], Awaitable[Result]]) -> list[Result]:
-        """Answers of all servers, in order. Raises WeightSyncError naming every server that gave none."""
-        calls = self.start(call, deadline.left())
-        errors = {c.url: error for c in calls if (error := c.answer.exception()) is not None}
-        if errors:
-            raise WeightSyncError(f"{phase}: " + blame({url: reason(e) for url, e in errors.items()}))
-        return [c.answer.result() for c in calls]
-
-    def failures(self, timeout_s: float, call: Callable[[ServerControl], Awaitable[object]]) -> dict[str, str]:
-        """Which servers do not answer within timeout_s, and why; raises nothing."""
-        calls = self.start(call, timeout_s)
-        return {c.url: reason(error) for c in calls if (error := c.answer.exception()) is not None}
+    def ask(
+        self, urls: Iterable[str], call: Callable[[ServerControl], Awaitable[Result]], timeout_s: float
+    ) -> tuple[dict[str, Result], dict[str, str]]:
+        """URL -> answer of the servers that gave one within timeout_s; URL -> why not of the others. Raises nothing."""
+        calls = self.start(urls, call, timeout_s)
+        failures = {c.url: reason(error) for c in calls if (error := c.answer.exception()) is not None}
+        return {c.url: c.answer.result() for c in calls if c.url not in failures}, failures
 
     def close(self) -> None:
         """End the servers' connections and the thread."""
-        self.failures(PROBE_S, lambda server: server.close())
+        self.ask(self._servers, lambda server: server.close(), PROBE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PROBE_S)
 
-
-async def answering(server: ServerControl, timeout_s: float) -> tuple[str, int]:
-    """(weight version, tensor-parallel size) of a server; waits for one that is being restarted."""
-    deadline = Deadline(timeout_s)
-    while True:
-        try:
-            version = await server.weight_version()
-            info = await server.server_info()
-            return str(version), int(info.get("tp_size", 1))
-        except Exception as error:
-            if deadline.left() < 1.0:
-                raise TimeoutError(f"no answer in {timeout_s:.0f} s, last {reason(error)}") from error
-        await asyncio.sleep(0.5)
+    def _server(self, url: str) -> ServerControl:
+        if url not in self._servers:
+            self._servers[url] = self._connect(url)
+        return self._servers[url]
 
 
-async def begin(server: ServerControl) -> None:
-    """Open an update session; one that a trainer left open when it died is closed first."""
+@dataclass(frozen=True)
+class Entrant:
+    """A server that takes part in a push. version: what it holds; size: its tensor-parallel ranks."""
+
+    version: str
+    size: int
+
+
+async def enter(server: ServerControl) -> Entrant:
+    """Have the server pause and open an update session."""
+    version = await server.weight_version()
+    info = await server.server_info()
+    await server.pause()
     try:
         await server.begin_weight_update()
     except Exception:  # a refusal has the client's own type; had it another reason, the calls below meet it again
-        await server.end_weight_update()
+        await server.end_weight_update()  # that of a trainer that died
         await server.begin_weight_update()
+    return Entrant(str(version), int(info.get("tp_size", 1)))
+
+
+async def come_back(server: ServerControl) -> None:
+    """After a failed attempt: close the session and go on. A server that was started again has no session: it fails,
+    as one that is gone."""
+    await server.end_weight_update()
+    await server.continue_()
 
 
 async def set_going(server: ServerControl) -> None:
-    """After a failed push: close the session, if one is open, and let the server generate again."""
+    """Close the session, if one is open, and let the server generate again."""
     try:
         await server.end_weight_update()
     except Exception as error:  # most often: none is open

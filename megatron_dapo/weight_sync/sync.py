@@ -1,7 +1,8 @@
-"""A push of the trainer's weights to every server, stage after stage, under one deadline."""
+"""A push of the trainer's weights to the servers that are there, stage after stage, under one deadline."""
 
+import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -12,10 +13,21 @@ from megatron_dapo.config import WeightSyncConfig
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.weight_sync.agreement import Agreement, Phases, Stopwatch
 from megatron_dapo.weight_sync.checksum import checksum, server_parameters, server_tensor
-from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.errors import RanksMissing, WeightSyncError
 from megatron_dapo.weight_sync.plan import Plan, Source, plan_for
 from megatron_dapo.weight_sync.sender import Sender
-from megatron_dapo.weight_sync.servers import Deadline, ServerCalls, ServerControl, answering, begin, set_going
+from megatron_dapo.weight_sync.servers import (
+    Deadline,
+    Entrant,
+    ServerCalls,
+    ServerControl,
+    blame,
+    come_back,
+    enter,
+    set_going,
+)
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -25,10 +37,18 @@ to set the surviving servers going (CLEANUP_SHARE of it). At most half of the de
 
 CLEANUP_SHARE = 0.4
 
+ENTER_S = 20.0
+"""Who has not paused and opened a session by then is left out of a push. At most a quarter of the deadline."""
+
+MIN_REPEAT_S = 1.0
+
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One push. seconds: per phase, in the order of the phases; gather and send are summed over the stages."""
+    """One push. seconds: per phase, in the order of the phases; gather and send are summed over the stages.
+
+    num_servers: those that confirmed the version. num_rejoins: those of them that did not hold the last push's.
+    """
 
     version: int
     seconds: dict[str, float]
@@ -36,6 +56,7 @@ class SyncReport:
     num_tensors: int
     num_buckets: int
     num_servers: int
+    num_rejoins: int
     rejoined: bool
     num_verified: int
 
@@ -43,15 +64,16 @@ class SyncReport:
 class WeightSync:
     """Pushes one pipeline stage's weights to the servers, together with the other stages'. All trainer ranks take part.
 
-    source: this stage's weights. servers: the same on all ranks; used on rank 0, which leads, and on the source rank of
-    each stage (`layout.is_source`), which sends. num_kv_heads: of the model, needed for
-    `verify` where a server has more tensor-parallel ranks than that.
+    source: this stage's weights. urls: of the servers there are now, asked on rank 0, which leads, before every push.
+    connect: URL -> how the server there is asked, on the source rank of each stage (`layout.is_source`), which sends.
+    num_kv_heads: of the model, needed for `verify` where a server has more tensor-parallel ranks than that.
     """
 
     def __init__(
         self,
         source: Source,
-        servers: Sequence[ServerControl],
+        urls: Callable[[], Sequence[str]],
+        connect: Callable[[str], ServerControl],
         layout: ParallelLayout,
         config: WeightSyncConfig,
         device: torch.device,
@@ -59,60 +81,113 @@ class WeightSync:
     ) -> None:
         """Collective over all ranks. Raises WeightSyncError when ranks of a stage would not plan alike."""
         self._source, self._layout, self._config, self._device = source, layout, config, device
-        self._num_kv_heads = num_kv_heads
+        self._urls, self._num_kv_heads = urls, num_kv_heads
         self._reserve_s = min(RESERVE_S, config.timeout_s / 2)
         self._plan: Plan = plan_for(device, source.specs(), config.bucket_size_mb)
         self._agreement = Agreement(config.timeout_s)
         self._gathers, is_source = layout.gathers, layout.is_source
         self._leads = layout.rank == 0
         assert is_source or not self._leads, "rank 0 is the source rank of stage 0"
-        self._calls = ServerCalls(servers) if is_source else None
+        self._calls = ServerCalls(connect) if is_source else None
         self._sender = Sender(layout.pp_rank, self._calls, self._plan, device) if is_source else None
-        self._left: list[str] | None = None  # the versions that the last push left on the servers
+        # the same on all ranks: who is in the groups, and who confirmed the last push, of which version
+        self._group: dict[str, int] | None = None
+        self._confirmed: list[str] = []
+        self._version: str | None = None
         self._check_plans(config.timeout_s)
 
     def push(self, version: int) -> SyncReport:
-        """Send the weights as `version` and see every server confirm it. Collective over all ranks.
+        """Send the weights as `version` to the servers that are there, and see each confirm it. Collective.
 
-        Raises WeightSyncError, the same on every rank, within `weight_sync.timeout_s` (after all ranks have come).
-        Servers that live are then set going again, with weights that are undefined until a push succeeds.
+        A server that is lost meanwhile is left out, and named in the log; the others get the weights within the same
+        deadline. With no server left the report says 0. Raises WeightSyncError, the same on every rank, within
+        `weight_sync.timeout_s` (after all ranks have come), for a failure that no lost server explains. Servers that
+        live are then set going again, with weights that are undefined until a push succeeds.
         """
         watch = Stopwatch()
         self._meet(version)
         watch.lap("wait")
         timeout_s = self._config.timeout_s
         work, tell = Deadline(timeout_s - self._reserve_s), Deadline(timeout_s - CLEANUP_SHARE * self._reserve_s)
+        phases = Phases(self._agreement, self._layout.rank, tell, watch)
         try:
-            return self._push(version, watch, work, tell)
+            servers, rejoined, sent = self._deliver(version, phases, work)
+            confirmed = phases.step("commit", self._lead(partial(self._commit, version, list(servers)), work))[0]
+            num_verified = self._verify(version, confirmed, phases, work) if self._config.verify and confirmed else 0
+            phases.step("resume", self._lead(partial(self._resume, confirmed), work))
         except WeightSyncError:
             self._give_up()
             raise
+        num_rejoins = self._num_rejoins(version, servers, confirmed)
+        self._confirmed, self._version = confirmed, str(version)
+        return self._report(version, watch, sent, len(confirmed), num_rejoins, rejoined, num_verified)
 
     def close(self) -> None:
         """Leave the groups and end the connections."""
         if self._sender is not None:
-            self._sender.leave()
+            self._sender.close()
             self._calls.close()
 
-    def _push(self, version: int, watch: Stopwatch, work: Deadline, tell: Deadline) -> SyncReport:
-        layout, phases = self._layout, Phases(self._agreement, self._layout.rank, tell, watch)
-        versions, sizes = phases.step("pause", self._lead(self._open, work))[0]
-        rejoin = self._left is None or versions != self._left
+    def _deliver(
+        self, version: int, phases: Phases, deadline: Deadline
+    ) -> tuple[dict[str, Entrant], bool, list[dict[str, float]]]:
+        """The servers that have all weights now, whether groups were formed, and what each stage sent."""
+        lost: list[str] = []
+        while servers := phases.step("pause", self._lead(partial(self._enter, lost), deadline))[0]:
+            try:
+                rejoined = self._join(servers, phases, _attempt(deadline, servers))
+                return servers, rejoined or bool(lost), self._send_all(version, phases, _attempt(deadline, servers))
+            except RanksMissing:
+                raise
+            except WeightSyncError as failure:
+                lost += self._recover(list(servers), failure, phases, deadline)
+        self._drop_groups()
+        return {}, False, []
+
+    def _join(self, servers: dict[str, Entrant], phases: Phases, deadline: Deadline) -> bool:
+        """Form the groups anew where other servers take part than are in them, or one was started again; whether."""
+        sizes = {url: entrant.size for url, entrant in servers.items()}
+        if sizes == self._group and all(entrant.version == self._version for entrant in servers.values()):
+            return False
+        self._group = None
         # one stage after the other, joining as well as sending: a server takes part in one collective at a time, and
         # two servers that began with different stages would wait for each other
-        for stage in range(layout.pp) if rejoin else ():
-            mine = self._sender is not None and stage == layout.pp_rank
-            phases.step(f"join (stage {stage})", partial(self._sender.join, sizes, work) if mine else None)
+        for stage in range(self._layout.pp):
+            mine = self._sender is not None and stage == self._layout.pp_rank
+            phases.step(f"join (stage {stage})", partial(self._sender.join, sizes, deadline) if mine else None)
+        self._group = sizes
+        return True
+
+    def _send_all(self, version: int, phases: Phases, deadline: Deadline) -> list[dict[str, float]]:
+        """All stages' weights; seconds and counts of each."""
         totals = []
-        for stage in range(layout.pp):
-            mine = self._gathers and stage == layout.pp_rank
-            totals += phases.step(f"send (stage {stage})", partial(self._send, version, work) if mine else None)
-        left = phases.step("commit", self._lead(partial(self._commit, version), work))[0]
-        num_verified = self._verify(version, phases, work) if self._config.verify else 0
-        phases.step("resume", self._lead(self._resume, work))
-        self._left = left
-        sent = [total for total in totals if total is not None]
-        return self._report(version, watch, sent, len(sizes), rejoin, num_verified)
+        for stage in range(self._layout.pp):
+            mine = self._gathers and stage == self._layout.pp_rank
+            totals += phases.step(f"send (stage {stage})", partial(self._send, version, deadline) if mine else None)
+        return [total for total in totals if total is not None]
+
+    def _recover(self, urls: Sequence[str], failure: WeightSyncError, phases: Phases, deadline: Deadline) -> list[str]:
+        """After a failed attempt: the servers that were lost in it. Raises the failure where none was, or where no time
+        is left to repeat the push with the others."""
+        self._drop_groups()
+        lost, may_repeat = phases.step("recover", self._lead(partial(self._lost, urls), deadline))[0]
+        if not lost or not may_repeat:
+            raise failure
+        if self._leads:
+            log.warning("weight sync: left out %s; the push is repeated. %s", ", ".join(lost), failure)
+        return lost
+
+    def _lost(self, urls: Sequence[str], deadline: Deadline) -> tuple[list[str], bool]:
+        """Which of these servers do not come back, and whether time is left for another attempt."""
+        limit_s = min(CLEANUP_SHARE * self._reserve_s, deadline.left())
+        _, failures = self._calls.ask(urls, come_back, limit_s)
+        return list(failures), deadline.left() > MIN_REPEAT_S
+
+    def _drop_groups(self) -> None:
+        """At once: servers that wait in a collective are freed."""
+        self._group = None
+        if self._sender is not None:
+            self._sender.abandon()
 
     def _lead(self, call: Callable[[Deadline], Result], deadline: Deadline) -> Callable[[], Result] | None:
         """What rank 0 does, and nobody else."""
@@ -138,13 +213,19 @@ class WeightSync:
         if len(set(versions)) != 1:
             raise WeightSyncError(f"wait: the trainer's ranks push different versions: {versions}")
 
-    def _open(self, deadline: Deadline) -> tuple[list[str], list[int]]:
-        """Pause every server and open a session; their versions and sizes."""
-        # what is left of the deadline must suffice for the push, so a restarting server gets half of it
-        found = self._calls.all("pause", deadline, partial(answering, timeout_s=deadline.left() / 2))
-        self._calls.all("pause", deadline, lambda server: server.pause())
-        self._calls.all("begin", deadline, begin)
-        return [version for version, _ in found], [size for _, size in found]
+    def _enter(self, lost: Sequence[str], deadline: Deadline) -> dict[str, Entrant]:
+        """Pause the servers there are, but for those that were lost in this push, and open a session on each; by URL,
+        those that did so in time."""
+        urls = [url for url in self._urls() if url not in lost]
+        limit_s = min(ENTER_S, self._config.timeout_s / 4, deadline.left())
+        entrants, failures = self._calls.ask(urls, enter, limit_s)
+        self._left_out("pause", failures)
+        self._calls.start(failures, set_going, limit_s)  # one may have paused; nobody waits for it
+        return {url: entrants[url] for url in urls if url in entrants}
+
+    def _left_out(self, phase: str, failures: dict[str, str]) -> None:
+        if failures:
+            log.warning("weight sync: %s: left out %s", phase, blame(failures))
 
     def _send(self, version: int, deadline: Deadline) -> dict[str, float] | None:
         """Gather bucket k+1 while bucket k is sent. Seconds and counts on the source rank."""
@@ -177,26 +258,28 @@ class WeightSync:
         sizes = {"bytes": self._plan.num_bytes, "tensors": self._plan.num_tensors, "buckets": num_buckets}
         return {**watch.seconds, **sizes}
 
-    def _commit(self, version: int, deadline: Deadline) -> list[str]:
-        """Close the sessions and read the version back."""
-        self._calls.all("end", deadline, lambda server: server.end_weight_update())
-        versions = self._calls.all("read back", deadline, lambda server: server.weight_version())
-        wrong = [
-            f"server {u} reports version {v}"
-            for u, v in zip(self._calls.urls, versions, strict=True)
-            if str(v) != str(version)
-        ]
+    def _commit(self, version: int, urls: Sequence[str], deadline: Deadline) -> list[str]:
+        """Close the sessions and read the version back; the servers that answer."""
+
+        async def finish(server: ServerControl) -> str:
+            await server.end_weight_update()
+            return str(await server.weight_version())
+
+        versions, failures = self._calls.ask(urls, finish, deadline.left() / 2)
+        self._left_out("commit", failures)
+        wrong = [f"server {url} reports version {held}" for url, held in versions.items() if held != str(version)]
         if wrong:
             raise WeightSyncError(f"read back: pushed version {version}, but {'; '.join(wrong)}")
-        return [str(v) for v in versions]
+        return list(versions)
 
-    def _checksums(self, deadline: Deadline) -> dict[str, list[dict[str, str]]]:
-        sums = self._calls.all("verify", deadline, lambda server: server.checksums())
-        return dict(zip(self._calls.urls, sums, strict=True))
+    def _checksums(self, urls: Sequence[str], deadline: Deadline) -> dict[str, list[dict[str, str]]]:
+        sums, failures = self._calls.ask(urls, lambda server: server.checksums(), deadline.left() / 2)
+        self._left_out("verify", failures)
+        return sums
 
-    def _verify(self, version: int, phases: Phases, deadline: Deadline) -> int:
+    def _verify(self, version: int, urls: Sequence[str], phases: Phases, deadline: Deadline) -> int:
         """Compare a sample of parameters on every server with the trainer's; how many."""
-        sums = phases.step("verify (read)", self._lead(self._checksums, deadline))[0]
+        sums = phases.step("verify (read)", self._lead(partial(self._checksums, urls), deadline))[0]
         counts = phases.step("verify (compare)", partial(self._compare, version, sums) if self._gathers else None)
         return sum(count for count in counts if count is not None)
 
@@ -222,19 +305,32 @@ class WeightSync:
         )
         return all(theirs.get(name) == ours for theirs, ours in zip(ranks, expected, strict=True))
 
-    def _resume(self, deadline: Deadline) -> None:
-        self._calls.all("resume", deadline, lambda server: server.continue_())
+    def _resume(self, urls: Sequence[str], deadline: Deadline) -> None:
+        _, failures = self._calls.ask(urls, lambda server: server.continue_(), deadline.left())
+        self._left_out("resume", failures)
 
     def _give_up(self) -> None:
         """Drop the groups and set the surviving servers going; what cannot be reached stays as it is."""
-        self._left = None
-        if self._sender is not None:
-            self._sender.abandon()
+        self._drop_groups()
         if self._leads:
-            self._calls.failures(CLEANUP_SHARE * self._reserve_s, set_going)
+            self._calls.ask(self._urls(), set_going, CLEANUP_SHARE * self._reserve_s)
+
+    def _num_rejoins(self, version: int, servers: dict[str, Entrant], confirmed: Sequence[str]) -> int:
+        """Servers that hold the weights now and did not hold those of the last push."""
+        if self._version is None:
+            return 0
+        held = (self._version, str(version))  # the second one: where the push had to be repeated
+        return sum(url not in self._confirmed or servers[url].version not in held for url in confirmed)
 
     def _report(
-        self, version: int, watch: Stopwatch, totals: list[dict], num_servers: int, rejoined: bool, num_verified: int
+        self,
+        version: int,
+        watch: Stopwatch,
+        totals: list[dict],
+        num_servers: int,
+        num_rejoins: int,
+        rejoined: bool,
+        num_verified: int,
     ) -> SyncReport:
         seconds = {}
         for phase, value in watch.seconds.items():
@@ -247,6 +343,12 @@ class WeightSync:
             num_tensors=sum(int(total["tensors"]) for total in totals),
             num_buckets=sum(int(total["buckets"]) for total in totals),
             num_servers=num_servers,
+            num_rejoins=num_rejoins,
             rejoined=rejoined,
             num_verified=num_verified,
         )
+
+
+def _attempt(work: Deadline, servers: Collection[str]) -> Deadline:
+    """How long an attempt may take: half of what is left where there are others to repeat it with, if one freezes."""
+    return Deadline(work.left() / 2 if len(servers) > 1 else work.left())

@@ -1,4 +1,4 @@
-"""Run under torchrun: trains, saves and loads at several layouts in turn; rank 0 saves what came out.
+"""Run on every rank: trains, saves and loads at several layouts in turn; rank 0 saves what came out.
 
 Arguments: a JSON file with {"out": path, "cases": [case, ...]}; see `run_case` for the keys of a case.
 """

@@ -1,4 +1,4 @@
-"""Run under torchrun: the commands of checkpoints_tools, one after the other in one set of processes.
+"""Run on every rank: the commands of checkpoints_tools, one after the other in one set of processes.
 
 Argument: a JSON file, [[command, [argument, ...]], ...]. Rank 0 prints the exit code of each that has one.
 """

@@ -1,4 +1,4 @@
-"""Run under torchrun: every case of tests/head_cases.py through the training head, saved by rank 0. Argument: file."""
+"""Run on every rank: every case of tests/head_cases.py through the training head, saved by rank 0. Argument: file."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Run under torchrun: one rollout step's loss, metrics and gradients for many layouts and cuts, saved by rank 0.
+"""Run on every rank: one rollout step's loss, metrics and gradients for many layouts and cuts, saved by rank 0.
 
 Arguments: a JSON file with {"model": path, "out": path, "layouts": [[name, sizes, {variant: overrides}], ...]}.
 """
@@ -7,12 +7,14 @@ import json
 import math
 import sys
 import time
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.config import load_config, needs_reference, uses_critic, uses_experience_replay
+from megatron_dapo.config.memory import States, model_states
 from megatron_dapo.data import MicroBatch
 from megatron_dapo.models import WeightSource
 from megatron_dapo.models.weight_map import expert_parameters
@@ -33,6 +35,7 @@ COMMON = [
     # Adam divides by |gradient|: a large epsilon keeps rounding noise of vanishing gradients from becoming whole steps
     "actor_rollout_ref.actor.optim.eps=1e-2",
     "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false",
+    "actor_rollout_ref.actor.megatron.dtype=float32",
 ]
 
 
@@ -45,8 +48,13 @@ def gathered(source: WeightSource, layout: ParallelLayout) -> dict[str, torch.Te
 
 
 def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides: list[str]) -> dict:
-    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
     parallel = [f"actor_rollout_ref.actor.megatron.{names[k]}={v}" for k, v in sizes.items() if k in names]
+    parallel.append(f"trainer.n_procs_per_node={layout.world_size}")
     config = load_config(None, [*COMMON, f"actor_rollout_ref.model.path={model_path}", *parallel, *overrides])
     policy = Policy(config, layout)
     groups = synthetic_groups(policy.model.spec.vocab_size) if layout.rank == 0 else None
@@ -70,11 +78,31 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     result["estimates"] = estimates_by_sample(scored, layout)
     result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     result["weights"] = gathered(policy.weight_source(), layout)
+    estimated = model_states(config, policy.model.spec, layout.pp_rank)
+    result["states"] = layout.gather((layout.pp_rank, asdict(states_of(policy)), asdict(estimated)))
     if policy.model.spec.mixture:
         result["errors"] = errors_of_a_poisoned_expert(policy, scored, layout)
     if critic is not None:
         result["critic"] = critic_step(critic, shard, layout)
     return result
+
+
+def states_of(policy: Policy) -> States:
+    """What is there, counted tensor by tensor, without the padding of Megatron's buffers."""
+    parameters = [parameter for chunk in policy.model.chunks for parameter in chunk.parameters()]
+    optimizer = 0
+    for part in getattr(policy.state.optimizer, "chained_optimizers", [policy.state.optimizer]):
+        optimizer += sum(num_bytes(t) for state in part.optimizer.state.values() for t in state.values())
+        names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+        optimizer += sum(num_bytes(t) for name in names for group in getattr(part, name, ()) for t in group)
+    return States(
+        sum(map(num_bytes, parameters)), sum(num_bytes(parameter.main_grad) for parameter in parameters), optimizer
+    )
+
+
+def num_bytes(value: object) -> int:
+    """0 for what is no tensor, and for a counter of steps."""
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) and value.dim() else 0
 
 
 def critic_step(critic: Critic, shard: StepShard, layout: ParallelLayout) -> dict:

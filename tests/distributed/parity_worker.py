@@ -1,4 +1,4 @@
-"""Run under torchrun: log-probs of given sequences and an exported checkpoint, for models x layouts; saved by rank 0.
+"""Run on every rank: log-probs of given sequences and an exported checkpoint, for models x layouts; saved by rank 0.
 
 Arguments: a JSON file with {"layouts": [[name, sizes, {model: path}], ...], "sequences": [[token, ...], ...], "out":
 folder}.

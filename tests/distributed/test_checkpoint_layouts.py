@@ -1,6 +1,6 @@
 """A checkpoint continues the run: bit for bit in its own layout, to rounding in every other.
 
-Each torchrun goes through the cases of one number of processes in turn; later ones load what earlier ones saved.
+Each start goes through the cases of one number of processes in turn; later ones load what earlier ones saved.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 
 from megatron_dapo.checkpointing import write_manifest
 from tests.distributed.checkpoint_worker import MOMENTS
-from tests.helpers import run_torchrun
+from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -97,7 +97,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         cases = [{**case, "model": str(models[case["model"]])} for case in cases_of(world, folder)]
         task.write_text(json.dumps({"out": str(out), "cases": cases}))
-        run_torchrun(Path(__file__).with_name("checkpoint_worker.py"), world, str(task), timeout=400)
+        run_ranks(Path(__file__).with_name("checkpoint_worker.py"), world, str(task), timeout=400)
         found.update(torch.load(out, weights_only=False))
     return found
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.forked_ranks import run_ranks
 from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny
 
@@ -79,7 +80,7 @@ def folder(tmp_path_factory) -> Path:
     for number, (num_processes, commands) in enumerate(runs):
         task = folder / f"task{number}.json"
         task.write_text(json.dumps(commands))
-        said = run_torchrun(Path(__file__).with_name("convert_worker.py"), num_processes, str(task))
+        said = run_ranks(Path(__file__).with_name("convert_worker.py"), num_processes, str(task))
         assert said.count(": 0\n") == len(commands), said
     return folder
 

@@ -1,6 +1,6 @@
 """The critic is transformers' model with a linear head, and what it learns does not depend on how a step was cut.
 
-One torchrun per number of processes runs all its layouts (see layout_worker); every case is compared with the plain
+One start per number of processes runs all its layouts (see layout_worker); every case is compared with the plain
 single-process run, and that run with float64 oracles: values by transformers, advantages by a loop over the tokens.
 """
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.data import TrainSample, assemble
 from tests.distributed.test_layouts import assert_same
-from tests.helpers import run_torchrun
+from tests.forked_ranks import run_ranks
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -92,7 +92,7 @@ def results(models, tmp_path_factory) -> dict[str, dict]:
         cases = [(name, sizes, variants(name, critic)) for name, sizes in layouts.items()]
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": cases}))
-        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=400)
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=400)
         found.update(torch.load(out))
     return found
 

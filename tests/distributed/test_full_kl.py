@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_layouts import CUTS, HEADS, assert_same
-from tests.helpers import run_torchrun
+from tests.forked_ranks import run_ranks
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -51,7 +51,7 @@ def results(models, tmp_path_factory) -> dict[str, dict]:
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         chosen = [(name, sizes, variants) for name, sizes in layouts.items()]
         task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": chosen}))
-        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
         found.update(torch.load(out))
     return found
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked_ranks import run_ranks
 from tests.head_cases import CASES, SAME_ROWS, bounds, full_kl_of, inputs_of, log_probs_of, oracle
-from tests.helpers import run_torchrun
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +20,7 @@ def results(tmp_path_factory) -> dict[int, dict]:
     found = {}
     for world in WORLDS:
         out = tmp_path_factory.mktemp("head") / f"{world}.pt"
-        run_torchrun(Path(__file__).with_name("head_worker.py"), world, str(out), timeout=300)
+        run_ranks(Path(__file__).with_name("head_worker.py"), world, str(out), timeout=300)
         found[world] = torch.load(out, weights_only=False)
     return found
 

@@ -1,11 +1,12 @@
 """inspect_checkpoint on what Megatron wrote: layouts show in the pieces, and make no difference."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from checkpoints_tools.inspect_checkpoint import main
-from tests.helpers import REPOSITORY, run_torchrun
+from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -21,11 +22,14 @@ def written(tmp_path_factory) -> dict[str, str]:
         seed: make_tiny(folder / f"hf{seed}", "qwen2", vocab=VOCAB, hidden=HIDDEN, layers=2, seed=seed)
         for seed in (0, 1)
     }
-    paths = {}
+    paths, commands = {}, []
     for name, seed, layout in (("tp2", 0, "--tp"), ("pp2", 0, "--pp"), ("other", 1, "--tp")):
         paths[name] = str(folder / name)
         arguments = ["--hf-model", str(models[seed]), "--output", paths[name], layout, "2"]
-        run_torchrun(REPOSITORY / "checkpoints_tools" / "hf_to_megatron.py", 2, *arguments)
+        commands.append(["hf_to_megatron", arguments])
+    task = folder / "task.json"
+    task.write_text(json.dumps(commands))
+    run_ranks(Path(__file__).with_name("convert_worker.py"), 2, str(task))
     return paths
 
 

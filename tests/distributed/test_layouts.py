@@ -1,8 +1,9 @@
 """Loss, metrics, gradients and updated weights do not depend on how a rollout step was cut.
 
-The same 32 samples go through every layout of (TP, PP, virtual PP, SP, DP) that fits four processes, with large and
-small micro-batches, packed and as padded rectangles, for every aggregation mode. One torchrun per world size runs
-all its layouts; every case is compared with the plain single-process run.
+The same 32 samples go through every layout of (TP, PP, virtual PP, SP, DP) that fits four processes, in small
+micro-batches, packed and as padded rectangles; on one process and on one layout of each kind with large ones too, and
+for every aggregation mode. One start per world size runs all its layouts; every case is compared with the plain
+single-process run.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import run_torchrun
+from tests.forked_ranks import run_ranks
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -80,7 +81,8 @@ RECOMPUTE = {
 }
 
 
-ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2", "tp2_sp_pp2")
+ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2")
+ALL_KINDS = "tp2_sp_pp2"
 
 
 def mode(name: str) -> list[str]:
@@ -88,22 +90,24 @@ def mode(name: str) -> list[str]:
 
 
 def variants(layout: str) -> dict[str, list[str]]:
-    """On one process and on one layout of each kind every mode with every cut and every estimator; elsewhere every mode
-    with small micro-batches, and one case of everything that could fail there alone."""
-    product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
+    """On one process every mode with every cut and every estimator; on one layout of each kind every mode and every
+    estimator with the cuts of many micro-batches; on one of all kinds at once every estimator; elsewhere a mean of
+    means, whose weights come from all ranks, and one case of everything that could fail there alone."""
     if layout == "tp1":
         extras = {"kl": KL, "reinforce": REINFORCE, "replay": REPLAY, **RECOMPUTE, **HEADS}
+        product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
-    sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
-    other = {
-        f"{name}/small": [*extra, *CUTS["small"]] for name, extra in (("reinforce", REINFORCE), ("replay", REPLAY))
-    }
+    chosen = [("token-mean", "small"), ("token-mean", "padded"), ("seq-mean-token-mean", "small")]
+    other = {"reinforce/small": [*REINFORCE, *CUTS["small"]]}
+    if layout in (*ONE_OF_A_KIND, ALL_KINDS):
+        other |= {"replay/small": [*REPLAY, *CUTS["small"]], "kl/small": [*KL, *CUTS["small"]]}
     if layout in ONE_OF_A_KIND:
-        other |= {"kl/small": [*KL, *CUTS["small"]], "reinforce/padded": [*REINFORCE, *CUTS["padded"]]}
-        return {**product, **sharded, **other, **_extras(layout)}
-    modes = {f"{m}/small": [*mode(m), *CUTS["small"]] for m in MODES}
-    padded = {"token-mean/padded": [*mode("token-mean"), *CUTS["padded"]]}
-    return {**modes, **padded, **sharded, **other, **_extras(layout)}
+        chosen = [(m, cut) for m in MODES for cut in ("small", "padded")]
+        chosen += [("token-mean", "whole"), ("token-mean", "single")]
+        other |= {"reinforce/padded": [*REINFORCE, *CUTS["padded"]]}
+    modes = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m, cut in chosen}
+    sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
+    return {**modes, **sharded, **other, **_extras(layout)}
 
 
 def _extras(layout: str) -> dict[str, list[str]]:
@@ -125,12 +129,13 @@ def results(tmp_path_factory) -> dict[str, dict]:
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         text = json.dumps({"model": str(model), "out": str(out), "layouts": layouts})
         task.write_text(text.replace("REFERENCE", str(reference)))
-        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=600)
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=600)
         found.update(torch.load(out))
     return found
 
 
-TIED_LAYOUTS = ("tp1", "tp2_sp", "pp2")
+TIED_LAYOUTS = ("tp1", "tp2_sp", "pp2", "dp2")
+HALF_PRECISION = ["actor_rollout_ref.actor.megatron.dtype=bfloat16", *DISTRIBUTED_OPTIMIZER]
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +146,11 @@ def tied(tmp_path_factory) -> dict[str, dict]:
     found: dict[str, dict] = {}
     for world in (1, 2):
         chosen = {"whole": [], **HEADS} if world == 1 else {"small": CUTS["small"], **HEADS}
+        chosen |= {"bfloat16": HALF_PRECISION}
         layouts = [(name, LAYOUTS[name], chosen) for name in TIED_LAYOUTS if WORLD_SIZES[name] == world]
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         task.write_text(json.dumps({"model": str(model), "out": str(out), "layouts": layouts}))
-        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
         found.update(torch.load(out))
     return found
 
@@ -163,9 +169,22 @@ MIXTURE_VARIANTS = {
     "small": CUTS["small"],
     "padded": CUTS["padded"],
     "distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]],
-    "overlap": [*OVERLAP["overlap"], *CUTS["small"]],
-    "recompute_selective": RECOMPUTE["recompute_selective"],
 }
+OVERLAPPED = {"overlap": [*OVERLAP["overlap"], *CUTS["small"]]}
+RECOMPUTED = {"recompute_selective": RECOMPUTE["recompute_selective"]}
+MIXTURE_EXTRAS = {  # the reduction of experts and of the rest, in groups of their own; experts here and elsewhere
+    "tp1": RECOMPUTED,
+    "tp2_sp_ep2": RECOMPUTED,
+    "dp2_ep2": OVERLAPPED | RECOMPUTED,
+    "tp2_sp_dp2_ep2": OVERLAPPED,
+    "pp2_dp2_ep2": OVERLAPPED | RECOMPUTED,
+}
+
+
+def mixture_variants(layout: str) -> dict[str, list[str]]:
+    return MIXTURE_VARIANTS | MIXTURE_EXTRAS.get(layout, {})
+
+
 MIXTURE_WORLD_SIZES = {
     name: 1 if name == "tp1" else 2 if name in list(MIXTURE_LAYOUTS)[1:4] else 4 for name in MIXTURE_LAYOUTS
 }
@@ -178,15 +197,17 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
     model = make_tiny(folder / "model", "qwen3_moe", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
     found: dict[str, dict] = {}
     for world in (1, 2, 4):
-        variants = {"whole": [], **MIXTURE_VARIANTS} if world == 1 else MIXTURE_VARIANTS
-        layouts = [(n, sizes, variants) for n, sizes in MIXTURE_LAYOUTS.items() if MIXTURE_WORLD_SIZES[n] == world]
+        plain = {"whole": []} if world == 1 else {}
+        names = [name for name in MIXTURE_LAYOUTS if MIXTURE_WORLD_SIZES[name] == world]
+        layouts = [(name, MIXTURE_LAYOUTS[name], plain | mixture_variants(name)) for name in names]
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         task.write_text(json.dumps({"model": str(model), "out": str(out), "layouts": layouts}))
-        run_torchrun(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
         found.update(torch.load(out))
     return found
 
 
+MIXTURE_CASES = [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in mixture_variants(layout)]
 ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants(layout)]
 
 
@@ -209,17 +230,32 @@ def test_a_tied_model_gets_the_gradients_of_both_uses_of_its_weight(tied, case):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in MIXTURE_VARIANTS])
+@pytest.mark.parametrize("case", MIXTURE_CASES)
 def test_a_mixture_of_experts_gets_the_gradients_of_all_tokens_wherever_its_experts_are(mixture, case):
     assert_same(mixture[case], mixture["tp1/whole"])
     assert mixture[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
 
 
-@pytest.mark.parametrize("case", [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in MIXTURE_VARIANTS])
+@pytest.mark.parametrize("case", MIXTURE_CASES)
 def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, case):
     errors = mixture[case]["errors"]
     assert len(errors) == MIXTURE_WORLD_SIZES[case.partition("/")[0]]
     assert all("gradient norm of a mini-batch is nan" in error for error in errors), errors
+
+
+@pytest.mark.timeout(900)
+def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactly(results, tied, mixture):
+    """Of each rank; the optimizer's state over the ranks of a stage, which need not share it evenly."""
+    cases = [(name, case["states"]) for found in (results, tied, mixture) for name, case in found.items()]
+    assert any("bfloat16" in name for name, _ in cases) and any("distributed_optimizer" in name for name, _ in cases)
+    for name, ranks in cases:
+        for _, counted, estimated in ranks:
+            for part in ("weights", "gradients"):
+                assert counted[part] == estimated[part] > 0, (name, part)
+        for stage in {stage for stage, _, _ in ranks}:
+            counted = sum(states["optimizer"] for at, states, _ in ranks if at == stage)
+            estimated = sum(states["optimizer"] for at, _, states in ranks if at == stage)
+            assert 0 <= estimated - counted <= 2 * len(ranks), name  # each rank's average is rounded up
 
 
 def assert_same(got: dict, expected: dict) -> None:

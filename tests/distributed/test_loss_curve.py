@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import run_torchrun
+from tests.forked_ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("curves") / "curves.pt"
-    run_torchrun(Path(__file__).with_name("curve_worker.py"), 2, str(out), timeout=280)
+    run_ranks(Path(__file__).with_name("curve_worker.py"), 2, str(out), timeout=280)
     return torch.load(out)
 
 

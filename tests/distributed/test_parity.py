@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import run_torchrun
+from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -94,7 +94,7 @@ def runs(tmp_path_factory):
             for layout, sizes in layouts_of[world].items()
         ]
         task.write_text(json.dumps({"layouts": layouts, "sequences": sequences, "out": str(folder)}))
-        run_torchrun(Path(__file__).with_name("parity_worker.py"), world, str(task), timeout=400)
+        run_ranks(Path(__file__).with_name("parity_worker.py"), world, str(task), timeout=400)
         results.update(torch.load(folder / f"log_probs{world}.pt"))
     oracle = {name: hugging_face_log_probs(path, sequences) for name, path in paths.items()}
     return results, oracle, folder

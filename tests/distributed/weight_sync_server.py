@@ -1,16 +1,18 @@
 """A stand-in for an SGLang server, run as a process: the same routes, the same end of the process group, real receives.
 
-    python weight_sync_server.py PORT [die_at_update=N] [freeze_at_update=N] [corrupt=NAME]
-
+Faults: die_at_update, freeze_at_update, refuse_at_update (numbers from 1 on), corrupt (a tensor's name).
 It keeps the tensors it receives under their Hugging Face names; its checksums are per fused parameter, as in SGLang.
+It has no model: its responses are random letters of random length. Every token's log-prob is -`fingerprint` of the
+tensors that it holds at that moment, so that a sample tells by which weights it was written, whatever its label says.
 """
 
 import asyncio
 import hashlib
 import os
+import random
 import signal
-import sys
 from datetime import timedelta
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -36,13 +38,25 @@ def join(address: str, port: int, rank: int, world_size: int, name: str, backend
     return group
 
 
+EOS, LETTERS = 1, range(29, 50)  # in the vocabulary of tests/tiny_models.py
+TOKEN_S = 0.04
+FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> float:
+    """Between 0 and 1, and other for other tensors."""
+    sums = " ".join(f"{name} {sha256(tensors[name])}" for name in sorted(tensors))
+    return int(hashlib.sha256(sums.encode()).hexdigest()[:12], 16) / 16**12
+
+
 class FakeServer:
-    def __init__(self, faults: dict[str, str]) -> None:
+    def __init__(self, faults: dict[str, int | str]) -> None:
         self.faults = faults
         self.version = "default"
         self.tensors: dict[str, torch.Tensor] = {}
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.paused = self.open = False
+        self.fingerprint = 0.0
         self.num_updates = 0
         self.log: list[str] = []
 
@@ -66,6 +80,7 @@ class FakeServer:
 
     def end_weight_update(self, body: dict) -> None:
         assert self.open, "no weight-update session is open"
+        self.fingerprint = fingerprint(self.tensors)
         self.open = False
 
     def update_weights_from_distributed(self, body: dict) -> None:
@@ -75,6 +90,8 @@ class FakeServer:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.num_updates == int(self.faults.get("freeze_at_update", 0)):
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.num_updates == int(self.faults.get("refuse_at_update", 0)):
+            raise ValueError("out of order")
         group = self.groups[body["group_name"]]
         specs = list(zip(body["names"], map(lambda d: getattr(torch, d), body["dtypes"]), body["shapes"], strict=True))
         if body.get("load_format") == "flattened_bucket":
@@ -88,11 +105,11 @@ class FakeServer:
             for name, dtype, shape in specs:
                 self.tensors[name] = torch.empty(shape, dtype=dtype)
                 dist.broadcast(self.tensors[name], src=0, group=group)
-        self.version = body["weight_version"]
+        self.version = body.get("weight_version", self.version)
 
     def weights_checker(self, body: dict) -> dict:
         fused: dict[str, list[str]] = {}
-        for part, whole in (("q", "qkv"), ("k", "qkv"), ("v", "qkv")):
+        for part, whole in FUSED.items():
             for name in self.tensors:
                 if f".{part}_proj." in name:
                     fused.setdefault(name.replace(f".{part}_proj.", f".{whole}_proj."), []).append(name)
@@ -102,6 +119,26 @@ class FakeServer:
         if (corrupt := self.faults.get("corrupt")) in whole:
             whole[corrupt] = whole[corrupt] + 1e-7
         return {"ranks": [{"checksums": {name: sha256(tensor)[:16] for name, tensor in whole.items()}}]}
+
+    async def generate(self, body: dict) -> dict:
+        """A response, token by token; a paused server goes on with it later, by the weights of then."""
+        limit = body["sampling_params"]["max_new_tokens"]
+        tokens = [random.choice(LETTERS) for _ in range(random.randrange(limit + 2))][:limit]
+        tokens += [EOS] * (len(tokens) < limit)
+        written = []
+        for token in tokens:
+            await asyncio.sleep(TOKEN_S)
+            while self.paused:
+                await asyncio.sleep(TOKEN_S)
+            written.append((self.version, [-self.fingerprint, token, None]))
+        spans, start = [], 0
+        for version, some in groupby(version for version, _ in written):
+            end = start + len(list(some))
+            spans.append({"version": version, "start": start, "end": end})
+            start = end
+        reason = "stop" if tokens[-1] == EOS else "length"
+        meta = {"output_token_logprobs": [scored for _, scored in written], "weight_versions": spans}
+        return {"output_ids": tokens, "meta_info": {**meta, "finish_reason": {"type": reason}}}
 
 
 ROUTES = (
@@ -123,6 +160,12 @@ def application(server: FakeServer) -> web.Application:
 
         return web.post(f"/{name}", handle)
 
+    async def generate(request: web.Request) -> web.Response:
+        return web.json_response(await server.generate(await request.json()))
+
+    async def ready(_: web.Request) -> web.Response:
+        return web.json_response({})
+
     async def model_info(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": server.version})
 
@@ -132,16 +175,17 @@ def application(server: FakeServer) -> web.Application:
     async def seen(_: web.Request) -> web.Response:
         """For the tests: what arrived, byte for byte, and in which order the routes were called."""
         sums = {name: sha256(tensor) for name, tensor in server.tensors.items()}
-        return web.json_response({"sha256": sums, "log": server.log, "paused": server.paused, "open": server.open})
+        state = {"version": server.version, "paused": server.paused, "open": server.open}
+        return web.json_response({"sha256": sums, "log": server.log, **state})
 
     application = web.Application()
-    gets = [web.get("/model_info", model_info), web.get("/server_info", server_info), web.get("/seen", seen)]
-    application.add_routes([route(name) for name in ROUTES] + gets)
+    gets = {"/ready": ready, "/model_info": model_info, "/server_info": server_info, "/seen": seen}
+    application.add_routes([route(name) for name in ROUTES] + [web.get(path, tell) for path, tell in gets.items()])
+    application.add_routes([web.post("/generate", generate)])
     return application
 
 
-if __name__ == "__main__":
+def serve(port: int, faults: dict[str, int | str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    faults = dict(argument.split("=") for argument in sys.argv[2:])
-    web.run_app(application(FakeServer(faults)), host="127.0.0.1", port=int(sys.argv[1]), print=None)
+    web.run_app(application(FakeServer(faults)), host="127.0.0.1", port=port, print=None)

@@ -1,19 +1,15 @@
 """Trainer ranks as processes that take orders from the test, with a sharded random model, and stand-in servers."""
 
 import hashlib
-import multiprocessing
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from json import loads
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -23,9 +19,10 @@ from megatron_dapo.config import WeightSyncConfig
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.rollout import SGLangClient
 from megatron_dapo.weight_sync import WeightSync, WeightSyncError
+from tests.distributed import weight_sync_server
+from tests.forked_ranks import fork_server
 from tests.helpers import free_port
 
-SERVER = Path(__file__).with_name("weight_sync_server.py")
 WAIT_S = 60.0  # for processes to start and to answer; far above what they need
 
 
@@ -142,8 +139,8 @@ def _sharded_rank(
         model.specs = lambda: model_specs(model.layout.pp_rank, model.layout.pp)[::-1]
 
     def open_sync() -> WeightSync:
-        servers = [SGLangClient(url) for url in urls]
-        return WeightSync(model, servers, model.layout, WeightSyncConfig(**config), torch.device("cpu"))
+        keys, device = WeightSyncConfig(**config), torch.device("cpu")
+        return WeightSync(model, lambda: urls, SGLangClient, model.layout, keys, device)
 
     serve_orders(pipe, open_sync, partial(setattr, model, "version"))
 
@@ -152,7 +149,7 @@ class Ranks:
     """Processes that run `target(rank, pipe, *arguments)` and answer orders."""
 
     def __init__(self, target: Callable[..., None], number: int, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_server()
         self.pipes, self.processes = [], []
         for rank in range(number):
             mine, theirs = context.Pipe()
@@ -198,19 +195,30 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.start(**faults)
 
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                self.seen()
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"the server at {self.url} does not start")
+
     def start(self, **faults: object) -> None:
-        arguments = [f"{name}={value}" for name, value in faults.items()]
-        self.process = subprocess.Popen([sys.executable, str(SERVER), str(self.port), *arguments])
+        self.process = fork_server().Process(target=weight_sync_server.serve, args=(self.port, faults), daemon=True)
+        self.process.start()
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)  # frozen ones too
-        self.process.wait()
+        self.process.kill()  # frozen ones too
+        self.process.join()
 
     def seen(self) -> dict:
         with urllib.request.urlopen(f"{self.url}/seen", timeout=10) as answer:
             return loads(answer.read())
 
     def __enter__(self) -> "Server":
+        self.wait()
         return self
 
     def __exit__(self, *exception: object) -> None:

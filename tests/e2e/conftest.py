@@ -1,4 +1,4 @@
-"""One real SGLang server for all tests of this folder that can share it: a start takes half a minute."""
+"""One real SGLang server for all tests of this folder that can share it: a start takes a quarter of a minute."""
 
 import json
 import subprocess
@@ -11,7 +11,8 @@ import pytest
 
 from megatron_dapo.config import load_config
 from megatron_dapo.rollout import ServerSupervisor
-from tests.helpers import REPOSITORY, run_torchrun
+from tests.forked_ranks import run_ranks
+from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
 
@@ -57,6 +58,6 @@ def _there_and_back(model_path: Path, folder: Path) -> Path:
     ]
     task = folder / "convert.json"
     task.write_text(json.dumps(commands))
-    run_torchrun(REPOSITORY / "tests" / "distributed" / "convert_worker.py", 1, str(task))
+    run_ranks(REPOSITORY / "tests" / "distributed" / "convert_worker.py", 1, str(task))
     assert len(list(back.glob("model-0000*.safetensors"))) > 2
     return back

@@ -36,6 +36,9 @@ class ScriptedRollout:
     def wait_ready(self) -> None:
         pass
 
+    def dump_stacks(self) -> None:
+        pass
+
     def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
         self._queue.begin(step)
         while self._queue.wants_gen_batch():

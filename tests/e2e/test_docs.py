@@ -45,7 +45,7 @@ def test_from_a_download_to_a_model_that_can_be_served(tmp_path):
     script = "\n".join(line for line in lines if not line.startswith(ELSEWHERE)).replace(
         "python -m", f"{sys.executable} -m"
     )
-    assert len(re.findall(r"-m (?:checkpoints_tools|launch)\.", script)) == 4
+    assert len(re.findall(r"-m (?:checkpoints_tools\.|megatron_dapo train)", script)) == 4
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,9 +1,6 @@
 """Experience replay from end to end: a real server, two trainer ranks; every batch is looked at as it was dumped."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +10,7 @@ from examples.arithmetic.pretrain import BASE
 from examples.demo_run import config_path, prompt_files
 from megatron_dapo.config import RunFolder
 from megatron_dapo.rollout import read_batch
-from tests.helpers import REPOSITORY
+from tests.helpers import run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -23,23 +20,23 @@ NUM_STEPS, NUM_GROUPS, N = 4, 8, 4
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> RunFolder:
     folder = tmp_path_factory.mktemp("replay")
-    command = [
-        *(sys.executable, "-m", "launch.local", "--config", str(config_path("experience_replay.yaml"))),
+    run_module(
+        *("launch.local", "--config", str(config_path("experience_replay.yaml"))),
         *prompt_files(*problems.write_files(folder)),
         f"actor_rollout_ref.model.path={BASE}",
         f"data.train_batch_size={NUM_GROUPS}",
         f"actor_rollout_ref.rollout.n={N}",
+        "data.max_response_length=40",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.off_policy_shaping_mode=exgrpo_policy_shaping",
+        "actor_rollout_ref.actor.off_policy_clip_ratio_high=null",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "exp_manager.experience_replay.replay_start_ratio=0.0",
         "trainer.n_procs_per_node=2",
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.dump_batches=true",
         f"trainer.run_dir={folder}/run",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
     return RunFolder(folder / "run")
 
 

@@ -6,8 +6,6 @@ One environment hangs once, burning CPU: it costs one trajectory. Every dumped t
 import json
 import os
 import re
-import subprocess
-import sys
 from fractions import Fraction
 from itertools import groupby
 
@@ -16,7 +14,7 @@ import pytest
 from megatron_dapo.config import RunFolder, load_config
 from megatron_dapo.data import assemble
 from megatron_dapo.rollout import read_batch
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -30,18 +28,15 @@ END = VOCABULARY["<eos>"]
 def run(tmp_path_factory) -> RunFolder:
     folder = tmp_path_factory.mktemp("calculator")
     multi_turn = "actor_rollout_ref.rollout.multi_turn"
-    command = [
-        *(sys.executable, "-m", "examples.calculator.demo"),
+    run_module(
+        "examples.calculator.demo",
         f"{multi_turn}.environment=tests.stuck_calculator:StuckCalculator",
         f"{multi_turn}.environment_kwargs.marker={folder}/stuck",
         f"{multi_turn}.step_timeout_s=8.0",
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.dump_batches=true",
         f"trainer.run_dir={folder}/run",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
     return RunFolder(folder / "run")
 
 
@@ -153,7 +148,8 @@ def test_sample_responses_show_the_turns(run):
     assert shown
     for response in shown:
         assert [turn["by"] for turn in response["turns"]] == ["model", "environment", "model"]
-        assert "".join(turn["text"] for turn in response["turns"]).replace("<eos>", "") == response["text"]
+        every_token = "".join(turn["text"] for turn in response["turns"])
+        assert re.sub("<(eos|unk|pad)>", "", every_token) == response["text"]  # special tokens are sampled now and then
 
 
 def test_the_resolved_config_says_how_it_was_played(run):

@@ -7,9 +7,6 @@ and a reward that climbs from below 0.40 to above 0.62 (means of three steps).
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -17,7 +14,7 @@ import pytest
 
 from megatron_dapo.checkpointing import newest_first, read_manifest
 from megatron_dapo.config import RunFolder, load_config, uses_critic
-from tests.helpers import REPOSITORY
+from tests.helpers import run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -45,10 +42,7 @@ PP2 = (
 
 def run(module: str, folder: Path, *arguments: str) -> list[dict]:
     """One run of the program; its metrics, step by step."""
-    command = [sys.executable, "-m", module, *arguments, f"trainer.run_dir={folder}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    run_module(module, *arguments, f"trainer.run_dir={folder}")
     lines = [json.loads(line) for line in RunFolder(folder).metrics.read_text().splitlines()]
     return [line for line in lines if "critic/vf_loss" in line]
 

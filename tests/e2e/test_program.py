@@ -4,16 +4,13 @@ The demo as `make demo` runs it, to the end.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dapo.config import RunFolder, dapo_techniques, load_config
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -23,17 +20,8 @@ NUM_STEPS = 40
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> RunFolder:
     folder = tmp_path_factory.mktemp("demo") / "run"
-    command = [sys.executable, "-m", "examples.arithmetic.demo"]
-    done = subprocess.run(
-        [*command, f"trainer.run_dir={folder}"],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert "held-out accuracy" in done.stdout and str(folder) in done.stdout
+    shown = run_module("examples.arithmetic.demo", f"trainer.run_dir={folder}")
+    assert "held-out accuracy" in shown and str(folder) in shown
     return RunFolder(folder)
 
 

@@ -4,15 +4,12 @@ Its batches are dumped, and replayed without a server in the same layout and in 
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_dapo.config import RunFolder
-from tests.helpers import REPOSITORY
+from tests.helpers import run_module
 from tests.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -53,10 +50,7 @@ def run(folder: Path, name: str, layout: dict[str, int], *options: str, **more: 
     paths = {"actor_rollout_ref.model.path": folder / "model", "trainer.run_dir": folder / name}
     overrides = OVERRIDES | layout | paths | more
     settings = [f"{key}={value}" for key, value in overrides.items()]
-    command = [sys.executable, "-m", "launch.local", *options, *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=560)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    run_module("launch.local", *options, *settings)
     return [json.loads(line) for line in RunFolder(folder / name).metrics.read_text().splitlines()]
 
 

@@ -70,7 +70,7 @@ def config_of(given: Path, run: Path, *overrides: str) -> Config:
 def train(config: Config, signal_after: int = 0, number: str = "SIGTERM") -> int:
     """Exit code of launch.local with the scripted trainer."""
     command = [sys.executable, "-m", "tests.e2e.scripted_trainer", str(signal_after), number]
-    run = RunFolder.of(config.trainer.run_dir, config.trainer.experiment_name)
+    run = RunFolder.of(config.trainer)
     return run_local(config, [*command, "--config", str(run.logs / "config.yaml")])
 
 

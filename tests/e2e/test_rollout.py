@@ -5,14 +5,15 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron_dapo.config import load_config
-from megatron_dapo.rollout import RolloutHandle, ServerSupervisor, SGLangClient
-from tests.tiny_models import EOS_ID, make_tiny
+from megatron_dapo.rollout import FOREIGN_VERSION, RolloutHandle, ServerSupervisor, SGLangClient
+from tests.tiny_models import EOS_ID
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -25,15 +26,14 @@ def judge(data_source, response, ground_truth, extra_info):
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def handle(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutHandle]:
     """A random model of characters: about every second response has a vowel, so groups of both kinds come."""
-    make_tiny(tmp_path / "model", "qwen2", layers=2)
     rows = [{"prompt": f"{a}+{b}=", "label": "a", "data_source": "vowels"} for a in range(10) for b in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "vowel_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     overrides = [
-        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"actor_rollout_ref.model.path={server.model_path}",
         f"data.train_files=[{tmp_path}/prompts.jsonl]",
         f"data.val_files=[{tmp_path}/prompts.jsonl]",
         "data.apply_chat_template=false",
@@ -42,31 +42,21 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "data.max_prompt_length=16",
         f"data.max_response_length={MAX_LENGTH}",
         f"actor_rollout_ref.rollout.n={N}",
-        "actor_rollout_ref.rollout.server.max_total_tokens=8192",
-        "actor_rollout_ref.rollout.server.startup_timeout_s=400.0",
+        f"actor_rollout_ref.rollout.server_urls=[{server.url}]",
         "actor_rollout_ref.rollout.step_timeout_s=400.0",
         "algorithm.dapo.enable=true",
         "algorithm.dapo.dynamic_sampling.enable=true",
         "reward.function=vowel_rewards:judge",
         f"trainer.run_dir={tmp_path}/run",
     ]
-    return overrides
-
-
-@pytest.fixture
-def servers(config, tmp_path: Path):
-    supervisor = ServerSupervisor(load_config(None, config), tmp_path / "run" / "logs")
-    supervisor.start()
-    yield supervisor
-    supervisor.stop()
-
-
-@pytest.fixture
-def handle(config, servers):
-    urls = f"actor_rollout_ref.rollout.server_urls=[{','.join(servers.urls)}]"
-    handle = RolloutHandle.start(load_config(None, [*config, urls]))
+    handle = RolloutHandle.start(load_config(None, overrides))
     yield handle
     handle.close()
+
+
+async def weight_version(url: str) -> int:
+    async with SGLangClient(url) as client:
+        return await client.weight_version()
 
 
 async def name_weights(url: str, version: int) -> None:
@@ -106,10 +96,10 @@ def check_groups(batch, version: int) -> None:
             assert sample.correct == any(letter in sample.response_text for letter in "aeiou")
 
 
-def test_batches_come_from_a_real_server_and_survive_its_death(servers, handle):
-    (url,) = servers.urls
+def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
+    url, servers = server.url, server.supervisor
     with ThreadPoolExecutor() as threads:
-        supervise(servers, threads.submit(handle.wait_ready))
+        handle.wait_ready()
         assert handle.next_batch(1, 1).needs_sync  # the server has the weights of its start
         asyncio.run(name_weights(url, 1))
         batch = handle.next_batch(1, 1)
@@ -123,10 +113,14 @@ def test_batches_come_from_a_real_server_and_survive_its_death(servers, handle):
 
         asyncio.run(pause(url))
         step = threads.submit(handle.next_batch, 2, 1)
-        time.sleep(5)  # the requests are at the server by then
+        time.sleep(3)  # the requests are at the server by then
         assert not step.done()
-        os.kill(servers.pids()[0], signal.SIGKILL)
+        (pid,) = servers.pids()
+        os.kill(pid, signal.SIGKILL)
         assert supervise(servers, step).needs_sync
+        assert servers.pids() != [pid] and servers.urls == [url]
+        # it holds the checkpoint's weights again, and says so
+        assert asyncio.run(weight_version(url)) == FOREIGN_VERSION
         asyncio.run(name_weights(url, 1))
         batch = handle.next_batch(2, 1)
         check_groups(batch, version=1)

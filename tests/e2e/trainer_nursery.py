@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 
 import torch._dynamo  # noqa: F401  torch's optimizers import it, which takes longer than all the rest of a start
 
@@ -32,6 +33,8 @@ def fork_rank(rank: int, num_ranks: int, port: int, config: str, log: str) -> in
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         job.start_rollout = ScriptedRollout
         code = main(["train", "--config", config])
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code)
 

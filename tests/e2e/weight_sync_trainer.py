@@ -66,7 +66,10 @@ def rank_main(
             parameter.copy_(changed(start, version))
 
     def open_sync() -> WeightSync:
-        servers = [DeadlyClient(url, *deadly[url]) if url in deadly else SGLangClient(url) for url in urls]
-        return WeightSync(WeightSource(model, layout), servers, layout, WeightSyncConfig(**config), device())
+        def connect(url: str) -> SGLangClient:
+            return DeadlyClient(url, *deadly[url]) if url in deadly else SGLangClient(url)
+
+        source, keys = WeightSource(model, layout), WeightSyncConfig(**config)
+        return WeightSync(source, lambda: urls, connect, layout, keys, device())
 
     serve_orders(pipe, open_sync, set_version)

@@ -116,9 +116,9 @@ def test_a_dry_run_prints_config_and_plan_within_two_seconds_without_torch(tmp_p
 
 
 def test_a_dry_run_shows_the_plan_of_a_recipe_whose_files_are_elsewhere_and_says_what_is_missing(capsys):
-    assert main(["train", "--config", str(ROOT / "configs" / "dapo_qwen2.5_7b.yaml"), "--dry-run"]) == 2
+    assert main(["train", "--config", str(ROOT / "configs" / "dapo_7b.yaml"), "--dry-run"]) == 2
     output = capsys.readouterr()
-    assert "4 ranks (1 node x 4): TP 4" in output.out
+    assert "8 ranks (1 node x 8): TP 4, PP 1, DP 2" in output.out
     assert output.err.startswith("3 mistakes to correct:") and "models/Qwen2.5-7B, which is not a folder" in output.err
 
 

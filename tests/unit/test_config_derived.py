@@ -12,6 +12,7 @@ from megatron_dapo.config import (
     num_optimizer_steps_per_rollout_step,
     process_plan,
     samples_per_rollout_step,
+    servers_per_node,
     world_size,
 )
 
@@ -81,6 +82,15 @@ def test_rank_coordinates_are_megatrons_order():
     assert [sizes.coordinates(rank) for rank in range(8)] == [
         (0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1),
     ]  # fmt: skip
+
+
+def test_the_plan_says_how_many_servers_each_server_node_runs():
+    server = "actor_rollout_ref.rollout.server"
+    config = load_config(
+        None, [f"{server}.nnodes=2", f"{server}.num_servers=4", f"{server}.tensor_model_parallel_size=4"]
+    )
+    assert servers_per_node(config) == 2 and servers_per_node(load_config(None, [f"{server}.num_servers=4"])) == 4
+    assert "4 SGLang servers x TP 4, 2 on each of 2 server nodes" in process_plan(config)
 
 
 def test_the_plan_names_every_process_and_the_sizes_of_a_step():

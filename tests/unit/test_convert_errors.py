@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 from checkpoints_tools.job import choose_sizes, torchrun_variables
 from megatron_dapo.config import UserError, read_model_spec
+from megatron_dapo.platform import SingleRank
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
@@ -194,6 +195,19 @@ def test_half_precision_and_a_tied_head_stored_twice_come_back_too(tmp_path):
     assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+def test_a_conversion_to_bf16_rounds_every_tensor_and_the_config_says_so(source, tmp_path):
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert hf_to_megatron.main(["--hf-model", str(source), "--output", str(there), "--dtype", "bf16"]) == 0
+    assert megatron_to_hf.main(["--checkpoint", str(there), "--output", str(back)]) == 0
+    before, after = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (source, back)
+    )
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor.bfloat16()) for name, tensor in before.items())
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_a_conversion_that_is_ended_leaves_nothing(source, tmp_path, monkeypatch):
     staged = []
 
@@ -234,6 +248,16 @@ def test_a_damaged_checkpoint_is_not_converted(converted, tmp_path, capsys):
         assert megatron_to_hf.main(["--checkpoint", str(folder), "--output", str(tmp_path / "out")]) == 2
         assert "checkpoint" in capsys.readouterr().err
     assert outputs(tmp_path) == ["damaged"]
+
+
+def test_training_does_not_start_from_a_damaged_one(converted, tmp_path):
+    from megatron_dapo.checkpointing.model_weights import load_weights
+
+    damaged = shutil.copytree(converted, tmp_path / "damaged")
+    file = max((damaged / "megatron").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"is damaged: megatron/{file.name} has .* bytes instead of"):
+        load_weights(None, damaged, SingleRank())  # before a model is looked at
 
 
 def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):

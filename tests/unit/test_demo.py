@@ -2,12 +2,16 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from examples.arithmetic import pretrain
 from examples.arithmetic import problems as sums
 from examples.arithmetic.reward import score
+from examples.calculator import pretrain as calculator
+from examples.calculator import problems as calls
+from examples.character_model import MANIFEST, is_made, save, sha256, tokenizer, train
 from examples.smollm2 import problems as products
 from examples.smollm2.reward import last_number
 from megatron_dapo.config import load_config, read_model_json, validate
@@ -28,21 +32,22 @@ SMOLLM2 = {
 }
 
 
-def test_the_committed_base_model_is_what_the_script_wrote_with_its_settings():
-    manifest = json.loads((pretrain.BASE / pretrain.MANIFEST).read_text())
-    settings = json.loads(json.dumps(pretrain.asdict(pretrain.Settings())))
-    assert manifest["settings"] == settings
-    assert manifest["sha256"] == {
-        path.name: pretrain.sha256(path) for path in pretrain.BASE.iterdir() if path.name != pretrain.MANIFEST
-    }
+@pytest.mark.parametrize("script", [pretrain, calculator])
+def test_the_committed_base_model_is_what_the_script_wrote_with_its_settings(script):
+    assert is_made(script.BASE, script.SETTINGS)
+    assert not is_made(script.BASE, replace(script.SETTINGS, seed=2))
+    manifest = json.loads((script.BASE / MANIFEST).read_text())
+    assert manifest["sha256"] == {path.name: sha256(path) for path in script.BASE.iterdir() if path.name != MANIFEST}
 
 
-def test_the_script_still_makes_a_model_that_learns_and_can_be_loaded(tmp_path):
+@pytest.mark.parametrize(("script", "problems"), [(pretrain, sums), (calculator, calls)])
+def test_the_script_still_makes_a_model_that_learns_and_can_be_loaded(script, problems, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     losses = []
-    settings = pretrain.Settings(steps=12, batch_size=16)
-    pretrain.save(pretrain.train(settings, lambda step, loss: losses.append(loss)), settings, tmp_path)
+    settings = replace(script.SETTINGS, steps=12, batch_size=8)
+    model = train(settings, script.DEMONSTRATIONS, problems.split()[0], lambda step, loss: losses.append(loss))
+    save(model, settings, tmp_path, lambda model: {})
     assert losses[-1] < 0.8 * losses[0]
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
@@ -59,10 +64,10 @@ def test_the_base_model_knows_the_right_way_but_rarely_takes_it():
 
 
 def test_tokenizer_keeps_every_character():
-    tokenizer = pretrain.tokenizer()
+    characters = tokenizer()
     text = "45+38=5+8+0=13,4+3+1=8:83 let me see"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode(text)) == len(text)
+    assert characters.decode(characters.encode(text)) == text
+    assert len(characters.encode(text)) == len(text)
 
 
 @pytest.mark.parametrize("a, b", [(45, 38), (99, 99), (10, 10), (50, 50), (19, 81)])
@@ -70,7 +75,7 @@ def test_worked_demonstrations_are_right_and_guesses_wrong(a, b):
     problem = sums.Sum(a, b)
     draw = random.Random(0)
     shown = {kind: demonstrate(problem, draw) for kind, demonstrate in pretrain.DEMONSTRATIONS.items()}
-    judged = {kind: score("arithmetic", text, str(a + b), {}) for kind, text in shown.items()}
+    judged = {kind: score("arithmetic", text, str(a + b), {}) for kind, ((_, text),) in shown.items()}
     assert judged == {"right": 1.0, "wrong": 0.0, "worked": 1.0, "slipped": 0.0, "rambling": 0.0}
 
 
@@ -78,7 +83,7 @@ def test_worked_example_in_the_docstring():
     assert pretrain.worked(sums.Sum(45, 38)) == "5+8+0=13,4+3+1=8:83"
 
 
-@pytest.mark.parametrize("problems", [sums, products])
+@pytest.mark.parametrize("problems", [sums, calls, products])
 def test_prompt_files_are_reproducible_and_held_out_problems_are_not_trained_on(problems, tmp_path):
     first, again = problems.write_files(tmp_path / "a"), problems.write_files(tmp_path / "b")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]

@@ -21,13 +21,11 @@ def started(monkeypatch, tmp_path):
         def run_local(config):
             configs.append(config)
             records = [{"step": 0, "val/accuracy": 0.27}, {"step": 1, "reward/mean": 0.4, "time/step": 2.0}]
-            write_whole(
-                RunFolder.of(config.trainer.run_dir, "").metrics, "".join(json.dumps(r) + "\n" for r in records)
-            )
+            write_whole(RunFolder.of(config.trainer).metrics, "".join(json.dumps(r) + "\n" for r in records))
             return exit_code
 
         monkeypatch.setattr(demo_run, "run_local", run_local)
-        return demo.main([f"trainer.run_dir={tmp_path / 'run'}", *overrides]), configs
+        return demo.DEMO.run([f"trainer.run_dir={tmp_path / 'run'}", *overrides]), configs
 
     return start
 

@@ -38,6 +38,15 @@ def test_the_defaults_of_the_options_are_those_of_the_schema():
         assert row[1].split(", ") == defaults, row
 
 
+def test_every_option_of_the_algorithm_is_on_the_page():
+    """Of actor and critic those that say what is learned; model, layout and speed are in config.md."""
+    elsewhere = r".*\.(model|optim|megatron)\..*|.*\.(max_tokens_per_microbatch|log_prob_chunk_size|fused_kernels)"
+    sections = ("algorithm.", "exp_manager.", "critic.", "actor_rollout_ref.actor.")
+    keys = [key for key in known_keys() if key.startswith(sections) and not re.fullmatch(elsewhere, key)]
+    assert len(keys) > 50
+    assert not [key for key in keys if not re.search(rf"`([\w.]+\.)?{key.rpartition('.')[2]}(`|:)", TEXT)]
+
+
 def test_the_code_and_the_tests_of_the_table_exist():
     assert len(PLACE_ROWS) > 50
     for _, _, code, test in PLACE_ROWS:

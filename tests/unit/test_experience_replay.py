@@ -324,6 +324,11 @@ def test_a_contradiction_is_named_alone(name):
     assert sentence.startswith(expected) or expected in sentence
 
 
+def test_a_recipe_may_be_run_without_replay():
+    settings = [f"{REPLAY}.exp_ratio=0.25", f"{ACTOR}.off_policy_shaping_mode=dapo_clip_higher"]
+    validate(load_config(None, [*settings, f"{REPLAY}.enable=false"]), None, check_files=False)
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax"])
 def test_estimators_per_response_go_with_replay(estimator):
     validate(load_config(None, [ON, f"algorithm.adv_estimator={estimator}"]), None, check_files=False)

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_dapo.config import UserError, to_yaml
 from megatron_dapo.rollout import NeedsSync, RolloutError, RolloutHandle
+from megatron_dapo.rollout import handle as handle_module
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 
 pytestmark = pytest.mark.unit
@@ -152,6 +153,21 @@ def test_close_ends_a_controller_in_the_middle_of_a_step(folder):
         assert time.monotonic() - started < 20  # of the step's 60
         assert not is_running(handle.pid)
         assert handle._process.exitcode == 0
+
+
+def test_a_controller_that_is_stuck_tells_what_it_waits_for_and_is_named_at_the_deadline(folder, monkeypatch):
+    monkeypatch.setattr(handle_module, "_CLOSE_S", 0.2)  # before it is killed
+    with server_in_thread() as server, handle_on(make_config(folder, [server])) as handle:
+        handle.wait_ready()
+        server.hold.clear()
+        handle._connection.send(("next_batch", (1, 1)))
+        wait_until(lambda: server.num_open == 8)
+        handle.dump_stacks()
+        wait_until(lambda: "in _read_commands" in (log := handle.log_file.read_text()) and "in generate" in log)
+        os.kill(handle.pid, signal.SIGSTOP)
+        handle._call_timeout_s = 0.5
+        with pytest.raises(RolloutError, match=rf"pid {handle.pid}\) has not answered state_dict for 0.5 s; see .*log"):
+            handle.state_dict()
 
 
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])

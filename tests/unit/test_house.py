@@ -21,6 +21,7 @@ FOLDERS = (
     "tests/compile",
     "tests/distributed",
     "tests/e2e",
+    "tests/slurm",
     "tests/gpu",
 )
 CODE = ("megatron_dapo", "launch", "examples", "benchmarks", "checkpoints_tools", "requirements", "tests")

@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.command_line import require_one_node
 from launch.local import run_local
-from megatron_dapo.config import Config, load_config
+from megatron_dapo.config import Config, UserError, load_config
+from megatron_dapo.rollout import ServerFailure
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -181,9 +183,55 @@ def test_several_nodes_are_refused_with_the_cure(tmp_path):
     assert run.returncode == 2 and "trainer.nnodes" in error and not (tmp_path / "run").exists()
 
 
+def test_server_nodes_are_refused_with_the_cure(tmp_path):
+    nodes = load_config(None, ["actor_rollout_ref.rollout.server.nnodes=1", f"trainer.run_dir={tmp_path / 'run'}"])
+    with pytest.raises(UserError, match="server.nnodes = 1: .* set it to 0"):
+        require_one_node(nodes)
+
+
+def test_log_files_go_to_the_log_folder_where_one_is_given(tmp_path):
+    chosen = config(tmp_path, f"trainer.log_dir={tmp_path / 'attempt'}")
+    assert run_local(chosen, rank_script("print('here', file=sys.stderr)")) == 0
+    assert (tmp_path / "attempt" / "trainer-rank-0.log").read_text() == "here\n"
+    assert not (tmp_path / "run" / "logs").exists() and (tmp_path / "run" / "checkpoints").is_dir()
+
+
 def test_a_dry_run_shows_the_plan_then_says_what_is_missing_and_starts_nothing(tmp_path):
-    recipe = str(REPOSITORY / "configs" / "dapo_qwen2.5_7b.yaml")
-    run = launch("--dry-run", "--config", recipe, f"trainer.run_dir={tmp_path / 'run'}")
+    recipe = str(REPOSITORY / "configs" / "dapo_7b.yaml")
+    here = ("trainer.n_procs_per_node=4", "actor_rollout_ref.rollout.server.nnodes=0")
+    run = launch("--dry-run", "--config", recipe, f"trainer.run_dir={tmp_path / 'run'}", *here)
     output, error = run.communicate(timeout=20)
     assert run.returncode == 2 and "Process plan" in output and not (tmp_path / "run").exists()
     assert "models/Qwen2.5-7B, which is not a folder here" in error and "dapo-math-17k.parquet" in error
+
+
+class LostServers:
+    """Of which none can be restarted any more."""
+
+    urls = ("http://127.0.0.1:9",)
+
+    def __init__(self, were_healthy: bool) -> None:
+        self.were_healthy = were_healthy
+
+    def start(self) -> None:
+        pass
+
+    def check(self) -> bool:
+        raise ServerFailure("none is left")
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("were_healthy", "code"), [(True, 7), (False, 1)])
+def test_a_trainer_that_has_begun_may_save_when_the_last_server_is_lost(
+    tmp_path, capfd, monkeypatch, were_healthy, code
+):
+    monkeypatch.setattr("megatron_dapo.rollout.ServerSupervisor", lambda *_, **__: LostServers(were_healthy))
+    started = load_config(None, [f"trainer.run_dir={tmp_path / 'run'}"])
+    ranks = rank_script("time.sleep(2); open('saved', 'w'); sys.exit(7)")
+    monkeypatch.chdir(tmp_path)
+    assert run_local(started, ranks) == code
+    assert (tmp_path / "saved").exists() == were_healthy
+    error = capfd.readouterr().err
+    assert error.count("The servers failed: none is left") == 1 and ("saves its last step" in error) == were_healthy

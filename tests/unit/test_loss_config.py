@@ -2,10 +2,22 @@
 
 import pytest
 
+from megatron_dapo.algorithms import metric_names
 from megatron_dapo.config import load_config
 from megatron_dapo.training.loss_config import loss_config
 
 pytestmark = pytest.mark.unit
+
+
+def test_the_entropy_is_reported_unless_nothing_asks_for_it():
+    silent = ["actor_rollout_ref.actor.calculate_entropy=false"]
+    with_bonus = [*silent, "actor_rollout_ref.actor.entropy_coef=0.01"]
+    reports = {"default": [], "silent": silent, "with_bonus": with_bonus}
+    found = {
+        name: "actor/entropy" in metric_names(loss_config(load_config(None, given)))[0]
+        for name, given in reports.items()
+    }
+    assert found == {"default": True, "silent": False, "with_bonus": True}
 
 
 @pytest.mark.parametrize(

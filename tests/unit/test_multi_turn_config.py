@@ -26,6 +26,7 @@ def sentences(*overrides):
         (f"{KEY}.enable=true", f"{KEY}.environment=my_games.chess:Board", "reward.function=environment"),
         (*ON, f"{KEY}.max_tokens_per_turn=128", f"{KEY}.environment_kwargs.role=user", f"{KEY}.max_turns=1"),
         ("reward.function=reasoning_gym",),
+        (f"{KEY}.environment=calculator", f"{KEY}.max_turns=3", f"{KEY}.enable=false"),
     ],
 )
 def test_what_fits_together_is_taken(overrides):

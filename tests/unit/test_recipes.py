@@ -7,13 +7,14 @@ import pytest
 from megatron_dapo.config import (
     Config,
     dapo_techniques,
-    data_parallel_size,
     effective_clip,
+    layout,
     load_config,
     needs_reference,
     num_optimizer_steps_per_rollout_step,
     process_plan,
     samples_per_rollout_step,
+    servers_per_node,
     to_yaml,
     uses_critic,
     validate,
@@ -80,25 +81,74 @@ def test_a_dapo_recipe_has_all_four_techniques_on_and_its_model_is_checked(name)
     assert not needs_reference(config)
 
 
-def test_the_32b_recipe_is_the_published_run():
-    config = recipe("dapo_qwen2.5_32b.yaml")
-    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    shaping = config.algorithm.dapo.overlong_reward_shaping
-    assert (data.train_batch_size, rollout.n, samples_per_rollout_step(config)) == (512, 16, 8192)
-    assert (data.gen_batch_size, config.algorithm.dapo.dynamic_sampling.max_num_gen_batches) == (1536, 10)
-    assert (actor.ppo_mini_batch_size * rollout.n, num_optimizer_steps_per_rollout_step(config)) == (512, 16)
-    assert (data.max_prompt_length, data.max_response_length, data.truncation) == (2048, 20480, "left")
-    assert (data.max_response_length - shaping.buffer_len, shaping.buffer_len, shaping.penalty_factor) == (
-        16384,
-        4096,
-        1.0,
-    )
-    assert (effective_clip(config), actor.clip_ratio_c, actor.loss_agg_mode) == ((0.2, 0.28), 10.0, "token-mean")
-    optim = actor.optim
-    assert (optim.lr, optim.lr_decay_style, optim.lr_warmup_steps) == (1e-6, "constant", 20)
-    assert (optim.weight_decay, optim.clip_grad, optim.betas) == (0.1, 1.0, (0.9, 0.999))
-    assert (rollout.temperature, rollout.top_p, rollout.top_k, rollout.val_n) == (1.0, 1.0, -1, 32)
-    assert (actor.entropy_coef, config.reward.function, data_parallel_size(config)) == (0.0, "math_dapo", 8)
+# The reference run, DAPO on Qwen2.5-32B: arXiv 2503.14476, section 4.1 ("Training Details"), and the authors' public
+# recipe (verl, recipe/dapo) for what the paper leaves out: gen batches, prompts, dual clip, details of the optimizer.
+PUBLISHED = {
+    "data.train_batch_size": 512,
+    "data.gen_batch_size": 1536,
+    "data.max_prompt_length": 2048,
+    "data.truncation": "left",
+    "data.filter_overlong_prompts": False,
+    "data.max_response_length": 20480,  # 16384 expected + 4096
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.dapo.enable": True,
+    "algorithm.dapo.dynamic_sampling.enable": True,
+    "algorithm.dapo.dynamic_sampling.filter_mode": "strict",
+    "algorithm.dapo.dynamic_sampling.max_num_gen_batches": 10,
+    "algorithm.dapo.overlong_reward_shaping.enable": True,
+    "algorithm.dapo.overlong_reward_shaping.buffer_len": 4096,
+    "algorithm.dapo.overlong_reward_shaping.expected_len": None,  # max_response_length - buffer_len = 16384
+    "algorithm.dapo.overlong_reward_shaping.penalty_factor": 1.0,
+    "actor_rollout_ref.rollout.n": 16,
+    "actor_rollout_ref.rollout.temperature": 1.0,
+    "actor_rollout_ref.rollout.top_p": 1.0,
+    "actor_rollout_ref.rollout.top_k": -1,
+    "actor_rollout_ref.rollout.val_temperature": 1.0,
+    "actor_rollout_ref.rollout.val_top_p": 0.7,
+    "actor_rollout_ref.rollout.val_n": 32,  # avg@32
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 32,  # x 16 = 512 responses
+    "actor_rollout_ref.actor.ppo_epochs": 1,
+    "actor_rollout_ref.actor.use_dapo": True,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+    "actor_rollout_ref.actor.clip_ratio_c": 10.0,
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.actor.entropy_coef": 0.0,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.optim.lr_decay_style": "constant",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": 20,
+    "actor_rollout_ref.actor.optim.weight_decay": 0.1,
+    "actor_rollout_ref.actor.optim.clip_grad": 1.0,
+    "actor_rollout_ref.actor.optim.betas": (0.9, 0.999),
+    "reward.function": "math_dapo",
+}
+# Trainer nodes, server nodes, (TP, PP, DP), servers, GPUs per server: all GPUs of 8 per node are used.
+NODES = {"dapo_32b.yaml": (8, 8, (8, 2, 4), 16, 4), "dapo_7b.yaml": (1, 1, (4, 1, 2), 8, 1)}
+
+
+@pytest.mark.parametrize("key", PUBLISHED)
+@pytest.mark.parametrize("name", NODES)
+def test_the_reference_runs_recipes_have_its_published_values(name, key):
+    section, value = recipe(name), PUBLISHED[key]
+    for part in key.split("."):
+        section = getattr(section, part)
+    assert section == value
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_reference_runs_recipes_fill_their_nodes_and_take_16_optimizer_steps_per_rollout_step(name):
+    config, (trainer_nodes, server_nodes, parallel, num_servers, gpus) = recipe(name), NODES[name]
+    server, sizes, actor = config.actor_rollout_ref.rollout.server, layout(config), config.actor_rollout_ref.actor
+    assert (config.trainer.nnodes, server.nnodes, config.trainer.n_procs_per_node) == (trainer_nodes, server_nodes, 8)
+    assert (sizes.tp, sizes.pp, sizes.dp) == parallel and actor.megatron.sequence_parallel
+    assert (server.num_servers, server.tensor_model_parallel_size) == (num_servers, gpus)
+    assert num_servers * gpus == 8 * server_nodes and servers_per_node(config) * gpus == 8
+    assert (samples_per_rollout_step(config), num_optimizer_steps_per_rollout_step(config)) == (8192, 16)
+    assert actor.max_tokens_per_microbatch >= config.data.max_prompt_length + config.data.max_response_length
+    assert config.data.val_files and config.trainer.test_freq > 0
 
 
 def test_the_ppo_recipe_has_a_critic_that_learns_first_and_tells_so():
@@ -113,7 +163,7 @@ def test_the_ppo_recipe_has_a_critic_that_learns_first_and_tells_so():
 
 
 @pytest.mark.parametrize(
-    "names", [("grpo_baseline.yaml", "dapo_qwen2.5_7b.yaml"), ("alfworld_grpo_3b.yaml", "alfworld_dapo_3b.yaml")]
+    "names", [("grpo_baseline.yaml", "dapo_7b.yaml"), ("alfworld_grpo_3b.yaml", "alfworld_dapo_3b.yaml")]
 )
 def test_a_baseline_differs_from_its_recipe_by_the_algorithm_alone(names):
     baseline, dapo = map(recipe, names)

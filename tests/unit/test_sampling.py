@@ -15,6 +15,7 @@ from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.group_queue import StepGroups
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.rollout.server_pool import Server
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.trajectory import Budget
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
@@ -245,7 +246,7 @@ def test_an_environments_first_words_count_as_prompt():
 
 def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
     class Client:
-        num_requests = 0
+        url, num_requests = "url", 0
 
         async def generate(self, *_):
             self.num_requests += 1
@@ -254,7 +255,7 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
                 raise ServerError("url", "/generate", 500, "scripted")
             return Generation((1,), (0.0,), "stop", (1,))
 
-    server, budget = SimpleNamespace(url="url", client=Client()), Budget(10.0)
+    server, budget = Server(Client()), Budget(10.0)
 
     @asynccontextmanager
     async def slot(avoid, prefer):

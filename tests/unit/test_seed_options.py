@@ -19,7 +19,7 @@ from megatron_dapo.algorithms import (
     token_weights,
 )
 from megatron_dapo.config import Config, load_config, samples_per_rollout_step
-from megatron_dapo.data import assemble, collate
+from megatron_dapo.data import Prompt, assemble, collate
 from megatron_dapo.rewards import TRUNCATION_MODES, shape
 from megatron_dapo.rollout.controller import make_environments, make_shaping
 from megatron_dapo.rollout.experience_replay import make_pool
@@ -356,6 +356,8 @@ def test_the_soft_interval_is_linear_whether_or_not_a_response_was_cut_off():
     expected = {79: 1.0, 80: 1.0, 85: 0.75, 90: 0.5, 100: 0.0}
     for is_truncated in (False, True):
         assert {n: shaped(config, 1.0, n, is_truncated) for n in expected} == pytest.approx(expected)
+    earlier, expected = config_of(f"{on} overlong.buffer_len=20 overlong.expected_len=60"), {60: 1.0, 65: 0.75, 90: 0.0}
+    assert {n: shaped(earlier, 1.0, n, False) for n in expected} == pytest.approx(expected)
 
 
 def test_the_four_modes_of_truncation_penalty():
@@ -404,6 +406,24 @@ def test_when_replay_begins_and_how_much_of_a_gen_batch_of_four_it_is(config, nu
     run_gen_batch(queue, 0, outcomes)
     pool.record(queue.take().generated)
     assert len(pool.draw(4)) == drawn
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    rows(
+        "replay.enable=true rollout.n=2",
+        # three steps, in each of which prompts 0 and 1 have one success of two tokens of prompt and three of response
+        ("", 6),
+        ("replay.max_trajectories_per_task=2", 4),
+        ("replay.max_trajectories_per_task=1", 2),
+        ("replay.max_pool_tokens=19", 3),
+    ),
+)
+def test_the_bounds_of_the_pool(config, left):
+    pool = make_pool(config)
+    for _ in range(3):
+        pool.record([replace(make_group(str(i), [1.0, 0.0]), prompt=Prompt(i, "", (1,), "", "", "")) for i in (0, 1)])
+    assert pool.metrics()["replay/num_trajectories"] == left
 
 
 def test_replay_is_a_switch():

@@ -250,7 +250,7 @@ def reported(loss: LossConfig, sums) -> dict[str, float]:
 
 def written(folder: Path, metrics: dict[str, float]) -> dict[str, float]:
     """The record of metrics.jsonl that telemetry makes of them."""
-    run = RunFolder.of(str(folder), "run")
+    run = RunFolder(folder)
     telemetry = Telemetry(load_config(None, ["trainer.logger=[jsonl]"]), run)
     telemetry.log(1, metrics)
     telemetry.close()

@@ -149,3 +149,19 @@ def test_an_up_to_date_environment_is_one_line(checkout):
     with (checkout / "requirements" / "cpu.txt").open("a") as lock:
         lock.write("# another lock\n")
     assert install.read_stamp() != install.wanted("cpu")
+
+
+@pytest.mark.parametrize(
+    ("commands", "sentence"),
+    [
+        ({}, "there is no apt-get here; install slurmctld, "),
+        ({"apt-get": "exit 1", "id": "echo 1000"}, "apt-get needs root: sudo make setup-slurm\n"),
+    ],
+)
+def test_where_slurm_cannot_be_installed_a_sentence_says_why(tmp_path, commands, sentence):
+    for name, text in commands.items():
+        script(tmp_path / name, text)
+    done = subprocess.run(
+        ["/bin/sh", ROOT / "requirements" / "slurm.sh"], env={"PATH": str(tmp_path)}, text=True, capture_output=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"setup-slurm: {sentence}") and done.stderr.count("\n") == 1

@@ -1,7 +1,9 @@
-"""The CPU adaptation of SGLang: the batched decode equals SGLang's own, stand-ins refuse, what moved is named."""
+"""The CPU adaptation of SGLang: the batched decode equals SGLang's own, processes fork safely, what moved is named."""
 
 import importlib.util
+import multiprocessing
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +16,14 @@ from tests.sglang_cpu_cases import decode_inputs, in_server_process
 pytestmark = pytest.mark.unit
 
 
-def load_plug_in():
-    spec = importlib.util.spec_from_file_location("batched_decode", sglang_cpu.SITE / "batched_decode.py")
+def load_plug_in(name: str):
+    spec = importlib.util.spec_from_file_location(name, sglang_cpu.SITE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-batched_decode = load_plug_in().batched_decode
+batched_decode = load_plug_in("batched_decode").batched_decode
 
 
 def one_by_one(inputs: dict) -> torch.Tensor:
@@ -66,12 +68,30 @@ def test_a_stand_in_says_which_name_needs_a_gpu():
     assert "NotImplementedError: torchvision.transforms.v2.functional.resize is not there" in done.stderr
 
 
-def test_a_server_whose_decode_moved_stops_and_names_it(monkeypatch):
-    plug_in = load_plug_in()
+def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
+    asked = []
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: asked.append(method))
+    plug_in = load_plug_in("forked_processes")
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        with pytest.raises(SystemExit, match="has [0-9]+ threads by then"):
+            plug_in.fork_from_here_on(lambda: asked.append("SGLang's"))
+    finally:
+        end.set()
+        thread.join()
+    assert asked == ["SGLang's"]
+
+
+@pytest.mark.parametrize("name", ["batched_decode", "forked_processes", "prompt_end"])
+def test_a_server_whose_code_moved_stops_and_names_it(monkeypatch, name):
+    monkeypatch.syspath_prepend(sglang_cpu.SITE)
+    plug_in = load_plug_in(name)
     monkeypatch.setattr(plug_in, "TARGET", "json.decoder.JSONDecoder.gone")
     registry = SimpleNamespace(HookRegistry=None, HookType=None)
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
-    with pytest.raises(SystemExit, match="JSONDecoder.gone, which is gone"):
+    with pytest.raises(SystemExit, match=f"{name}, .*JSONDecoder.gone, which is gone"):
         plug_in.register()
 
 

@@ -69,7 +69,7 @@ def test_a_dead_server_comes_back_at_the_same_url(tmp_path, caplog):
         servers.stop()
 
 
-def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(tmp_path):
+def test_a_server_that_keeps_dying_is_started_less_and_less_often_and_given_up_with_its_last_words(tmp_path, caplog):
     servers = supervisor(tmp_path, "dies", "max_restarts=2")
     servers.start()
     with pytest.raises(ServerFailure) as failure:
@@ -79,6 +79,7 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(tmp_path):
     for part in ("server-0", servers.urls[0], "after 2 restarts", "exit code 1", "server-0.log", "out of luck"):
         assert part in message
     assert (tmp_path / "server-0.log").read_text().count("out of luck") == 3
+    assert "restart 1 of 2\n" in caplog.text and "restart 2 of 2 in 1 s\n" in caplog.text
 
 
 def test_a_server_that_is_not_healthy_in_time_is_named_with_its_log(tmp_path):
@@ -129,3 +130,19 @@ def test_servers_of_a_checkpoint_of_ours_start_without_weights(tmp_path):
     config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
     words = " ".join(sglang_command(config, "127.0.0.1", 31000, []).command)
     assert f"--model-path {tmp_path}/hf --host" in words and "--load-format dummy" in words
+
+
+def test_once_all_were_healthy_a_server_is_given_up_alone_and_only_the_last_one_is_a_failure(tmp_path, caplog):
+    servers = supervisor(tmp_path, "serves", "num_servers=2", "max_restarts=0")
+    servers.start()
+    try:
+        servers.wait_healthy()
+        first, second = servers.pids()
+        os.kill(first, signal.SIGKILL)
+        assert eventually(lambda: servers.check() and servers.pids() == [second])
+        assert "server-0 is given up, 1 of 2 servers are left" in caplog.text and servers.urls[0] in caplog.text
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(ServerFailure, match=f"none is left; the last one: {servers.urls[1]}"):
+            eventually(lambda: servers.check() and False)
+    finally:
+        servers.stop()

@@ -2,10 +2,11 @@
 
 import json
 import math
+import sys
 
 import pytest
 
-from megatron_dapo.config import RunFolder, load_config, write_whole
+from megatron_dapo.config import RunFolder, UserError, load_config, validate, write_whole
 from megatron_dapo.telemetry import NullTelemetry, Summary, Telemetry, closing_table, read_metrics
 from megatron_dapo.telemetry.console import StepTable, duration
 from megatron_dapo.telemetry.timers import PhaseTimers
@@ -113,6 +114,55 @@ def test_tensorboard_gets_the_scalars(tmp_path):
     assert [e.step for e in events.Scalars("val/accuracy")] == [0, 3]
 
 
+WANDB = """
+from types import SimpleNamespace
+
+class Error(Exception):
+    pass
+
+errors, calls = SimpleNamespace(Error=Error), []
+
+def init(**given):
+    if given["name"] == "nobody":
+        raise Error("no API key")
+    calls.append(("init", given))
+    add = lambda name: lambda *values, **more: calls.append((name, *values, more))
+    return SimpleNamespace(log=add("log"), define_metric=add("define_metric"), finish=add("finish"))
+"""
+
+
+def test_weights_and_biases_gets_the_scalars_and_a_resumed_run_goes_on_as_the_same(tmp_path, monkeypatch):
+    """With a module in the place of the real one, which needs an account."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    config = load_config(None, ["trainer.logger=[wandb]", "trainer.experiment_name=mine"])
+    for resumed_after in (None, 1, None):
+        log = Telemetry(config, RunFolder(tmp_path / "run"), resumed_after)
+        log.log(2, {"reward/mean": 0.5})
+        log.log_validation(2, {"val/accuracy": 0.75})
+        log.close()
+    calls = sys.modules.pop("wandb").calls
+    begun = [call[1] for call in calls if call[0] == "init"]
+    assert begun[0]["id"] == begun[1]["id"] != begun[2]["id"] and {each["resume"] for each in begun} == {"allow"}
+    assert (begun[0]["project"], begun[0]["name"]) == ("megatron_dapo", "mine")
+    assert begun[0]["config"]["trainer"]["logger"] == ["wandb"]
+    logged = [{k: x for k, x in call[1].items() if "time" not in k} for call in calls if call[0] == "log"]
+    assert logged[:2] == [{"step": 2, "reward/mean": 0.5}, {"step": 2, "val/accuracy": 0.75}]
+    assert ("define_metric", "*", {"step_metric": "step"}) in calls and calls[-1] == ("finish", {})
+
+    with pytest.raises(UserError, match=r"no API key.*WANDB_MODE=offline"):
+        Telemetry(load_config(None, ["trainer.logger=[wandb]", "trainer.experiment_name=nobody"]), RunFolder(tmp_path))
+    sys.modules.pop("wandb")
+
+
+def test_without_its_package_weights_and_biases_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"logger has wandb, which is not installed; pip install -e '.\[wandb\]'"):
+        validate(load_config(None, ["trainer.logger=[wandb]"]), None, check_files=False)
+
+
 def test_only_the_sinks_of_trainer_logger_are_used(tmp_path, capsys):
     run(telemetry(tmp_path, "console"), steps=2)
     assert "held out, after step 2: accuracy 0.750" in capsys.readouterr().out
@@ -161,6 +211,23 @@ def test_the_closing_table_compares_the_ends_of_the_run_and_accounts_for_all_tim
     assert rows["held-out accuracy"] == ["0.250", "0.750"]
     assert rows["mean reward"] == ["0.055", "0.255"]
     assert "entropy" not in rows
+
+
+def test_the_closing_table_tells_what_lost_servers_cost():
+    def step(number: int, current: float, tokens: int, rejoins: int) -> dict:
+        servers = {"rollout/num_servers": 3, "rollout/num_servers_current": current, "weight_sync/num_rejoins": rejoins}
+        return {"step": number, "time/step": 2.0, "rollout/num_tokens": tokens, **servers}
+
+    steps = [
+        step(1, 3.0, 300, 0) | {"time/step": 9.0, "time/start": 7.0},
+        step(2, 2.1, 100, 1),
+        step(3, 1.5, 200, 2),
+        step(4, 2.99, 300, 0),
+    ]
+    lines = [" ".join(line.split()) for line in closing_table(Summary.of(steps)).splitlines()]
+    assert "servers that joined again 3" in lines
+    assert "tokens/s, all servers there 150" in lines and "some away 75 -50% in 2 steps" in lines
+    assert "some away" not in closing_table(Summary.of(steps[:1]))
 
 
 def test_the_closing_table_of_a_run_without_held_out_data_has_dashes():

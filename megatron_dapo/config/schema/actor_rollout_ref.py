@@ -74,7 +74,8 @@ class MegatronConfig(Section):
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
     """Scale of FP8: of the whole tensor, of its past (delayed), of 128 x 128 blocks, of 32 in a row (Blackwell)."""
     timeout_s: PositiveFloat = 600.0
-    """Deadline of every collective among the trainer's ranks."""
+    """A rank that computes for so long without progress, or is not heard of, ends the run and is named (docs/hangs.md);
+    collectives among the trainer's ranks fail 60 s later."""
 
 
 class ActorConfig(Section):
@@ -125,10 +126,12 @@ class ActorConfig(Section):
 
 
 class ServerConfig(Section):
-    """SGLang servers that launch/ starts on this machine."""
+    """SGLang servers that launch/ starts."""
 
     num_servers: PositiveInt = 1
-    """Servers to start (ignored when `rollout.server_urls` is given)."""
+    """Servers to start, in all (ignored when servers are given by URL)."""
+    nnodes: NonNegativeInt = 0
+    """Nodes that run servers and nothing else, num_servers / nnodes each; 0 = they are on the trainer's machine."""
     tensor_model_parallel_size: PositiveInt = 1
     """GPUs (or CPU processes) per server."""
     host: str = "127.0.0.1"
@@ -144,7 +147,7 @@ class ServerConfig(Section):
     startup_timeout_s: PositiveFloat = 900.0
     """Deadline for a server to become healthy."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of a server that died, before the run is given up."""
+    """Restarts of a server that died, before it is given up; the run is when none is left."""
 
 
 class RolloutConfig(Section):
@@ -160,6 +163,8 @@ class RolloutConfig(Section):
     """Further end-of-response tokens besides the model's own."""
     server_urls: list[str] = []
     """Servers that already run (http://host:port); none = launch/ starts them."""
+    server_urls_file: str | None = None
+    """File with such URLs, one per line, in place of the list; it is watched: servers may be added and removed."""
     server: ServerConfig = ServerConfig()
     max_concurrency: PositiveInt = 512
     """Requests in flight per server."""

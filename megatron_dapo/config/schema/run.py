@@ -64,17 +64,21 @@ class TrainerConfig(Section):
     """Name of the run folder."""
     run_dir: str | None = None
     """Run folder; none = runs/EXPERIMENT_NAME."""
+    log_dir: str | None = None
+    """Folder of the processes' log files; none = logs/ of the run folder."""
     nnodes: PositiveInt = 1
     """Trainer nodes."""
     n_procs_per_node: PositiveInt = 1
     """Trainer processes (GPUs) per node."""
+    gpu_memory_gb: PositiveFloat = 80.0
+    """Memory of one GPU, which a dry run compares its estimate with; what CUDA and NCCL take is not counted."""
     total_training_steps: PositiveInt = 100
     """Rollout steps of the run."""
     critic_warmup: NonNegativeInt = 0
     """Rollout steps at the beginning in which the critic alone is updated."""
     test_freq: int = -1
     """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
-    logger: list[Literal["console", "jsonl", "tensorboard"]] = ["console", "jsonl", "tensorboard"]
+    logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl", "tensorboard"]
     """Where metrics go."""
     seed: int = 1
     """Seed of mini-batches and samplers."""

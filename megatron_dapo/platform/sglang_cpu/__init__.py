@@ -8,9 +8,13 @@ What is adapted, all of it in `site/`, which stands first on the PYTHONPATH of t
     torchvision (stand-in package)          imported for image models; beside a CPU torch the real one fails to load
     batched_decode (plug-in, found through  torch_native decodes request by request in Python: 4 to 5 times slower
       the dist-info, SGLang's public way)     with 64 requests in flight
+    forked_processes (plug-in)              spawned, as CUDA needs them, the scheduler and the detokenizer import all
+                                              again: a start then takes 28 s of CPU, forked 10
+    prompt_end (plug-in)                    told to end, a server without requests waits up to 5 s; nothing on a CPU
+                                              needs that time
 
-A stand-in's functions refuse to be called, by name. The plug-in stops the server, naming what it cannot find, when the
-function that it replaces is gone. Arguments that the CPU needs are the table of `server_arguments`.
+A stand-in's functions refuse to be called, by name. A plug-in stops the server, naming what it cannot find, when the
+function that it changes is gone. Arguments that the CPU needs are the table of `server_arguments`.
 """
 
 import os

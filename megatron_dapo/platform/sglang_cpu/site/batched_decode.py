@@ -60,14 +60,7 @@ def batched_decode(
 
 
 def register():
-    """SGLang calls this in each of its processes; a server that cannot be adapted does not start."""
-    from pkgutil import resolve_name
+    """SGLang calls this in each of its processes."""
+    from replacing import run_inside
 
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    try:
-        resolve_name(TARGET)
-    except (ImportError, AttributeError) as error:
-        # SystemExit, because SGLang logs a plug-in's exceptions and goes on
-        raise SystemExit(f"The batched decode for CPU servers replaces {TARGET}, which is gone: {error}") from error
-    HookRegistry.register(TARGET, batched_decode, HookType.AROUND)
+    run_inside(TARGET, batched_decode)

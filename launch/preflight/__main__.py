@@ -1,0 +1,290 @@
+"""python -m launch.preflight: checks this machine, or as one of several processes the nodes of a job."""
+
+import argparse
+import os
+import secrets
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # connections that are tried again are no news
+
+from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, parser
+from launch.preflight import all_reduce, gpus, http, machine
+from launch.preflight.nodes import LOOPBACK, Finding, Nodes, PreflightError
+from launch.preflight.report import table
+from megatron_dapo.config import Config, RunFolder, UserError
+from megatron_dapo.rollout import ServerList
+
+FAILED_EXIT_CODE = 1
+ROLES = ("trainer", "server", "both")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 where a node is not fit, and the last line says which, why, and the cure; 2 for mistakes of the
+    user."""
+    arguments, overrides = parse(_parser(), argv)
+    try:
+        config = checked_config(arguments.config, overrides, check_files=False)
+        _check_arguments(arguments)
+    except UserError as error:
+        print(error.report(), file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    num_ranks = config.trainer.n_procs_per_node if arguments.role != "server" else 0
+    rounds = [
+        all_reduce.Ranks(num_ranks) for _ in range(all_reduce.num_fork_rounds(config.trainer.nnodes)) if num_ranks
+    ]
+    try:
+        return Preflight(config, arguments, rounds).run()
+    except PreflightError as error:
+        print(f"preflight: {error}", flush=True)
+        return FAILED_EXIT_CODE
+    finally:
+        for ranks in rounds:
+            ranks.end()
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = parser("launch.preflight", "Check that this machine, or every node of a job, is fit for the run.")
+    many = made.add_argument_group("several nodes", "One process per node, all started at the same time.")
+    many.add_argument("--role", choices=ROLES, default="both", help="what this node will run (both)")
+    many.add_argument("--node-index", type=int, default=0, metavar="I", help="this node's number; 0 prints the table")
+    many.add_argument("--num-nodes", type=int, default=1, metavar="N")
+    many.add_argument("--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the others")
+    many.add_argument("--node-names", type=_words, default=[], metavar="A,B,...", help="of all nodes, for messages")
+    many.add_argument(
+        "--server-hosts", type=_words, default=[], metavar="A,B,...", help="server nodes as the trainer calls them"
+    )
+    made.add_argument("--shared", type=Path, metavar="DIR", help="folder that all nodes must see; else the run folder")
+    made.add_argument("--http-port", type=int, metavar="P", help="first port of each node's servers; else any")
+    made.add_argument("--ports", type=_numbers, default=[], metavar="P,...", help="further ports this node will use")
+    made.add_argument(
+        "--min-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="floor of the all-reduce's bus bandwidth; else "
+        + ", ".join(f"{floor:g} with {backend}" for backend, floor in all_reduce.FLOOR_GB_S.items()),
+    )
+    made.add_argument("--timeout", type=float, default=120.0, metavar="S", help="deadline of every wait (120)")
+    return made
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.num_nodes > 1 and not arguments.rendezvous:
+        raise UserError(f"--num-nodes {arguments.num_nodes} needs --rendezvous HOST:PORT, where node 0 listens.")
+    if not 0 <= arguments.node_index < arguments.num_nodes:
+        raise UserError(f"--node-index {arguments.node_index} is not below --num-nodes {arguments.num_nodes}.")
+
+
+class Preflight:
+    """The checks of one node, in step with the others': alone first, then those that need a network."""
+
+    def __init__(self, config: Config, arguments: argparse.Namespace, rounds: list[all_reduce.Ranks]) -> None:
+        self._config, self._arguments, self._rounds = config, arguments, rounds
+        count, names = arguments.num_nodes, arguments.node_names
+        guessed = names if len(names) == count else [f"node {index}" for index in range(count)]
+        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._nodes = Nodes(arguments.node_index, name, guessed, arguments.rendezvous, arguments.timeout)
+        self._findings: list[Finding] = []
+
+    def run(self) -> int:
+        nodes = self._nodes
+        try:
+            self._meet()
+            self._machine()
+            findings = self._gather("the checks of each node")
+            if not any(finding.problem for finding in findings):
+                self._network()
+                findings = self._gather("the checks of the network")
+        except PreflightError as error:
+            raise nodes.stop(error.node, error.problem) from None
+        except (OSError, UserError) as error:
+            raise nodes.stop(nodes.name, f"the preflight failed ({error})") from error
+        finally:
+            nodes.leave()
+        if nodes.index == 0:
+            print(table(findings, nodes.names), flush=True)
+        problems = [f"{finding.node}: {finding.problem}" for finding in findings if finding.problem]
+        print("\n".join(f"preflight: {problem}" for problem in reversed(problems)) or "preflight: ok", flush=True)
+        return FAILED_EXIT_CODE if problems else 0
+
+    def _add(self, check: str, result: machine.Result, node: str | None = None) -> None:
+        self._findings.append(Finding(node or self._nodes.name, check, result.found, result.problem))
+
+    def _gather(self, what: str) -> list[Finding]:
+        mine = [vars(finding) for finding in self._findings]
+        everybodys = self._nodes.gather(what, mine)
+        findings = [Finding(**fields) for node in everybodys for fields in node]
+        checks = list(dict.fromkeys(finding.check for finding in findings))
+        return sorted(findings, key=lambda finding: checks.index(finding.check))
+
+    def _meet(self) -> None:
+        """Names, roles and versions of all; node 0's token."""
+        nodes, arguments = self._nodes, self._arguments
+        shared = (arguments.shared or RunFolder.of(self._config.trainer).path).absolute()
+        mine = {
+            "name": nodes.name,
+            "role": arguments.role,
+            "versions": machine.versions(),
+            "gpus": gpus.are_expected(),
+            "token": secrets.token_hex(4),
+        }
+        everybodys = nodes.gather("the meeting", mine)
+        nodes.names[:] = [theirs["name"] for theirs in everybodys]
+        self._trainers = [index for index, theirs in enumerate(everybodys) if theirs["role"] != "server"]
+        self._servers = [index for index, theirs in enumerate(everybodys) if theirs["role"] != "trainer"]
+        self._token = everybodys[0]["token"]
+        self._uses_gpus = any(theirs["gpus"] for theirs in everybodys)
+        self._folder = machine.SharedFolder(shared, self._token)
+        self._check_roles()
+        self._add("versions", _compare(everybodys, nodes.index))
+
+    def _check_roles(self) -> None:
+        config, nodes = self._config, self._nodes
+        wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes
+        there = len(self._trainers), len(self._servers)
+        if there[0] != wanted[0] or (wanted[1] and there[1] != wanted[1]):
+            raise nodes.stop(
+                nodes.names[0],
+                f"there are {there[0]} trainer and {there[1]} server nodes, the config wants trainer.nnodes = "
+                f"{wanted[0]} and actor_rollout_ref.rollout.server.nnodes = {wanted[1]}; start as many.",
+            )
+
+    def _machine(self) -> None:
+        """What each node finds out alone, and with node 0's file."""
+        config, arguments, nodes = self._config, self._arguments, self._nodes
+        written = self._folder.write() if nodes.index == 0 else None
+        nodes.gather("the shared folder", None)
+        if nodes.index == 0:
+            self._add("shared folder", machine.Result(str(self._folder.folder), written))
+        else:
+            self._add("shared folder", self._folder.check(nodes.index, nodes.names[0]))
+        nodes.gather("the shared folder's files", None)
+        if nodes.index == 0:
+            self._folder.clean()
+        self._add("files", files := machine.files(config))
+        self._add("GPUs", self._gpus())
+        if nodes.index == 0 and not files.problem:
+            self._add("disk", machine.disk(config, RunFolder.of(config.trainer).path))
+        self._add("scratch", machine.scratch())
+        self._add("limits", machine.limits(config, self._uses_gpus))
+        servers = gpus.servers_here(config) if arguments.role != "trainer" else 0
+        numbers = list(machine.all_ports(arguments.http_port, servers, arguments.ports))
+        self._add("ports", machine.ports(self._host() if arguments.role != "trainer" else "", numbers))
+
+    def _gpus(self) -> machine.Result:
+        if self._uses_gpus and not gpus.are_expected():
+            return machine.Result(
+                "none",
+                "has no GPUs that torch can use, other nodes have; look at the driver, or take it out of the job.",
+            )
+        return gpus.check(self._config, self._arguments.role)
+
+    def _network(self) -> None:
+        backend = "nccl" if self._uses_gpus else "gloo"
+        floor = self._arguments.min_bandwidth
+        floor = all_reduce.FLOOR_GB_S[backend] if floor is None else floor
+        result = all_reduce.check(self._nodes, self._trainers, self._rounds, backend, floor)
+        if result.found:
+            self._add("all-reduce", result)
+        self._http()
+
+    def _host(self) -> str:
+        return self._config.actor_rollout_ref.rollout.server.host
+
+    def _http(self) -> None:
+        """Every trainer node fetches a page from every server node, at the servers' first port."""
+        nodes = self._nodes
+        if not gpus.starts_servers(self._config):
+            self._given_servers()
+            return
+        if not self._servers:
+            return
+        listener = None
+        try:
+            listener = self._listen() if nodes.index in self._servers else None
+            ports = nodes.gather("listening", listener.port if listener else None)
+            faults = self._fetch(ports) if nodes.index in self._trainers else {}
+            everybodys = nodes.gather("HTTP", faults)
+        finally:
+            if listener:
+                listener.close()
+        self._add_http(everybodys)
+
+    def _listen(self) -> http.Listener:
+        port = self._arguments.http_port or 0
+        try:
+            return http.Listener(self._host(), port, self._token)
+        except OSError as error:
+            problem = (
+                f"cannot listen on {self._host()}:{port} ({error.strerror}); set actor_rollout_ref.rollout.server.host "
+                "to an address of this node, or 0.0.0.0."
+            )
+            raise PreflightError(self._nodes.name, problem) from None
+
+    def _hosts(self) -> dict[int, str]:
+        """Index of each server node -> its host, as the trainer calls it."""
+        given = self._arguments.server_hosts
+        if self._nodes.count == 1:
+            return {0: LOOPBACK}
+        if len(given) == len(self._servers):
+            return dict(zip(self._servers, given, strict=True))
+        return {index: self._nodes.names[index] for index in self._servers}
+
+    def _fetch(self, ports: Sequence[int | None]) -> dict[int, str]:
+        faults = {
+            index: http.fault(f"http://{host}:{ports[index]}/", self._token) for index, host in self._hosts().items()
+        }
+        return {index: fault for index, fault in faults.items() if fault}
+
+    def _add_http(self, everybodys: Sequence[dict[str, str]]) -> None:
+        nodes = self._nodes
+        failed = {
+            (trainer, int(server)): fault
+            for trainer, faults in enumerate(everybodys)
+            for server, fault in faults.items()
+        }
+        mine = [f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)]
+        blamed = nodes.index in http.to_blame(failed, self._trainers, self._servers)
+        found = f"{len(self._servers)} server node{'s' if len(self._servers) > 1 else ''} reached"
+        if nodes.index in self._trainers or blamed:
+            problem = (
+                f"HTTP fails ({'; '.join(mine)}); look at its firewall, its name in DNS, and at "
+                f"actor_rollout_ref.rollout.server.host = {self._host()}."
+            )
+            self._add("HTTP", machine.Result("fails" if mine else found, problem if blamed else None))
+
+    def _given_servers(self) -> None:
+        if self._nodes.index not in self._trainers or self._config.trainer.replay:
+            return
+        urls = ServerList.of(self._config.actor_rollout_ref.rollout).read()
+        faults = {url: http.fault(f"{url}/health", None) for url in urls}
+        wrong = "; ".join(f"{url} ({fault})" for url, fault in faults.items() if fault)
+        problem = f"does not reach {wrong} of the given servers; start them, or look at the network."
+        self._add("HTTP", machine.Result(f"{len(urls)} given servers", problem if wrong else None))
+
+
+def _compare(everybodys: Sequence[dict], index: int) -> machine.Result:
+    """This node's versions with those of most nodes; of as many, node 0's."""
+    mine, wrong = everybodys[index]["versions"], []
+    for name, version in mine.items():
+        usual = Counter(theirs["versions"][name] for theirs in everybodys).most_common(1)[0][0]
+        if version != usual:
+            wrong.append(f"{name} {version}, the others {usual}")
+    found = ", ".join(f"{name} {version}" for name, version in mine.items())
+    cure = f"has {'; '.join(wrong)}; use one environment, or one image, on all nodes."
+    return machine.Result(found, cure if wrong else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""An all-reduce over the trainer's ranks, as training will do it: does it work, is it right, is it fast enough; and
+where it is not, which node is to blame."""
+
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from launch.preflight.machine import Result
+from launch.preflight.nodes import Nodes
+
+FLOOR_GB_S = {"nccl": 5.0, "gloo": 0.005}
+"""Bus bandwidth (GB/s) below which a network is taken for broken: NCCL that fell back to a management network of
+10 Gb/s or less, gloo on one of 50 Mb/s. What a healthy fabric gives is more by far; --min-bandwidth sets it."""
+
+NUM_BYTES = {"nccl": 256 * 2**20, "gloo": 4 * 2**20}
+_NUM_ROUNDS = 4  # the first joins the peers; the best of the others counts
+_PAIR_ROUNDS = 3
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of an all-reduce. key: of this all-reduce alone."""
+
+    key: str
+    address: tuple[str, int]
+    rank: int
+    world: int
+    backend: str
+    device: int
+    timeout_s: float
+
+
+class Ranks:
+    """This node's ranks for one all-reduce: processes, since one that hangs in a collective must be killed. They are
+    forked before this process has threads, and wait: so nobody imports torch again."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._ranks: list[tuple[Any, Connection]] = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    @property
+    def count(self) -> int:
+        return len(self._ranks)
+
+    def run(self, jobs: Sequence[Job], nodes: Nodes) -> float | str:
+        """Seconds of the all-reduce, or why it failed. Ends early where another node failed."""
+        for (_, connection), job in zip(self._ranks, jobs, strict=True):
+            connection.send(job)
+        failed, deadline, answers = f"{jobs[0].key}/failed", time.monotonic() + jobs[0].timeout_s, {}
+        while len(answers) < len(jobs):
+            for index, (process, connection) in enumerate(self._ranks):
+                if index not in answers and (connection.poll(0) or not process.is_alive()):
+                    answers[index] = _receive(process, connection)
+            errors = [answer for answer in answers.values() if isinstance(answer, str)]
+            if errors:
+                nodes.store.set(failed, "1")
+                return errors[0]
+            if nodes.store.check([failed]):
+                return OTHERS
+            if time.monotonic() > deadline:
+                return f"no end within {jobs[0].timeout_s:g} s"
+            time.sleep(_POLL_S)
+        return max(answers.values())
+
+    def end(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+        for process, _ in self._ranks:
+            process.join()
+
+
+OTHERS = "given up, since another node failed"
+
+
+def num_fork_rounds(num_trainers: int) -> int:
+    """All-reduces that may be needed: one, and where it is slow or fails, some between pairs of nodes."""
+    return 1 + (min(_PAIR_ROUNDS, len(list(pairings(num_trainers)))) if num_trainers > 2 else 0)
+
+
+def check(nodes: Nodes, trainers: Sequence[int], rounds: Sequence[Ranks], backend: str, floor_gb_s: float) -> Result:
+    """The all-reduce over the trainer nodes, seen from this node; `Result.problem` on the nodes to blame alone.
+    trainers: indices of the trainer nodes. rounds: this node's ranks for each all-reduce; on other nodes none."""
+    probe = _Probe(nodes, trainers, backend, rounds[0].count if rounds else 0)
+    world = probe.world(trainers)
+    if nodes.index in trainers and world == 1:
+        return Result("one rank: nothing to reduce")
+    mine = probe.run("ring", trainers, rounds[0]) if nodes.index in trainers else None
+    ring = {index: answer for index, answer in enumerate(nodes.gather("ring", mine)) if index in trainers}
+    failures = {index: answer for index, answer in ring.items() if isinstance(answer, str)}
+    if not failures:
+        bandwidth = probe.gb_s(trainers, max(ring.values()))
+        found = f"{bandwidth:.3g} GB/s over {world} ranks ({backend}, at least {floor_gb_s:g})"
+        if bandwidth >= floor_gb_s:
+            return Result(found if nodes.index in trainers else "")
+        what = f"the all-reduce of {world} ranks reaches {bandwidth:.3g} GB/s, {floor_gb_s:g} are needed"
+    else:
+        found = "failed"
+        own = {index: error for index, error in failures.items() if error != OTHERS}
+        what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(own.values())))})"
+    blamed = probe.blame(rounds[1:], floor_gb_s) if len(trainers) > 2 else _without_pairs(failures, trainers)
+    if nodes.index not in blamed:
+        return Result(found if nodes.index in trainers else "")
+    return Result(found, f"{what}{_where(blamed, trainers)}; {_CURES[backend]}, or take the node out of the job.")
+
+
+_CURES = {
+    "nccl": "look at its network card and cable, and set NCCL_SOCKET_IFNAME and NCCL_IB_HCA",
+    "gloo": "look at its network card and cable, and set GLOO_SOCKET_IFNAME",
+}
+
+
+def _without_pairs(failures: Mapping[int, str], trainers: Sequence[int]) -> list[int]:
+    """Of two nodes: the one that failed by itself, or both."""
+    return [index for index, error in failures.items() if error != OTHERS] or list(trainers)
+
+
+def _where(blamed: Sequence[int], trainers: Sequence[int]) -> str:
+    if len(blamed) == len(trainers):
+        return ", and no node is better than the others" if len(trainers) > 1 else ""
+    return ", and it is so with every node that was tried" if len(trainers) > 2 else ""
+
+
+def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Rounds of a tournament (circle method): in each every one of `count` meets one other, with odd count but one;
+    in `count - 1` rounds (odd: `count`) everybody meets everybody."""
+    order = list(range(count + count % 2))
+    for _ in range(len(order) - 1):
+        pairs = zip(order[: len(order) // 2], reversed(order[len(order) // 2 :]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < count]
+        order = [order[0], order[-1], *order[1:-1]]
+
+
+def to_blame(speeds: Mapping[tuple[int, int], float], floor: float) -> list[int]:
+    """Nodes that are below the floor with every partner; all of them where a pair is slow and nobody stands out.
+    speeds: of pairs of nodes, 0 where the all-reduce failed."""
+    best: dict[int, float] = {}
+    for pair, speed in speeds.items():
+        for node in pair:
+            best[node] = max(best.get(node, 0.0), speed)
+    return sorted(node for node, speed in best.items() if speed < floor) or sorted(best)
+
+
+class _Probe:
+    def __init__(self, nodes: Nodes, trainers: Sequence[int], backend: str, ranks_per_node: int) -> None:
+        self._nodes, self._trainers, self._backend = nodes, list(trainers), backend
+        self._timeout_s = nodes.timeout_s / 2  # the others wait for the answer of a rank that waits
+        counts = nodes.gather("ranks per node", ranks_per_node)
+        self._per_node = max(counts)
+
+    def world(self, members: Sequence[int]) -> int:
+        return self._per_node * len(members)
+
+    def run(self, key: str, members: Sequence[int], ranks: Ranks) -> float | str:
+        first = list(members).index(self._nodes.index) * self._per_node
+        jobs = [
+            Job(key, self._nodes.address, first + i, self.world(members), self._backend, i, self._timeout_s)
+            for i in range(self._per_node)
+        ]
+        try:
+            return ranks.run(jobs, self._nodes)
+        finally:
+            ranks.end()
+
+    def gb_s(self, members: Sequence[int], seconds: float) -> float:
+        """Bus bandwidth: what a link must carry for this, whatever the number of ranks (nccl-tests, PERFORMANCE.md)."""
+        world = self.world(members)
+        return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
+
+    def blame(self, rounds: Sequence[Ranks], floor: float) -> list[int]:
+        """All-reduces between pairs of trainer nodes, many at a time. Collective over all nodes."""
+        speeds = {}
+        for number, pairs in zip(range(_PAIR_ROUNDS), pairings(len(self._trainers)), strict=False):
+            members = [[self._trainers[place] for place in pair] for pair in pairs]
+            mine = next((pair for pair in members if self._nodes.index in pair), None)
+            answer = self.run(f"pairs {number}/{mine[0]}", mine, rounds[number]) if mine else None
+            answers = self._nodes.gather(f"pairs {number}", answer)
+            for pair in members:
+                both = [answers[index] for index in pair]
+                failed = any(isinstance(each, str) for each in both)
+                speeds[tuple(pair)] = 0.0 if failed else self.gb_s(pair, max(both))
+        return to_blame(speeds, floor)
+
+
+# ------------------------------------------------------------------------------------------------------ in the ranks
+
+
+def _receive(process: Any, connection: Connection) -> float | str:
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        return f"a rank ended with exit code {process.exitcode}"
+
+
+def _serve(connection: Connection, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with its parent, however that ends
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    if os.getppid() != parent:
+        os._exit(1)
+    job = connection.recv()
+    try:
+        answer = _all_reduce(job)
+    except Exception as error:
+        text = re.sub(r"\[enforce fail at [^]]*] ", "", " ".join(str(error).split()))  # gloo's place in its source
+        answer = text[:200] or type(error).__name__
+    connection.send(answer)
+    os._exit(0)  # leaving a group may hang
+
+
+def _all_reduce(job: Job) -> float:
+    """Seconds of one all-reduce, the best of several."""
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=job.timeout_s)
+    store = dist.TCPStore(*job.address, is_master=False, wait_for_workers=False, timeout=timeout)
+    device = torch.device("cpu")
+    if job.backend == "nccl":
+        device = torch.device("cuda", job.device)
+        torch.cuda.set_device(device)
+    store = dist.PrefixStore(job.key, store)
+    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+    seconds = []
+    for _ in range(_NUM_ROUNDS):
+        tensor = torch.full((NUM_BYTES[job.backend] // 4,), float(job.rank + 1), device=device)
+        expected = job.world * (job.world + 1) / 2
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(tensor)
+        if job.backend == "nccl":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        if not bool((tensor == expected).all()):
+            raise RuntimeError("the sum is wrong")
+    return min(seconds[1:])

@@ -1,0 +1,120 @@
+"""The GPUs of a node: as many as the config needs, and healthy by what the driver's library (NVML) tells."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.preflight.machine import Result
+from megatron_dapo.config import Config, has_given_servers
+
+NVML_PACKAGE = "nvidia-ml-py"
+_FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
+
+
+def needed(config: Config, role: str) -> int:
+    """GPUs that a node of this role uses: trainer, server, or both."""
+    count = config.trainer.n_procs_per_node if role != "server" else 0
+    if role != "trainer" and starts_servers(config):
+        count += servers_here(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    return count
+
+
+def starts_servers(config: Config) -> bool:
+    """Whether the run starts servers: on nodes of their own, or where none are given."""
+    given = has_given_servers(config) and not config.actor_rollout_ref.rollout.server.nnodes
+    return not given and not config.trainer.replay
+
+
+def servers_here(config: Config) -> int:
+    """Servers on one server node."""
+    server = config.actor_rollout_ref.rollout.server
+    return server.num_servers // max(1, server.nnodes)
+
+
+def are_expected() -> bool:
+    """Whether this is a run on GPUs: torch can use them, and the machine or the scheduler says that there are some."""
+    import torch
+
+    if torch.version.cuda is None:
+        return False
+    granted = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    return bool(granted and granted != "0") or Path("/proc/driver/nvidia/version").exists()
+
+
+def check(config: Config, role: str) -> Result:
+    import torch
+
+    if torch.version.cuda is None and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+        return Result(
+            f"torch {torch.__version__}",
+            "Slurm gives it GPUs, and its torch knows the CPU alone; run make setup PLATFORM=cuda in this folder.",
+        )
+    if not are_expected():
+        return Result("none expected: torch runs on the CPU here")
+    count, there = needed(config, role), torch.cuda.device_count()
+    if there < count:
+        return Result(
+            f"{there} of {count}",
+            f"offers {there} GPUs, the config needs {count} on a {role} node; ask the scheduler for {count} per node, "
+            "take the node out if it has lost some (`nvidia-smi`), or change trainer.n_procs_per_node or the servers.",
+        )
+    try:
+        import pynvml
+    except ImportError:
+        return Result(f"{there}, {count} used; health not looked at: {NVML_PACKAGE} is not installed")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Result("no driver", f"the GPU driver does not answer ({error}); take the node out of the job.")
+    from megatron_dapo.rollout.supervisor import visible_gpus
+
+    faults = [fault for gpu in visible_gpus()[:count] for fault in _gpu_faults(pynvml, gpu)]
+    name = pynvml.nvmlDeviceGetName(_handle(pynvml, visible_gpus()[0])) if not faults else "GPU"
+    if faults:
+        return Result(
+            f"{len(faults)} faults", f"{'; '.join(faults)}; take the node out of the job, or cure that first."
+        )
+    return Result(f"{there} x {name}, {count} used, driver {pynvml.nvmlSystemGetDriverVersion()}, healthy")
+
+
+def _handle(nvml: Any, gpu: str) -> Any:
+    return nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else nvml.nvmlDeviceGetHandleByUUID(gpu)
+
+
+def _gpu_faults(nvml: Any, gpu: str) -> list[str]:
+    try:
+        return [f"GPU {gpu} {fault}" for fault in faults_of(nvml, _handle(nvml, gpu))]
+    except nvml.NVMLError as error:  # "GPU is lost", "Unknown Error": it fell off the bus
+        return [f"GPU {gpu} does not answer ({error})"]
+
+
+def faults_of(nvml: Any, handle: Any) -> Iterator[str]:
+    """What is wrong with one GPU. A question that this GPU does not know is no fault."""
+
+    def ask(question: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, question)(handle, *arguments)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission):
+            return None
+
+    errors = ask("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    if errors:
+        yield f"has {errors} uncorrected memory errors since the driver was loaded (reset it)"
+    rows = ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
+    if rows is not None and rows[3]:
+        yield "could not remap a broken memory row (replace it)"
+    elif rows is not None and rows[2]:
+        yield "has a broken memory row that is remapped at the next reset (reset it)"
+    processes = ask("nvmlDeviceGetComputeRunningProcesses") or []
+    if processes:
+        yield f"is used by process {', '.join(str(process.pid) for process in processes)} (end it)"
+    memory = ask("nvmlDeviceGetMemoryInfo")
+    if memory is not None and not processes and memory.free < _FREE_SHARE * memory.total:
+        used = (memory.total - memory.free) / 1e9
+        yield f"has {used:.0f} GB in use by a process that is not seen from here (find it with `nvidia-smi`)"
+    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+    if reasons & nvml.nvmlClocksThrottleReasonHwThermalSlowdown:
+        yield "is slowed down for its temperature (look at the cooling)"
+    if reasons & nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown:
+        yield "is slowed down for want of power (look at the supply)"

@@ -1,0 +1,60 @@
+"""HTTP from the trainer nodes to the server nodes, at the ports that the servers will have."""
+
+import http.client
+import threading
+from collections.abc import Collection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+PATIENCE_S = 15.0
+
+
+class Listener:
+    """Answers every GET with the token, until it is closed."""
+
+    def __init__(self, host: str, port: int, token: str) -> None:
+        """port 0: a free one. Raises OSError where it cannot listen."""
+        self._server = ThreadingHTTPServer((host, port), _handler(token))
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(token: str) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(token.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+def fault(url: str, token: str | None, timeout_s: float = PATIENCE_S) -> str | None:
+    """Why a GET of `url` does not answer with the token (None: whatever it says); none where it does. Goes through no
+    proxy, as the controller's own requests do not."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", parts.path or "/")
+        answer = connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    finally:
+        connection.close()
+    return None if token in (None, answer.decode(errors="replace")) else "something else answers there"
+
+
+def to_blame(failed: Collection[tuple[int, int]], trainers: Collection[int], servers: Collection[int]) -> set[int]:
+    """Nodes to blame for (trainer, server) pairs that failed: a server that no trainer reaches, and for what else
+    failed, the trainer."""
+    unreached = {server for server in servers if all((trainer, server) in failed for trainer in trainers)}
+    if len(servers) > 1 and unreached == set(servers) and len(trainers) == 1:
+        return set(trainers)  # it reaches none of several
+    return unreached | {trainer for trainer, server in failed if server not in unreached}

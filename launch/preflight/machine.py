@@ -1,0 +1,246 @@
+"""What a node finds out about itself: GPUs, versions, files, disk, limits, ports, the shared folder."""
+
+import importlib.metadata
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_dapo.config import Config, ModelFolder, uses_critic
+from megatron_dapo.config.derived import Layout
+from megatron_dapo.config.hf_config import read_model_spec
+from megatron_dapo.config.memory import ADAM_MOMENTS, MAIN_PARAMETER, dtype_bytes, num_parameters
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "megatron-core", "sglang", "triton")
+LOG_BYTES = 10**9
+WHOLE_MODEL = Layout(tp=1, pp=1, vpp=None, world=1)
+_SHARED_S = 30.0  # a network file system may show a new file late
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check found here, short; problem: what is wrong and the cure, one sentence."""
+
+    found: str
+    problem: str | None = None
+
+
+def versions() -> dict[str, str]:
+    """Of everything that must be equal on all nodes."""
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "megatron_dapo": _revision(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _revision() -> str:
+    # another user may own the checkout, which git refuses to read otherwise
+    command = ["git", "-c", f"safe.directory={REPOSITORY}", "-C", str(REPOSITORY), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):  # no git in this container
+        return _version("megatron_dapo")
+    return done.stdout.strip() or _version("megatron_dapo")
+
+
+# ------------------------------------------------------------------------------------------------------------- disk
+
+
+def checkpoints_bytes(config: Config) -> tuple[int, int]:
+    """(bytes of one checkpoint, how many are on the disk at once), with the one that is being written."""
+    spec, trainer, width = read_model_spec(config.actor_rollout_ref.model.path), config.trainer, dtype_bytes(config)
+    # weights, Adam's moments and, of a half-precision model, its float32 weights; see docs/checkpoints.md
+    per_parameter = width + ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
+    one = sum(num_parameters(spec, WHOLE_MODEL, stage=0)) * per_parameter * (2 if uses_critic(config) else 1)
+    saves = -(-trainer.total_training_steps // trainer.save_interval) if trainer.save_interval > 0 else 1
+    if trainer.keep_last is None:
+        return one, saves
+    kept = trainer.keep_last + (trainer.total_training_steps // trainer.keep_every if trainer.keep_every else 0)
+    return one, min(saves, kept + 1)
+
+
+def disk(config: Config, folder: Path) -> Result:
+    """Room for the checkpoints and logs of the run in `folder`, which may not be there yet."""
+    one, count = checkpoints_bytes(config)
+    there = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
+    needed, free = max(0, one * count - there) + LOG_BYTES, _free(folder)
+    found = f"{_gb(free)} free, {_gb(needed)} needed ({count} x {_gb(one)} for checkpoints)"
+    if free >= needed:
+        return Result(found)
+    return Result(
+        found,
+        f"{folder} has {_gb(free)} free, {count} checkpoints of {_gb(one)} and logs need {_gb(needed)}; make room, "
+        "keep fewer (trainer.keep_last), or choose another trainer.run_dir.",
+    )
+
+
+def scratch() -> Result:
+    """Room for compiled kernels and temporary files on this node's own disk."""
+    folder = Path(tempfile.gettempdir())
+    free = _free(folder)
+    found = f"{_gb(free)} free in {folder}"
+    if free >= LOG_BYTES:
+        return Result(found)
+    return Result(found, f"{folder} has {_gb(free)} free, {_gb(LOG_BYTES)} are needed; clean it, or set TMPDIR.")
+
+
+def _free(folder: Path) -> int:
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.{0 if num_bytes >= 1e10 else 1}f} GB"
+
+
+def files(config: Config) -> Result:
+    """The model and the prompts, as this node sees them."""
+    model = config.actor_rollout_ref.model.path
+    if fault := ModelFolder.of(model).fault():
+        return Result("missing", f"actor_rollout_ref.model.path: `{model}` {fault}")
+    prompts = [*config.data.train_files, *config.data.val_files]
+    if missing := [file for file in prompts if not Path(file).is_file()]:
+        return Result(
+            "missing", f"does not see {', '.join(missing)} (data.train_files, val_files); mount it, or copy it."
+        )
+    return Result(f"model and {len(prompts)} prompt files seen")
+
+
+# ----------------------------------------------------------------------------------------------------- shared folder
+
+
+class SharedFolder:
+    """A folder that all nodes must see and write: node 0 writes a token, the others read it and add a file each."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self.folder, self._token = folder.absolute(), token
+        self._is_new = not self.folder.exists()
+
+    def write(self) -> str | None:
+        """Node 0's part, first; the problem, if there is one."""
+        return self._add(0)
+
+    def check(self, index: int, first: str) -> Result:
+        """first: name of node 0. Waits a while for its file."""
+        theirs, deadline = self._file(0), time.monotonic() + _SHARED_S
+        while not self._is_token(theirs):
+            if time.monotonic() > deadline:
+                return Result(
+                    "not shared",
+                    f"does not see {theirs}, which {first} wrote {_SHARED_S:g} s ago; the run folder must be on "
+                    "storage that all nodes mount at the same path (and inside the container).",
+                )
+            time.sleep(0.1)
+        problem = self._add(index)
+        return Result(str(self.folder), problem)
+
+    def clean(self) -> None:
+        """Node 0's part, last."""
+        for file in self.folder.glob(f".preflight-{self._token}-*"):
+            file.unlink(missing_ok=True)
+        if self._is_new and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _file(self, index: int) -> Path:
+        return self.folder / f".preflight-{self._token}-{index}"
+
+    def _is_token(self, file: Path) -> bool:
+        try:
+            return file.read_text() == self._token
+        except OSError:
+            return False
+
+    def _add(self, index: int) -> str | None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file(index).write_text(self._token)
+        except OSError as error:
+            return f"cannot write {self.folder} ({error.strerror}); give this user the right, or another folder."
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------- limits, ports
+
+
+def open_files_needed(config: Config) -> int:
+    """Connections to servers (two files each in the controller, at its peak), and the libraries' own."""
+    rollout = config.actor_rollout_ref.rollout
+    num_servers = len(rollout.server_urls) or rollout.server.num_servers
+    return 512 + 2 * rollout.max_concurrency * num_servers
+
+
+def limits(config: Config, uses_gpus: bool) -> Result:
+    needed = open_files_needed(config)
+    files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    has_rdma = any(Path("/sys/class/infiniband").glob("*"))
+    found = f"{_limit(files)} open files ({needed} needed), {_limit(locked)} bytes of locked memory"
+    if files != resource.RLIM_INFINITY and files < needed:
+        return Result(found, f"may open {files} files, the run needs {needed}; raise it with `ulimit -n {needed}`.")
+    if uses_gpus and has_rdma and locked != resource.RLIM_INFINITY:
+        return Result(
+            found,
+            f"may lock {locked} bytes of memory, InfiniBand needs no limit; set `ulimit -l unlimited` (in Slurm: "
+            "PropagateResourceLimitsExcept=MEMLOCK and LimitMEMLOCK=infinity of slurmd).",
+        )
+    return Result(found)
+
+
+def _limit(value: int) -> str:
+    return "any number of" if value == resource.RLIM_INFINITY else str(value)
+
+
+def ports(host: str, numbers: Sequence[int]) -> Result:
+    """Whether each port can be listened on at `host`."""
+    for number in numbers:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            socket.create_server((host, number), family=family).close()
+        except OSError as error:
+            return Result(
+                f"{number} is taken",
+                f"port {number} of {host} cannot be used ({error.strerror}{_holder(number)}); end what holds it, or "
+                "choose other ports.",
+            )
+    return Result(f"{_spans(numbers)} free" if numbers else "chosen at start")
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    is_run = len(numbers) > 2 and sorted(numbers) == list(range(first, last + 1))
+    return f"{first}-{last}" if is_run else ", ".join(map(str, numbers))
+
+
+def _holder(port: int) -> str:
+    """Who listens there, where the system tells us."""
+    try:
+        for connection in psutil.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f", held by {psutil.Process(connection.pid).name()}, process {connection.pid}"
+    except psutil.Error:
+        pass
+    return ""
+
+
+def all_ports(first: int | None, num_servers: int, others: Sequence[int]) -> Iterator[int]:
+    """The servers' ports, from the first on, and the others."""
+    yield from range(first, first + num_servers) if first else ()
+    yield from others

@@ -1,0 +1,111 @@
+"""The nodes of a preflight: they meet at a TCPStore on node 0; every wait has a deadline and names who is missing."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_POLL_S = 0.05
+_LEAVE_S = 15.0  # node 0 holds the store until the others have read the verdict, but not for ever
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found on one node. problem: what is wrong and the cure, one sentence; none = all is well."""
+
+    node: str
+    check: str
+    found: str
+    problem: str | None = None
+
+
+class PreflightError(Exception):
+    """A check that cannot be carried through: a node is missing, or failed in the middle. node: who is to blame."""
+
+    def __init__(self, node: str, problem: str) -> None:
+        super().__init__(f"{node}: {problem}")
+        self.node, self.problem = node, problem
+
+
+class Nodes:
+    """This node among the others. names: of all, in the order of their indices; guessed until they have told them."""
+
+    def __init__(self, index: int, name: str, names: Sequence[str], rendezvous: str | None, timeout_s: float) -> None:
+        """Join the others. rendezvous: HOST:PORT of node 0; none = a single node. timeout_s: of every wait.
+
+        Raises PreflightError where node 0 is not reached, or cannot listen.
+        """
+        self.index, self.name, self.names = index, name, [*names]
+        self.names[index] = name
+        self.timeout_s = timeout_s
+        host, _, port = (rendezvous or f"{LOOPBACK}:0").rpartition(":")
+        self.store = self._connect(host.strip("[]"), int(port))
+        self.address = (host.strip("[]"), self.store.port)
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def gather(self, what: str, mine: Any) -> list:
+        """What every node brings to `what`, in order. JSON-able. Raises PreflightError naming who did not come, or
+        what another node reported to have failed."""
+        self.store.set(f"{what}/{self.index}", json.dumps(mine))
+        keys = [f"{what}/{index}" for index in range(self.count)]
+        deadline = time.monotonic() + self.timeout_s
+        while missing := [index for index, key in enumerate(keys) if not self.store.check([key])]:
+            if self.store.check(["stop"]):
+                raise PreflightError(*json.loads(self.store.get("stop")))
+            if time.monotonic() > deadline:
+                raise self.stop(", ".join(self.names[index] for index in missing), self._missing(what))
+            time.sleep(_POLL_S)
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def stop(self, node: str, problem: str) -> PreflightError:
+        """Have all other nodes end their waits with this problem; the error to raise here."""
+        error = PreflightError(node, problem)
+        self.store.set("stop", json.dumps([node, problem]))
+        return error
+
+    def leave(self) -> None:
+        """Node 0 goes last. Raises nothing: the verdict is out."""
+        try:
+            self.store.set(f"left/{self.index}", "1")
+            deadline = time.monotonic() + _LEAVE_S
+            keys = [f"left/{index}" for index in range(self.count)]
+            while self.index == 0 and not self.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        except dist.DistError:  # node 0 is gone, and with it the store
+            return
+
+    def _missing(self, what: str) -> str:
+        host, port = self.address
+        return (
+            f"not heard of within {self.timeout_s:g} s at `{what}`; look at its log, and whether it reaches "
+            f"{self.names[0]} at {host}:{port}."
+        )
+
+    def _connect(self, host: str, port: int) -> dist.TCPStore:
+        try:
+            return dist.TCPStore(
+                host,
+                port,
+                is_master=self.index == 0,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self.timeout_s),
+            )
+        except dist.DistError as error:
+            if self.index == 0:
+                cause = str(error).splitlines()[0]
+                raise PreflightError(
+                    self.name, f"cannot listen on {host}:{port} ({cause}); give another port."
+                ) from None
+            raise PreflightError(
+                self.name,
+                f"{self.names[0]} (node 0) is not reached at {host}:{port} within {self.timeout_s:g} s; is it up, does "
+                "its name resolve here, and does a firewall let the port through?",
+            ) from None

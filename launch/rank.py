@@ -1,0 +1,27 @@
+"""One rank of the trainer under torchrun: what it says goes to a file of its own.
+
+python -m launch.rank --log-dir DIR MODULE [argument ...]
+
+Standard error, and standard output of all but rank 0, which shows the steps, go to DIR/trainer-rank-N.log.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    option, folder, module, *arguments = sys.argv[1:]
+    assert option == "--log-dir", option
+    rank = int(os.environ["RANK"])
+    log = os.open(Path(folder) / f"trainer-rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, sys.stderr.fileno())
+    if rank != 0:
+        os.dup2(log, sys.stdout.fileno())
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

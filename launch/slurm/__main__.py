@@ -1,0 +1,125 @@
+"""python -m launch.slurm COMMAND: the questions that slurm/body.sh asks. None of them runs a command of Slurm."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.command_line import parse, parser
+from launch.slurm.node import run
+from launch.slurm.outcome import NOT_REQUEUED, USER_ERROR, Facts, done_line, is_done, newest_step, outcome
+from launch.slurm.plan import ROLES, Allocation, Plan, make_plan, own_overrides
+from launch.slurm.servers import wait_for_servers
+from megatron_dapo.config import (
+    Config,
+    RunFolder,
+    UserError,
+    dry_run,
+    load_and_validate,
+    process_plan,
+    to_yaml,
+    write_whole,
+)
+
+NOTHING_TO_DO_EXIT_CODE = 76  # of `plan`: the run is done, as the later jobs of a chain find
+REQUEUE_EXIT_CODE = 75  # of `end`: requeue the job, please
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["plan"]:
+        return plan_command(argv[1:])
+    made = argparse.ArgumentParser(prog="python -m launch.slurm", description=__doc__)
+    commands = made.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser("plan", help="check the config, plan the job, write its folder of logs; prints the folder")
+
+    node = commands.add_parser("node", help="run a role's task on this node")
+    node.add_argument("role", choices=ROLES)
+    node.add_argument("plan", type=Plan.read, metavar="PLAN")
+    node.set_defaults(run=lambda arguments: run(arguments.plan, arguments.role))
+
+    wait = commands.add_parser("wait-servers", help="until all servers are healthy")
+    wait.add_argument("plan", type=Plan.read, metavar="PLAN")
+    wait.set_defaults(run=wait_command)
+
+    end = commands.add_parser("end", help=f"say how the job ended; exit code: the job's, {REQUEUE_EXIT_CODE} = requeue")
+    end.add_argument("plan", type=Plan.read, metavar="PLAN")
+    end.add_argument("--phase", choices=ROLES, required=True)
+    end.add_argument("--exit-code", type=int, required=True)
+    end.add_argument("--asked-by", default="", metavar="SIGNAL")
+    end.add_argument("--servers-ended", action="store_true")
+    end.add_argument("--no-requeue", dest="may_requeue", action="store_false")
+    end.add_argument("--max-restarts", type=int, required=True)
+    end.set_defaults(run=end_command)
+    arguments = made.parse_args(argv)
+    return arguments.run(arguments)
+
+
+def plan_command(argv: list[str]) -> int:
+    """The last line on standard output is the folder that holds plan.sh."""
+    made = parser("launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt.")
+    made.add_argument("--nodes", default="", metavar="A,B,...", help="the job's nodes; none: a dry run")
+    made.add_argument("--max-restarts", type=int, default=20, metavar="N")
+    arguments, overrides = parse(made, argv)
+    try:
+        if not arguments.nodes:
+            dry_run(arguments.config, overrides, show=False, check=show_plan)
+            return 0
+        config = load_and_validate(arguments.config, overrides)
+        if is_done(config):
+            print(done_line(_run(config), config.trainer.total_training_steps), "already; nothing is left to do")
+            return NOTHING_TO_DO_EXIT_CODE
+        plan = make_plan(config, Allocation.of(os.environ, arguments.nodes.split(",")), newest_step(_run(config)))
+        if plan.restart_count > arguments.max_restarts:
+            told = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {arguments.max_restarts}"
+            print(f"FAILED ({NOT_REQUEUED}): {told}", file=sys.stderr, flush=True)
+            return NOT_REQUEUED
+        config = load_and_validate(arguments.config, [*overrides, *own_overrides(plan, config)])
+    except UserError as error:
+        print(error.report(), f"FAILED ({USER_ERROR}): {error.sentences[0]}", sep="\n", file=sys.stderr, flush=True)
+        return USER_ERROR
+    write_attempt(plan, config)
+    print(plan.text(), process_plan(config), plan.logs, sep="\n", flush=True)
+    return 0
+
+
+def write_attempt(plan: Plan, config: Config) -> None:
+    """The attempt's folder, logs/latest, and the list of servers, from which the last attempt's may be gone."""
+    write_whole(plan.config_file, to_yaml(config))
+    write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{process_plan(config)}\n")
+    plan.write()
+    latest = Path(plan.logs).with_name("latest")
+    made = latest.with_name(f".latest.{os.getpid()}")
+    made.symlink_to(Path(plan.logs).name)
+    made.replace(latest)
+    if plan.server_nodes:
+        write_whole(Path(plan.run) / "servers.txt", "".join(f"{url}\n" for url in plan.server_urls))
+
+
+def show_plan(config: Config) -> None:
+    """Nodes, processes and memory."""
+    print(make_plan(config, Allocation.imagined(config)).text(), process_plan(config), sep="\n\n", flush=True)
+
+
+def wait_command(arguments: argparse.Namespace) -> int:
+    fault = wait_for_servers(arguments.plan)
+    if fault:
+        print(fault, flush=True)
+        write_whole(Path(arguments.plan.logs) / "waiting.log", f"{fault}\n")
+    return 1 if fault else 0
+
+
+def end_command(arguments: argparse.Namespace) -> int:
+    fields = ("phase", "exit_code", "asked_by", "servers_ended", "may_requeue", "max_restarts")
+    ended = outcome(arguments.plan, Facts(**{name: getattr(arguments, name) for name in fields}))
+    print(ended.line, flush=True)
+    return REQUEUE_EXIT_CODE if ended.requeue else ended.code
+
+
+def _run(config: Config) -> str:
+    return str(RunFolder.of(config.trainer).path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""A role's task on one node: interface, limits and cache folders of this node, then the role's program, then how it
+ended, in a file that the others see."""
+
+import getpass
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch.slurm.plan import TRAINER, Plan
+from megatron_dapo.config import SAVED_EXIT_CODE, write_whole
+
+ENDS = "ends"
+# compiled code: thousands of small files that every process of the node reads
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "FLASHINFER_WORKSPACE_BASE")
+_TELL_ONLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+def run(plan: Plan, role: str) -> int:
+    """Exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end the others,
+    which may still be at it, for any other code."""
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    peers = [name for name in plan.nodes if name != node]
+    interface = interface_towards(peers[0]) if peers else None
+    environment = node_environment(os.environ, interface, cache_folder(os.environ))
+    limits = raise_limits()
+    print(f"{node}: {role}, interface {interface or 'none needed'}, {limits}", flush=True)
+    for number in _TELL_ONLY:  # a signal to the step reaches the program too: its end is waited for
+        signal.signal(number, lambda *_: None)
+    code = subprocess.run(plan.command(role, node), env=environment).returncode
+    code = code if code >= 0 else 128 - code
+    write_whole(Path(plan.logs) / ENDS / f"{role}-{node}.json", json.dumps({"code": code, "time": time.time()}))
+    return 0 if role == TRAINER and code == SAVED_EXIT_CODE else code
+
+
+def ends(plan: Plan, role: str) -> dict[str, int]:
+    """Node -> exit code of a role's program, of those that have ended."""
+    files = {node: Path(plan.logs) / ENDS / f"{role}-{node}.json" for node in plan.of_role(role)}
+    return {node: json.loads(file.read_text())["code"] for node, file in files.items() if file.exists()}
+
+
+def node_environment(given: Mapping[str, str], interface: str | None, caches: Path) -> dict[str, str]:
+    """The program's environment; what the user has set stays."""
+    made = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    made |= {name: str(caches / name.lower()) for name in _CACHES}
+    if interface:  # of NCCL's sockets and its bootstrap; which InfiniBand adapters there are, NCCL finds out
+        made |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+    return made | dict(given)
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """On this node's own disk, kept for later jobs of the same user."""
+    return Path(environment.get("TMPDIR") or "/tmp") / f"megatron_dapo-{getpass.getuser()}"
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface from which a host is reached; None where that cannot be told."""
+    import psutil
+
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # a datagram socket: nothing is sent
+            address = probe.getsockname()[0]
+    except OSError:
+        return None  # the preflight says what is wrong with this name
+    return interface_of(address, {name: [a.address for a in all_] for name, all_ in psutil.net_if_addrs().items()})
+
+
+def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str | None:
+    """Name of the interface with an address; IPv6 ones are listed with their scope (fe80::1%eth0)."""
+    for name, addresses in interfaces.items():
+        if address in (known.partition("%")[0] for known in addresses):
+            return name
+    return None
+
+
+def raise_limits() -> str:
+    """Open files, locked memory (RDMA) and processes as far as this user may; in words."""
+    words = []
+    kinds = (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK))
+    for name, kind in (*kinds, ("processes", resource.RLIMIT_NPROC)):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (hard, hard))
+        words.append(f"{name} {'unlimited' if hard == resource.RLIM_INFINITY else hard}")
+    return ", ".join(words)

@@ -1,0 +1,253 @@
+"""The plan of a Slurm job, from Slurm's variables and the config alone: roles, ports, steps and command lines."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_dapo.config import Config, RunFolder, UserError, has_given_servers, servers_per_node, write_whole
+
+PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
+ROLES = (PREFLIGHT, SERVERS, TRAINER)
+PLAN_FILE = "plan.json"
+LOOPBACK = "127.0.0.1"
+
+# Below 32768, where Linux takes the ports of outgoing connections from, and a block of its own for each of 384 jobs in
+# a row: of the trainer's rendezvous, of the preflight's, then of the servers.
+_FIRST_PORT, _NUM_JOBS, _PORTS_PER_JOB = 20000, 384, 32
+_TRAINER_PORT, _PREFLIGHT_PORT, _SERVER_PORT = 0, 1, 8
+_SERVER_GRACE_S = 60.0  # for those who start the servers, who can say more of one that is not healthy in time
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm gave the job. nodes: as `scontrol show hostnames` lists them. gpus_per_node: None where Slurm counts
+    none (no GRES), so that nothing is known of them here. restart_count: how often the job was requeued."""
+
+    job_id: int
+    nodes: tuple[str, ...]
+    restart_count: int = 0
+    gpus_per_node: int | None = None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], nodes: Sequence[str]) -> "Allocation":
+        gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+        return cls(
+            job_id=int(environment["SLURM_JOB_ID"]),
+            nodes=tuple(nodes),
+            restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
+            gpus_per_node=int(gpus) if gpus.isdigit() else None,
+        )
+
+    @classmethod
+    def imagined(cls, config: Config) -> "Allocation":
+        """Of a job that asked for what the config needs, for a dry run outside of Slurm."""
+        return cls(0, tuple(f"node{i}" for i in range(1, sum(num_nodes(config)) + 1)))
+
+    @property
+    def attempt(self) -> str:
+        return f"attempt-{self.job_id}-{self.restart_count}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt of a job. trainer_nodes come first in the allocation; server_nodes are those after them.
+
+    run, logs: absolute folders. config: the resolved config, a file in logs. start_step: rollout steps that the newest
+    checkpoint held when the attempt began. server_timeout_s: how long the servers may take to become healthy.
+    """
+
+    job_id: int
+    restart_count: int
+    trainer_nodes: tuple[str, ...]
+    server_nodes: tuple[str, ...]
+    n_procs_per_node: int
+    servers_per_node: int
+    run: str
+    logs: str
+    total_steps: int
+    start_step: int = 0
+    server_timeout_s: float = 0.0
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return self.trainer_nodes + self.server_nodes
+
+    @property
+    def config_file(self) -> str:
+        return f"{self.logs}/config.yaml"
+
+    @property
+    def server_urls(self) -> list[str]:
+        ports = [self.port(_SERVER_PORT) + i for i in range(self.servers_per_node)]
+        return [f"http://{node}:{port}" for node in self.server_nodes for port in ports]
+
+    def port(self, offset: int) -> int:
+        return _FIRST_PORT + _PORTS_PER_JOB * (self.job_id % _NUM_JOBS) + offset
+
+    def of_role(self, role: str) -> tuple[str, ...]:
+        """The nodes on which a role has a process."""
+        return {PREFLIGHT: self.nodes, SERVERS: self.server_nodes, TRAINER: self.trainer_nodes}[role]
+
+    def step(self, role: str) -> list[str]:
+        """Arguments of srun: one task on each node of the role, which may use all of the node.
+
+        --overlap and --mem=0: a second step on a node that has one. --cpu-bind=none: one task starts many processes.
+        --wait=0: a task that has ended ends no other, whatever WaitTime the cluster sets.
+        A trainer that fails takes its step with it at once; of several nodes of servers the others go on.
+        """
+        nodes = self.of_role(role)
+        return [
+            f"--job-name={role}",
+            f"--nodes={len(nodes)}",
+            f"--ntasks={len(nodes)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(nodes)}",
+            *("--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--wait=0"),
+            f"--kill-on-bad-exit={1 if role == TRAINER else 0}",
+            f"--output={self.logs}/{role}-%N.log",
+        ]
+
+    def command(self, role: str, node: str, python: str = sys.executable) -> list[str]:
+        """What a node's task of a role runs."""
+        index = self.of_role(role).index(node)
+        makers = {PREFLIGHT: self._preflight, SERVERS: self._servers, TRAINER: self._trainer}
+        return [python, "-m", *makers[role](index, node)]
+
+    def _preflight(self, index: int, node: str) -> Iterator[str]:
+        yield from ("launch.preflight", "--config", self.config_file, "--shared", self.run)
+        yield from ("--role", "trainer" if node in self.trainer_nodes else "server")
+        yield from ("--node-index", str(index), "--num-nodes", str(len(self.nodes)))
+        yield from ("--rendezvous", f"{self.nodes[0]}:{self.port(_PREFLIGHT_PORT)}")
+        yield from ("--node-names", ",".join(self.nodes))
+        if self.server_nodes:
+            yield from ("--server-hosts", ",".join(self.server_nodes), "--http-port", str(self.port(_SERVER_PORT)))
+        if index == 0:
+            yield from ("--ports", str(self.port(_TRAINER_PORT)))
+
+    def _servers(self, _: int, node: str) -> Iterator[str]:
+        yield from ("launch.sglang_server", "--config", self.config_file, "--node", node)
+        yield from ("--first-port", str(self.port(_SERVER_PORT)), "--log-dir", self.logs)
+
+    def _trainer(self, index: int, _: str) -> Iterator[str]:
+        """A static rendezvous: rank 0 is on the first node, and no node looks for itself among equal names."""
+        yield from ("launch.torchrun", f"--nnodes={len(self.trainer_nodes)}", f"--node-rank={index}")
+        yield from (f"--nproc-per-node={self.n_procs_per_node}", "--max-restarts=0")
+        yield from (f"--master-addr={self.trainer_nodes[0]}", f"--master-port={self.port(_TRAINER_PORT)}")
+        yield from ("-m", "launch.rank", "--log-dir", self.logs)
+        yield from ("megatron_dapo", "train", "--config", self.config_file)
+
+    def shell(self) -> str:
+        """What the body sources: variables, and srun's arguments of each role as arrays."""
+        lines = [f"RUN={shlex.quote(self.run)}", f"LOGS={shlex.quote(self.logs)}"]
+        lines += [f"HEAD_NODE={self.trainer_nodes[0]}", f"NUM_SERVER_NODES={len(self.server_nodes)}"]
+        lines += [f"{role.upper()}_STEP=({shlex.join(self.step(role))})" for role in ROLES if self.of_role(role)]
+        return "\n".join(lines) + "\n"
+
+    def text(self) -> str:
+        """What the user sees: roles and nodes, what each runs."""
+        lines = [f"Job {self.job_id}, restart {self.restart_count}" if self.job_id else "Nodes, with imagined names"]
+        counts = {TRAINER: (self.n_procs_per_node, "rank"), SERVERS: (self.servers_per_node, "server")}
+        for role, (count, what) in counts.items():
+            if nodes := self.of_role(role):
+                per_node = f"{count} {what}{'' if count == 1 else 's'}"
+                lines.append(f"  {role:<10}{per_node} on each of {len(nodes)}: {' '.join(nodes)}")
+        lines += [f"  {'logs':<10}{self.logs}", f"  {'start':<10}step {self.start_step} of {self.total_steps}"]
+        for role in (role for role in ROLES if self.of_role(role)):
+            node = self.of_role(role)[0]
+            lines += [f"{role}, on {node}:", f"  srun {shlex.join(self.step(role))}"]
+            lines.append(f"    {shlex.join(self.command(role, node, 'python'))}")
+        return "\n".join(lines)
+
+    def write(self) -> None:
+        """plan.json, which the nodes' tasks read, and plan.sh, for the body."""
+        write_whole(Path(self.logs) / PLAN_FILE, json.dumps(asdict(self), indent=1))
+        write_whole(Path(self.logs) / "plan.sh", self.shell())
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Plan":
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+def num_nodes(config: Config) -> tuple[int, int]:
+    """Trainer nodes and server nodes that a config needs; no server nodes where the servers are given or replaced by
+    dumped batches."""
+    starts_servers = not config.trainer.replay and not has_given_servers(config)
+    return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers else 0
+
+
+def make_plan(config: Config, allocation: Allocation, start_step: int = 0) -> Plan:
+    """Raises UserError where the config does not fit what Slurm gave."""
+    num_trainers, num_servers = num_nodes(config)
+    sentences = list(_mistakes(config, allocation))
+    if sentences:
+        raise UserError(sentences)
+    run = RunFolder.of(config.trainer).path.absolute()
+    server = config.actor_rollout_ref.rollout.server
+    return Plan(
+        job_id=allocation.job_id,
+        restart_count=allocation.restart_count,
+        trainer_nodes=allocation.nodes[:num_trainers],
+        server_nodes=allocation.nodes[num_trainers:],
+        n_procs_per_node=config.trainer.n_procs_per_node,
+        servers_per_node=servers_per_node(config) if num_servers else 0,
+        run=str(run),
+        logs=str(run / "logs" / allocation.attempt),
+        total_steps=config.trainer.total_training_steps,
+        start_step=start_step,
+        server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
+    )
+
+
+def own_overrides(plan: Plan, config: Config) -> list[str]:
+    """What the job sets in the config that its processes read: absolute folders, how trainer and servers meet, and a
+    requeued job goes on whatever `trainer.resume` said at first."""
+    values = {"trainer.run_dir": plan.run, "trainer.log_dir": plan.logs}
+    rollout = "actor_rollout_ref.rollout"
+    if plan.server_nodes:
+        values[f"{rollout}.server_urls_file"] = f"{plan.run}/servers.txt"
+        if config.actor_rollout_ref.rollout.server.host == LOOPBACK:  # other nodes have to reach them
+            values[f"{rollout}.server.host"] = "0.0.0.0"
+    if plan.restart_count and config.trainer.resume == "never":
+        values["trainer.resume"] = "auto"
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
+    server, given = config.actor_rollout_ref.rollout.server, len(allocation.nodes)
+    num_trainers, num_servers = num_nodes(config)
+    starts_servers = not config.trainer.replay and not has_given_servers(config)
+    if starts_servers and server.nnodes == 0:
+        yield (
+            "actor_rollout_ref.rollout.server.nnodes is 0, but in a Slurm job the servers have nodes of their own; set "
+            "it to 1 or more, or run `python -m launch.local` on the one node."
+        )
+    elif given != num_trainers + num_servers:
+        yield (
+            f"Slurm gave {given} nodes ({' '.join(allocation.nodes)}), but trainer.nnodes {num_trainers} + "
+            f"actor_rollout_ref.rollout.server.nnodes {num_servers} is {num_trainers + num_servers}; make them agree "
+            f"(sbatch --nodes={num_trainers + num_servers})."
+        )
+    if servers_per_node(config) > _PORTS_PER_JOB - _SERVER_PORT:
+        yield (
+            f"{servers_per_node(config)} servers on a node (actor_rollout_ref.rollout.server.num_servers / nnodes) are "
+            f"more than the {_PORTS_PER_JOB - _SERVER_PORT} ports of a job; use fewer."
+        )
+    gpus = allocation.gpus_per_node
+    if gpus is None:
+        return
+    if config.trainer.n_procs_per_node > gpus:
+        yield (
+            f"trainer.n_procs_per_node is {config.trainer.n_procs_per_node}, but Slurm gave {gpus} GPUs per node; "
+            f"ask for more (sbatch --gpus-per-node) or start fewer ranks."
+        )
+    needed = servers_per_node(config) * server.tensor_model_parallel_size
+    if num_servers and needed > gpus:
+        yield (
+            f"{servers_per_node(config)} servers x {server.tensor_model_parallel_size} GPUs per server node "
+            f"(actor_rollout_ref.rollout.server) need {needed} GPUs, but Slurm gave {gpus} per node; ask for more "
+            f"(sbatch --gpus-per-node) or start fewer servers."
+        )

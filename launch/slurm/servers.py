@@ -1,0 +1,39 @@
+"""Waiting for the servers of all nodes: their health, and the life of those who start them."""
+
+import http.client
+import time
+from collections.abc import Callable
+
+from launch.slurm.node import ends
+from launch.slurm.plan import SERVERS, Plan
+
+POLL_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 2.0
+
+
+def wait_for_servers(plan: Plan, probe: Callable[[str], bool] | None = None) -> str | None:
+    """None when all are healthy; else who is not, in one sentence. Tells each that becomes healthy."""
+    probe = probe or is_healthy
+    started, missing = time.monotonic(), list(plan.server_urls)
+    while True:
+        for url in [url for url in missing if probe(url)]:
+            missing.remove(url)
+            print(f"  {url} is healthy after {time.monotonic() - started:.0f} s", flush=True)
+        if not missing:
+            return None
+        if ended := ends(plan, SERVERS):
+            return f"the servers of {', '.join(ended)} ended before all were healthy"
+        if time.monotonic() - started > plan.server_timeout_s:
+            return f"not healthy within {plan.server_timeout_s:g} s: {', '.join(missing)}"
+        time.sleep(POLL_INTERVAL_S)
+
+
+def is_healthy(url: str) -> bool:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PROBE_TIMEOUT_S)  # through no proxy
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False  # not there yet
+    finally:
+        connection.close()

@@ -1,0 +1,302 @@
+"""GPU memory that a run needs, before it starts: of the fullest trainer rank, and of a server. From the config and the
+model's sizes alone.
+
+Weights, gradients and optimizer state are counted exactly, parameter by parameter; Megatron pads its buffers by less
+than 128 x DP numbers each. The rest are upper estimates, each at its own peak, although the peaks do not coincide. What
+CUDA, NCCL and the allocator's gaps take comes on top: an "80 GB" GPU has 85 x 10^9 bytes, so 80 leave it some room.
+"""
+
+from dataclasses import dataclass, fields
+
+from megatron_dapo.config.derived import (
+    Layout,
+    critic_batching,
+    has_given_servers,
+    layout,
+    needs_reference,
+    samples_per_rollout_step,
+    uses_critic,
+    uses_full_kl,
+)
+from megatron_dapo.config.hf_config import ModelSpec
+from megatron_dapo.config.schema import Config
+
+GB = 1e9
+MIB = 2**20
+MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
+ADAM_MOMENTS = 8  # bytes: two float32
+MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
+HEAD_CHUNK = (
+    4096  # rows of logits at once on a GPU, where `log_prob_chunk_size` does not say (training/head_options.py)
+)
+# What SGLang takes of an 80 GB GPU for weights and KV cache by itself: all but 0.5 GB, 1.5 MB per token of a chunk of
+# prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
+SERVER_SHARE = 0.82
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each part takes, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    log_prob_head: int
+    weight_sync: int
+    reference: int
+    critic: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_name.values())
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """Largest first, without what is not used."""
+        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one model on one rank that are there all the time. optimizer: on the average over the data-parallel
+    ranks that share it."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """Bytes per GPU of a server. kv_per_token: of one token in its cache; kv_cache: what is left for all of them, below
+    0 where the weights alone do not fit."""
+
+    weights: int
+    kv_cache: int
+    kv_per_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return max(0, self.kv_cache // self.kv_per_token)
+
+
+def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Parts:
+    """Of the pipeline stage that needs most. critic: where it is of another size than the actor; with or without value
+    head."""
+    stages = [_stage(config, actor, (critic or actor).as_critic(), stage) for stage in range(layout(config).pp)]
+    return max(stages, key=lambda parts: parts.total)
+
+
+def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> Parts:
+    sizes, width = layout(config), dtype_bytes(config)
+    states = model_states(config, actor, stage)
+    tokens = _padded(config, config.actor_rollout_ref.actor.max_tokens_per_microbatch)
+    activations, critic_total, reference = activation_bytes(config, actor, stage, tokens), 0, 0
+    if uses_critic(config):
+        critic_total = model_states(config, critic, stage).total
+        its_tokens = _padded(config, critic_batching(config).max_tokens_per_microbatch)
+        activations = max(activations, activation_bytes(config, critic, stage, its_tokens))
+    is_last = stage == sizes.pp - 1
+    if needs_reference(config):
+        reference = sum(num_parameters(actor, sizes, stage)) * width
+        if uses_full_kl(config) and is_last:
+            reference += _kept_for_full_kl(config, actor)
+    return Parts(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations,
+        log_prob_head=head_bytes(config, actor, tokens) if is_last else 0,
+        weight_sync=0 if config.trainer.replay else weight_sync_bytes(config, actor),
+        reference=reference,
+        critic=critic_total,
+    )
+
+
+def num_parameters(spec: ModelSpec, sizes: Layout, stage: int) -> tuple[int, int]:
+    """(those that all data-parallel ranks share, those of experts) on one rank of a stage: Megatron's GPTModel cut by
+    columns and rows over TP (arXiv 1909.08053, section 3), as models/build.py builds it."""
+    hidden, dim, tp = spec.hidden_size, spec.head_dim, sizes.tp
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * dim
+    layer = (hidden * qkv + spec.num_heads * dim * hidden) // tp + 2 * hidden
+    layer += qkv // tp if spec.qkv_bias else 0
+    layer += 2 * dim if spec.qk_norm else 0
+    mlp, experts = 3 * hidden * spec.ffn_size, 0
+    if spec.mixture is None:
+        layer += mlp // tp
+    else:
+        layer += spec.mixture.num_experts * hidden  # the router
+        experts = spec.mixture.num_experts // sizes.ep * mlp
+    layers = spec.num_layers // sizes.pp
+    vocabulary = spec.padded_vocab_size(tp) // tp * hidden
+    shared = layers * layer + (vocabulary if stage == 0 else 0)
+    if stage == sizes.pp - 1:
+        is_same = spec.tied_embeddings and sizes.pp == 1
+        shared += hidden + (hidden + 1 if spec.value_head else 0 if is_same else vocabulary)
+    return shared, layers * experts
+
+
+def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
+    """Weights, float32 gradients, and Adam's two moments with the float32 weights of a half-precision model (arXiv
+    1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter), the last sharded by the distributed optimizer: over DP;
+    those of experts over the ranks that hold the same ones."""
+    sizes, width = layout(config), dtype_bytes(config)
+    shared, experts = num_parameters(spec, sizes, stage)
+    state = ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0)
+    by_dp, by_expert_dp = 1, 1
+    if config.actor_rollout_ref.actor.megatron.use_distributed_optimizer:
+        by_dp, by_expert_dp = sizes.dp, sizes.tp * sizes.dp // sizes.ep
+    return States(
+        weights=(shared + experts) * width,
+        gradients=(shared + experts) * MAIN_GRADIENT,
+        optimizer=-(-shared * state // by_dp) + -(-experts * state // by_expert_dp),
+    )
+
+
+def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
+    """What backward needs of the micro-batches in flight, and what computing one layer takes besides.
+
+    The method of arXiv 2205.05198 (section 4: what each operation keeps; 1F1B keeps PP - stage micro-batches; with full
+    recompute a layer keeps its input alone), for this program's layers: RMSNorm with float32 statistics, flash
+    attention, gated MLP, no dropout. tokens: of one micro-batch.
+    """
+    sizes, width, megatron = layout(config), dtype_bytes(config), config.actor_rollout_ref.actor.megatron
+    part = sizes.tp if megatron.sequence_parallel else 1
+    layers, number = spec.num_layers // sizes.pp, megatron.recompute_num_layers
+    entry = spec.hidden_size * width / part
+    attention, mlp, rest = _kept_per_token(spec, sizes, width, part)
+    whole = attention + mlp + rest
+    if megatron.recompute_granularity == "full" and megatron.recompute_method == "uniform":
+        kept, computed = layers / number * entry, number * whole
+    elif megatron.recompute_granularity == "full":
+        kept, computed = number * entry + (layers - number) * whole, whole
+    elif megatron.recompute_granularity == "selective":
+        left_out = {"core_attn": attention / 3, "mlp": mlp}
+        kept = layers * (whole - sum(left_out[name] for name in megatron.recompute_modules))
+        computed = whole
+    else:
+        kept, computed = layers * whole, 0.0
+    # of one layer: the gathered input of a product, its gradient, and that of the MLP's widest product
+    ffn = spec.active_ffn_size / (1 if spec.mixture else sizes.tp)
+    computed += (2 * spec.hidden_size + 2 * ffn) * width
+    return round(tokens * (kept * _in_flight(sizes, stage) + computed))
+
+
+def _kept_per_token(spec: ModelSpec, sizes: Layout, width: int, part: int) -> tuple[float, float, float]:
+    """Bytes per token that one layer keeps for backward: (attention, MLP, norms and the inputs of the two blocks).
+    part: ranks that share a sequence."""
+    heads = spec.num_heads + spec.num_kv_heads
+    # q, k, v as they came; q and k rotated; the output, which is as large as q
+    attention = 3 * heads * spec.head_dim * width / sizes.tp
+    if spec.mixture is None:
+        mlp = 4 * spec.ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
+    else:  # tokens are evenly spread over the experts; each is copied once per expert
+        mlp = (4 * spec.active_ffn_size + spec.mixture.experts_per_token * spec.hidden_size) * width / part
+    # twice: float32 input and normed output of the norm, input of the product
+    rest = 2 * spec.hidden_size * (4 + 2 * width) / part
+    return attention, mlp, rest
+
+
+def _in_flight(sizes: Layout, stage: int) -> float:
+    """Micro-batches of a stage that wait for their backward pass, in stages: 1F1B, or the interleaved schedule's
+    warm-up (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches)."""
+    behind = sizes.pp - stage - 1
+    if not sizes.vpp:
+        return behind + 1
+    return (2 * behind + (sizes.vpp - 1) * sizes.pp + 1) / sizes.vpp
+
+
+def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
+    """One chunk of float32 logits and its gradient, the chunk's hidden states (its own, and with sequence parallelism
+    the next ones that travel; their gradient in float32), and the gradient of all of them (kernels/logits_chunk.py,
+    kernels/fused_head.py)."""
+    sizes, width, actor = layout(config), dtype_bytes(config), config.actor_rollout_ref.actor
+    part = sizes.tp if actor.megatron.sequence_parallel else 1
+    rows = min(tokens, actor.log_prob_chunk_size or HEAD_CHUNK)
+    columns = spec.padded_vocab_size(sizes.tp) // sizes.tp
+    chunk = rows * columns * (4 + width) + rows * spec.hidden_size * (3 * width + 4)
+    return chunk + tokens * spec.hidden_size * width // part
+
+
+def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
+    """Two flat buckets (weight_sync/sender.py), and the bucket that is being gathered, in slices and whole. A larger
+    tensor travels alone: the embedding, or an MLP's."""
+    bucket = config.weight_sync.bucket_size_mb * MIB
+    largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size * dtype_bytes(config)
+    return 2 * bucket + 2 * max(bucket, largest)
+
+
+def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
+    """The reference's last hidden states of a rollout step, all responses at their longest, and its chunk of logits."""
+    sizes, actor = layout(config), config.actor_rollout_ref.actor
+    sharing = sizes.dp * (sizes.tp if actor.megatron.sequence_parallel else 1)
+    tokens = -(-samples_per_rollout_step(config) * config.data.max_response_length // sharing)
+    chunk = (actor.log_prob_chunk_size or HEAD_CHUNK) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
+    return tokens * spec.hidden_size * dtype_bytes(config) + chunk
+
+
+def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
+    """A server's share of the weights, in half precision, and the key-value cache: 2 x layers x KV heads (one at least
+    on each GPU) x dim numbers per token (arXiv 2309.06180, section 3)."""
+    server, width = config.actor_rollout_ref.rollout.server, dtype_bytes(config)
+    tp = server.tensor_model_parallel_size
+    whole = sum(num_parameters(spec, Layout(tp=1, pp=1, vpp=None, world=1), stage=0))
+    share = server.mem_fraction_static or SERVER_SHARE
+    weights = whole * width // tp
+    per_token = 2 * spec.num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * width
+    left = int(share * config.trainer.gpu_memory_gb * GB) - weights
+    if server.max_total_tokens is not None:
+        left = min(left, server.max_total_tokens * per_token)
+    return ServerParts(weights, left, per_token)
+
+
+def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> list[str]:
+    """A sentence with the cure for each kind of GPU that the estimate does not fit into."""
+    found, available = [], config.trainer.gpu_memory_gb
+    parts = trainer_memory(config, actor, critic)
+    if parts.total > available * GB:
+        largest, size = next(iter(parts.by_name.items()))
+        found.append(
+            f"A trainer GPU would need about {parts.total / GB:.0f} GB, {size / GB:.0f} of them for {largest}, above "
+            f"trainer.gpu_memory_gb {available:g}; {CURES[largest]}."
+        )
+    if not has_given_servers(config) and not config.trainer.replay:
+        server, longest = server_memory(config, actor), config.data.max_prompt_length + config.data.max_response_length
+        if server.num_tokens < longest:
+            found.append(
+                f"A server GPU would have {server.weights / GB:.1f} GB of weights and room for {server.num_tokens} "
+                f"tokens, fewer than the {longest} of one prompt with its response (trainer.gpu_memory_gb "
+                f"{available:g}); raise actor_rollout_ref.rollout.server.tensor_model_parallel_size."
+            )
+    return found
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_MORE_RANKS = f"raise {_ACTOR}.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
+CURES = {
+    "weights": _MORE_RANKS,
+    "gradients": _MORE_RANKS,
+    "optimizer": f"{_MORE_RANKS}, or trainer.nnodes with use_distributed_optimizer, which shards it",
+    "activations": f"set {_ACTOR}.megatron.recompute_granularity=full, or lower {_ACTOR}.max_tokens_per_microbatch",
+    "log prob head": f"lower {_ACTOR}.log_prob_chunk_size",
+    "weight sync": "lower weight_sync.bucket_size_mb",
+    "reference": _MORE_RANKS,
+    "critic": _MORE_RANKS,
+}
+
+
+def dtype_bytes(config: Config) -> int:
+    """Of a parameter or activation; auto is bfloat16, as on a GPU."""
+    return 4 if config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
+
+
+def _padded(config: Config, tokens: int) -> int:
+    """To a multiple that tensor-parallel ranks can share."""
+    tp = layout(config).tp
+    return -(-tokens // tp) * tp

@@ -1,0 +1,330 @@
+"""Ends a job that hangs: says which rank is missing, and leaves the stacks of all ranks.
+
+Each rank notes where it is (`phase`, `beat`: an assignment, no more). Two threads of its own do the rest: one tells the
+others and hears from them, through a store on rank 0; the other judges by its own clock, so that a store that does not
+answer stops nothing. A rank that makes no progress for the limit of its phase raises the alarm, and so does one that
+does not hear from another. Then every rank that still can writes its stacks, and the process ends: a thread in a
+collective cannot be interrupted.
+"""
+
+import faulthandler
+import json
+import linecache
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron_dapo.config import HANG_EXIT_CODE, write_whole
+from megatron_dapo.platform.ranks import Ranks
+
+TELL_INTERVAL_S = 1.0
+_JUDGE_INTERVAL_S = 0.25
+_ANSWERS_S = 6.0  # for every rank to notice an alarm and write its stacks
+_FAREWELL_S = 4.0  # for every rank to have read the others' answers
+_STORE_TIMEOUT_S = 60.0
+_LONGEST_STEP_S = 2.0  # of the judge's clock: time in which the whole process was stopped counts for no more
+_SHOWN_RANKS = 8
+_REPOSITORY = str(Path(__file__).resolve().parents[2]) + os.sep
+
+
+class _Here:
+    """Where this process's main thread is. entered: phases begun and left so far; beats: steps within this one."""
+
+    step, phase, entered, beats = 0, "", 0, 0
+
+    def enter(self, phase: str) -> None:
+        self.phase, self.beats, self.entered = phase, 0, self.entered + 1
+
+
+_here = _Here()
+
+
+def beat() -> None:
+    """Something was done: the limit of the phase counts from here."""
+    _here.beats += 1
+
+
+def begin_step(step: int) -> None:
+    """What follows belongs to this rollout step."""
+    _here.step = step
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Everything inside belongs to this phase; in the same order on all ranks."""
+    outer = _here.phase
+    _here.enter(name)
+    try:
+        yield
+    finally:
+        _here.enter(outer)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. at: the line of this program that it is in; waits: inside a collective, for others."""
+
+    node: str
+    pid: int
+    step: int
+    phase: str
+    entered: int
+    beats: int
+    at: str = ""
+    waits: bool = False
+    has_left: bool = False
+
+    def __str__(self) -> str:
+        where = f"in `{self.phase}` of step {self.step}" if self.phase else f"in no phase, after step {self.step}"
+        return f"{where}{f' at {self.at}' if self.at else ''}"
+
+
+def missing(places: Mapping[int, Place], silent: set[int]) -> list[int]:
+    """Whom the others wait for: ranks that do not answer; else, of those in the earliest phase, the ranks that are in
+    no collective; else those that did least in it. Nobody where all are alike. places: of the ranks that answer."""
+    if silent or not places:
+        return sorted(silent)
+    first = min(place.entered for place in places.values())
+    behind = [rank for rank, place in places.items() if place.entered == first]
+    working = [rank for rank in behind if not places[rank].waits]
+    candidates = working or behind
+    beats = min(places[rank].beats for rank in candidates)
+    found = sorted(rank for rank in candidates if places[rank].beats == beats)
+    return found if len(found) < len(places) or len(places) == 1 else []
+
+
+def sentence(why: str, places: Mapping[int, Place], last: Mapping[int, Place], silent: set[int], folder: Path) -> str:
+    """What the user is told, on one line. last: where ranks were when they were last heard of."""
+    ranks = missing(places, silent)
+    told = []
+    for rank in ranks:
+        place = places.get(rank) or last[rank]
+        state = "has left, last " if place.has_left else "does not answer, last " if rank in silent else "is "
+        told.append(f"rank {rank} (process {place.pid} on {place.node}) {state}{place}")
+    blame = f"missing: {_some(told)}"
+    if not told:
+        blame = "no rank stands out: " + _some([f"rank {rank} is {place}" for rank, place in sorted(places.items())])
+    return f"Hang: {why}; {blame}. Stacks of the ranks that answer: {folder}"
+
+
+def _some(texts: list[str]) -> str:
+    more = f"; and {len(texts) - _SHOWN_RANKS} more" if len(texts) > _SHOWN_RANKS else ""
+    return "; ".join(texts[:_SHOWN_RANKS]) + more
+
+
+class _Clock:
+    """Seconds since a value changed, of the time in which this process ran."""
+
+    def __init__(self) -> None:
+        self._now, self._last = 0.0, time.monotonic()
+        self._seen: dict[str, tuple[object, float]] = {}
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self._now += min(now - self._last, _LONGEST_STEP_S)
+        self._last = now
+
+    def age(self, name: str, value: object) -> float:
+        seen = self._seen.get(name)
+        if seen is None or seen[0] != value:
+            self._seen[name] = seen = (value, self._now)
+        return self._now - seen[1]
+
+
+class Watchdog:
+    """One per rank, while a job runs.
+
+    limits_s: seconds without progress that each phase may take; default_s: of any other. silence_s: how long a rank may
+    not be heard of. folder: made when there is something to write. To be entered while the job runs.
+    """
+
+    on_alarm: Callable[[], None] = staticmethod(lambda: None)
+    """Called once, before the end."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        world_size: int,
+        folder: Path,
+        limits_s: Mapping[str, float],
+        default_s: float,
+        silence_s: float,
+    ) -> None:
+        """Collective over all ranks."""
+        self._rank, self._world, self._folder = ranks.rank, world_size, folder
+        self._limits, self._default_s, self._silence_s = limits_s, default_s, silence_s
+        self._node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._main_thread = threading.main_thread().ident
+        self._closing = threading.Event()
+        self._heard: dict[int, tuple[int, Place]] = {}  # rank -> (how often it has spoken, where it was)
+        self._alarm, self._num_exchanges, self._num_told = "", 0, 0
+        # everybody waits for rank 0 and through its store; rank 0 looks after all
+        self._watched = [rank for rank in (range(world_size) if self._rank == 0 else [0]) if rank != self._rank]
+        host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=_STORE_TIMEOUT_S)
+        store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False) if self._rank == 0 else None
+        port = ranks.gather(store.port if store else None)[0]
+        self._store = store or dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        self._own_store = self._store.clone()  # a client answers one thread at a time
+        if self._rank == 0:
+            self._store.set("alarm", "")
+        self._tell()
+        # now every key is there
+        self._heard = {rank: (0, Place(**fields)) for rank, fields in enumerate(ranks.gather(asdict(self._place())))}
+        faulthandler.enable()
+        self._threads = [
+            threading.Thread(target=work, name=f"watchdog-{work.__name__}", daemon=True)
+            for work in (self._talk, self._judge)
+        ]
+
+    def __enter__(self) -> "Watchdog":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The others are told that this rank leaves."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(2 * TELL_INTERVAL_S)
+
+    # ------------------------------------------------------------------------------------ the thread that talks
+
+    def _talk(self) -> None:
+        keys = ["alarm", *(f"place/{rank}" for rank in self._watched)]
+        while not self._closing.wait(TELL_INTERVAL_S):
+            try:
+                self._tell()
+                alarm, *places = self._store.multi_get(keys)
+            except dist.DistError:
+                continue  # the judge sees that nothing is heard
+            for rank, text in zip(self._watched, places, strict=True):
+                number, fields = json.loads(text)
+                self._heard[rank] = number, Place(**fields)
+            self._alarm = alarm.decode()
+            self._num_exchanges += 1
+        try:
+            self._tell(has_left=True)
+        except dist.DistError:
+            return  # rank 0 has left before
+
+    def _tell(self, has_left: bool = False) -> None:
+        self._num_told += 1
+        self._store.set(f"place/{self._rank}", json.dumps([self._num_told, asdict(self._place(has_left=has_left))]))
+
+    def _place(self, **more: object) -> Place:
+        return Place(self._node, os.getpid(), _here.step, _here.phase, _here.entered, _here.beats, **more)
+
+    # ----------------------------------------------------------------------------------- the thread that judges
+
+    def _judge(self) -> None:
+        clock = _Clock()
+        while not self._closing.wait(_JUDGE_INTERVAL_S):
+            clock.tick()
+            if self._alarm:
+                self._end(self._alarm)
+            if why := self._verdict(clock):
+                self._end(why)
+
+    def _verdict(self, clock: _Clock) -> str | None:
+        limit = self._limits.get(_here.phase, self._default_s)
+        if clock.age("progress", (_here.entered, _here.beats)) > limit:
+            return f"rank {self._rank} made no progress for {limit:g} s in `{_here.phase}` of step {_here.step}"
+        if self._rank != 0 and clock.age("store", self._num_exchanges) > self._silence_s:
+            return f"rank {self._rank} could not reach rank 0 for {self._silence_s:g} s"
+        for rank in self._watched:
+            number, place = self._heard[rank]
+            if clock.age(f"rank {rank}", number) > self._silence_s and not place.has_left:
+                return f"rank {rank} was not heard of for {self._silence_s:g} s"
+        return None
+
+    def _end(self, why: str) -> None:
+        """The last thing this process does."""
+        frame = sys._current_frames().get(self._main_thread)
+        mine = self._place(at=_line_of(frame), waits=_is_waiting(frame))
+        self._write_stacks()
+        self.on_alarm()
+        places, last = {self._rank: mine}, {rank: place for rank, (_, place) in self._heard.items()}
+        # as long as the store does not answer, rank 0 is the one who does not
+        silent = {0} if self._rank else set(range(1, self._world))
+        asking = threading.Thread(target=self._exchange, args=(why, mine, places, last, silent), daemon=True)
+        asking.start()
+        asking.join(_ANSWERS_S + _FAREWELL_S + 1.0)
+        print(sentence(why, dict(places), dict(last), set(silent), self._folder), file=sys.stderr, flush=True)
+        os._exit(HANG_EXIT_CODE)
+
+    def _exchange(
+        self, why: str, mine: Place, places: dict[int, Place], last: dict[int, Place], silent: set[int]
+    ) -> None:
+        """Tells the others, and fills in what they answer. Never returns where the store does not answer."""
+        store, others = self._own_store, set(range(self._world)) - {self._rank}
+        try:
+            store.compare_set("alarm", "", why)
+            silent.clear()
+            silent.update(others)
+            store.set(f"stopped/{self._rank}", json.dumps(asdict(mine)))
+            for rank, text in zip(
+                sorted(others), store.multi_get([f"place/{rank}" for rank in sorted(others)]), strict=True
+            ):
+                last[rank] = Place(**json.loads(text)[1])
+            deadline = time.monotonic() + _ANSWERS_S
+            while silent and time.monotonic() < deadline:
+                for rank in [rank for rank in silent if store.check([f"stopped/{rank}"])]:
+                    places[rank] = Place(**json.loads(store.get(f"stopped/{rank}")))
+                    silent.discard(rank)
+                time.sleep(_JUDGE_INTERVAL_S)
+            store.set(f"done/{self._rank}", "1")
+            deadline = time.monotonic() + _FAREWELL_S
+            while self._rank == 0 and time.monotonic() < deadline:  # the others ask its store
+                if store.check([f"done/{rank}" for rank in others - silent]):
+                    return
+                time.sleep(_JUDGE_INTERVAL_S)
+        except dist.DistError:  # rank 0 has ended meanwhile
+            return
+
+    def _write_stacks(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / f"rank-{self._rank}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            for recorder, trace in _flight_records():
+                write_whole(self._folder / f"flight-{recorder}-rank-{self._rank}.json", trace)
+        except OSError as error:  # a full disk must not keep the job alive
+            print(f"The stacks cannot be written to {self._folder}: {error}", file=sys.stderr, flush=True)
+
+
+def _flight_records() -> Iterator[tuple[str, bytes]]:
+    """torch's records of the last collectives, as JSON, by who keeps them; none where this torch keeps none."""
+    bindings = torch._C._distributed_c10d  # no public name leads there
+    for recorder, name in (("nccl", "_dump_nccl_trace_json"), ("gloo", "_dump_fr_trace_json")):
+        if dump := getattr(bindings, name, None):
+            trace = dump()
+            yield recorder, trace if isinstance(trace, bytes) else trace.encode()
+
+
+def _is_waiting(frame: FrameType | None) -> bool:
+    """Whether a thread's innermost Python code is a collective of torch, or the wait for one."""
+    if frame is None:
+        return False
+    name = frame.f_code.co_filename
+    return f"torch{os.sep}distributed" in name or ".wait(" in linecache.getline(name, frame.f_lineno)
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """The innermost line of this program that a thread is in, e.g. `megatron_dapo/training/policy.py:88`."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_REPOSITORY) and "site-packages" not in name:
+            return f"{name.removeprefix(_REPOSITORY)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

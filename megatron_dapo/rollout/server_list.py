@@ -1,0 +1,71 @@
+"""Which servers a run has: URLs that never change, or the lines of a file that is read again and again."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dapo.config import RolloutConfig, UserError, is_server_url
+
+log = logging.getLogger(__name__)
+
+_FILE = "actor_rollout_ref.rollout.server_urls_file"
+
+
+class ServerList:
+    """The URLs of the servers, as they are now. Whoever writes the file may do so at any time."""
+
+    def __init__(self, urls: Sequence[str] = (), file: str | Path | None = None) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._file = Path(file) if file else None
+        self._complaint = ""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> "ServerList":
+        return cls(rollout.server_urls, rollout.server_urls_file)
+
+    def read(self) -> list[str]:
+        """The URLs, each once; none where the file is missing or empty. Raises UserError naming a malformed line."""
+        if self._file is not None:
+            try:
+                text = self._file.read_text(encoding="utf-8")
+            except FileNotFoundError:
+                text = ""
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"{_FILE} {self._file} cannot be read ({error}); correct it.") from error
+            self._urls = parse_urls(text, str(self._file))
+        return list(self._urls)
+
+    def now(self) -> list[str]:
+        """As `read`, in a run that goes on: of a file that is gone, cannot be read or has a malformed line the log
+        complains, once, and the last good list stays."""
+        complaint = ""
+        if self._file is not None and not self._file.exists():
+            complaint = f"{_FILE} {self._file} is not there."
+        else:
+            try:
+                self.read()
+            except UserError as error:
+                complaint = str(error)
+        if complaint and complaint != self._complaint:
+            log.warning("%s The servers stay as they were.", complaint)
+        self._complaint = complaint
+        return list(self._urls)
+
+    def __str__(self) -> str:
+        """Where it comes from, and what it holds."""
+        urls = ", ".join(self._urls) or "none"
+        return f"{urls} (from {self._file})" if self._file is not None else urls
+
+
+def parse_urls(text: str, source: str) -> list[str]:
+    """One URL per line; empty lines and what follows # do not count, nor does a repetition."""
+    urls: dict[str, None] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        url = line.partition("#")[0].strip()
+        if url and not is_server_url(url):
+            raise UserError(
+                f"{_FILE} {source}, line {number}: {url!r} is not of the form http://host:port; correct it."
+            )
+        if url:
+            urls[url.rstrip("/")] = None
+    return list(urls)

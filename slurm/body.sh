@@ -1,0 +1,226 @@
+#!/usr/bin/env bash
+# What the scripts of this folder run as a Slurm job: plan -> preflight -> servers -> trainer -> ordered end. The last
+# line of the job's log says how it ended; docs/cluster.md explains the exit codes and the folder of logs.
+#
+#   slurm/body.sh [key=value ...]       any key of the config, as docs/config.md lists them
+#
+# Settings are variables of the environment (`CONTAINER=pyxis IMAGE=... sbatch slurm/dapo_32b.sh`):
+#   CONFIG          the recipe; the scripts set it
+#   CONTAINER       none (default) | pyxis | apptainer
+#   IMAGE, MOUNTS   its image, and what it sees of the file systems as from:to,from:to (default: this folder)
+#   PYTHON          interpreter (default: .venv/bin/python, made here once if it is missing; in a container python3)
+#   REQUEUE         auto (default): save and requeue before the time limit | off: save and end with 85,
+#                   for chains: for i in 1 2 3; do REQUEUE=off sbatch --dependency=singleton slurm/dapo_32b.sh; done
+#   MAX_RESTARTS    requeues of one job (default 20)
+#   DRY_RUN=1       print nodes, processes and memory, and stop; works outside of Slurm too
+#
+# bash owns srun, scancel and scontrol, since a host of containers may lack a Python; all that can be computed is asked
+# of `python -m launch.slurm`, which runs in the container if there is one.
+# shellcheck disable=SC2317  # functions that only traps call
+set -euo pipefail
+
+: "${CONFIG:?names the recipe, e.g. CONFIG=configs/dapo_7b.yaml}"
+CONTAINER=${CONTAINER:-none} IMAGE=${IMAGE:-} MOUNTS=${MOUNTS:-$PWD:$PWD}
+REQUEUE=${REQUEUE:-auto} MAX_RESTARTS=${MAX_RESTARTS:-20} DRY_RUN=${DRY_RUN:-0}
+GRACE_S=60 # for a step that was asked to end
+
+stamp() { printf '[%(%F %T)T] %s\n' -1 "$*"; }
+
+die() { # CODE SENTENCE
+    echo "FAILED ($1): $2" >&2
+    exit "$1"
+}
+
+[[ $REQUEUE = auto || $REQUEUE = off ]] || die 2 "REQUEUE=$REQUEUE is neither auto nor off"
+[[ $DRY_RUN = 1 || -n ${SLURM_JOB_ID:-} ]] || die 2 "no Slurm job: sbatch slurm/NAME.sh, or DRY_RUN=1 bash slurm/NAME.sh"
+
+# IN: flags of the container, which follow those of srun and come before the command. ASK: launch.slurm on this node.
+case $CONTAINER in
+    none) IN=() ;;
+    pyxis) IN=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$PWD") ;;
+    apptainer) IN=(apptainer exec --nv --bind "$MOUNTS" --pwd "$PWD" "$IMAGE") ;;
+    *) die 2 "CONTAINER=$CONTAINER is neither none, pyxis nor apptainer" ;;
+esac
+[[ $CONTAINER = none || -n $IMAGE ]] || die 2 "CONTAINER=$CONTAINER needs IMAGE=..."
+if [ "$CONTAINER" = none ] && [ -z "${PYTHON:-}" ]; then
+    PYTHON=$PWD/.venv/bin/python
+    [ -x "$PYTHON" ] || make setup ${SLURM_GPUS_ON_NODE:+PLATFORM=cuda} || die 2 "there is no $PYTHON: run make setup where packages can be downloaded"
+fi
+ASK=("${IN[@]}" "${PYTHON:=python3}" -m launch.slurm)
+if [ "$CONTAINER" = pyxis ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+    ASK=(srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --overlap --mem=0 --mpi=none "${ASK[@]}")
+elif [ "$CONTAINER" = pyxis ]; then
+    ASK=("$PYTHON" -m launch.slurm) # a dry run, on this host
+fi
+
+if [ "$DRY_RUN" = 1 ]; then
+    exec "${ASK[@]}" plan --config "$CONFIG" "$@"
+fi
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE # the job's; steps share what it has (--mem=0)
+
+# ------------------------------------------------------------------------------------------------ steps
+
+nap() { # a trapped signal is not kept waiting
+    sleep "${1:-1}" &
+    wait $! || true
+}
+
+alive() { kill -0 "$1" 2>/dev/null; }
+
+code_of() { # PID of what has ended: CODE is its exit code
+    CODE=0
+    wait "$1" || CODE=$?
+}
+
+declare -A STEPS=() # role -> pid of its srun
+
+start() { # ROLE FLAGS...
+    local role=$1
+    shift
+    stamp "$role starts: $LOGS/$role-*.log"
+    srun "$@" "${IN[@]}" "$PYTHON" -m launch.slurm node "$role" "$LOGS/plan.json" 2>>"$LOGS/srun-$role.log" &
+    STEPS[$role]=$!
+}
+
+step_id() { squeue --steps --noheader --job="$SLURM_JOB_ID" --format="%i %j" | awk -v role="$1" '$2 == role { print $1 }'; }
+
+end_step() { # ROLE: ask its processes to end (SIGTERM to srun would kill them), wait, then end what is left
+    local pid=${STEPS[$1]:-} id i
+    [ -n "$pid" ] && alive "$pid" || return 0
+    id=$(step_id "$1") || id='' # Slurm does not answer, or has not made the step yet: srun is all there is to end
+    stamp "$1 is ended"
+    if [ -n "$id" ]; then
+        scancel --signal=TERM "$id" 2>/dev/null || true # it says "Invalid job id", and does it
+    else
+        kill "$pid"
+    fi
+    for ((i = 0; i < GRACE_S; i++)); do alive "$pid" || return 0; nap; done
+    if [ -n "$id" ]; then scancel "$id" 2>/dev/null || true; fi
+    for ((i = 0; i < GRACE_S; i++)); do alive "$pid" || return 0; nap; done
+    kill -KILL "$pid" || true
+}
+
+# ------------------------------------------------------------------------------------------------ how it ends
+
+PHASE=plan CODE='' ASKED_BY='' CANCELLED='' SERVERS_ENDED=''
+
+state() { # of the job; RUNNING where Slurm does not answer for ten seconds: no reason to give up what runs
+    local told='' i
+    for ((i = 0; i < 5; i++)); do
+        told=$(scontrol show job "$SLURM_JOB_ID" --oneliner 2>/dev/null | grep -o 'JobState=[A-Z_]*' | cut -d= -f2) || told=''
+        [ -z "$told" ] || break
+        sleep 2
+    done
+    echo "${told:-RUNNING}"
+}
+
+on_signal() { # before the time limit the job still runs; after scancel it does not
+    if [ "$(state)" != RUNNING ]; then
+        CANCELLED=1
+    elif [ -z "$ASKED_BY" ]; then
+        ASKED_BY=$1
+        stamp "$1: the trainer saves at the end of its step, then the job ends"
+        [ -z "${RUN:-}" ] || touch "$RUN/stop"
+    fi
+}
+
+finish() { # whatever ends this script: no step is left, and the last line says how it ended
+    local code=$1 flags=() lost
+    trap - EXIT
+    trap '' TERM USR1
+    if [ "$PHASE" = plan ]; then
+        case $code in
+            2 | 13) exit "$code" ;; # the planner has said why
+            76) echo "$told" && exit 0 ;;
+            *) echo "FAILED ($code): the plan could not be made; see above" && exit "$code" ;;
+        esac
+    fi
+    if [ -n "$CANCELLED" ]; then
+        lost=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N | paste -sd' ') || lost=''
+        if [ -n "$lost" ]; then
+            echo "FAILED (143): Slurm took the job from its nodes during $PHASE: $lost is down"
+        else
+            echo "FAILED (143): the job was cancelled, or taken from its nodes, during $PHASE (JobState $(state))"
+        fi
+        exit 143
+    fi
+    for role in trainer servers preflight; do end_step "$role"; done
+    [ -z "$SERVERS_ENDED" ] || flags+=(--servers-ended)
+    [ "$REQUEUE" = auto ] || flags+=(--no-requeue)
+    "${ASK[@]}" end "$LOGS/plan.json" --phase "$PHASE" --exit-code "${CODE:-$code}" --asked-by "$ASKED_BY" \
+        --max-restarts "$MAX_RESTARTS" "${flags[@]}" && code=0 || code=$?
+    case $code in
+        75) requeue ;;
+        0 | 2 | 10 | 11 | 12 | 13 | 85) ;; # it has said why
+        *) echo "FAILED ($code): how the job ended during $PHASE could not be told; its logs are in $LOGS" ;;
+    esac
+    exit "$code"
+}
+
+requeue() {
+    [ "$(state)" = RUNNING ] || die 143 "saved, but the job was cancelled: it is not requeued"
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        trap 'exit 85' TERM
+        nap 300 # Slurm ends this script
+    fi
+    echo "SAVED: Slurm does not requeue this job; the same command goes on from there"
+    exit 85
+}
+
+stop_if_cancelled() { [ -z "$CANCELLED" ] || exit 143; }
+
+await() { # ROLE: until its step has ended; CODE is its exit code
+    while alive "${STEPS[$1]}"; do
+        stop_if_cancelled
+        if grep -qs "launch failed" "$LOGS/srun-$1.log"; then end_step "$1"; fi # its peers would wait for it
+        if [ "$1" = trainer ] && [ -z "$SERVERS_ENDED" ] && [ -n "${STEPS[servers]:-}" ] && ! alive "${STEPS[servers]}"; then
+            SERVERS_ENDED=1
+            stamp "the servers have all ended; the trainer gives up at its own deadline"
+        fi
+        nap
+    done
+    stop_if_cancelled
+    code_of "${STEPS[$1]}"
+}
+
+# ------------------------------------------------------------------------------------------------ the job
+
+trap 'finish $?' EXIT
+trap 'on_signal USR1' USR1
+trap 'on_signal TERM' TERM
+
+stamp "job $SLURM_JOB_ID, attempt ${SLURM_RESTART_COUNT:-0}: $CONFIG $*"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+told='' # its last line is the folder of logs
+told=$("${ASK[@]}" plan --config "$CONFIG" --nodes "$nodes" --max-restarts "$MAX_RESTARTS" "$@")
+echo "$told"
+# shellcheck source=/dev/null
+source "${told##*$'\n'}/plan.sh"
+{ git rev-parse HEAD && git status --short && git diff HEAD; } >"$LOGS/revision.txt" 2>&1 || true
+rm -f "$RUN/stop" # of an attempt that ended before it could obey
+[ -z "$ASKED_BY" ] || touch "$RUN/stop"
+
+PHASE=preflight
+start preflight "${PREFLIGHT_STEP[@]}"
+await preflight
+[ "$CODE" = 0 ] || exit 10
+
+if ((NUM_SERVER_NODES > 0)); then
+    PHASE=servers CODE=''
+    start servers "${SERVERS_STEP[@]}"
+    "${ASK[@]}" wait-servers "$LOGS/plan.json" &
+    waiter=$!
+    while alive "$waiter" && alive "${STEPS[servers]}"; do stop_if_cancelled; nap; done
+    stop_if_cancelled
+    if alive "$waiter"; then kill "$waiter"; fi
+    code_of "$waiter"
+    [ "$CODE" = 0 ] || exit 11
+fi
+
+PHASE=trainer CODE=''
+start trainer "${TRAINER_STEP[@]}"
+tail --pid="${STEPS[trainer]}" -n +1 -F "$LOGS/trainer-$HEAD_NODE.log" 2>/dev/null & # rank 0 shows the steps
+shown=$!
+await trainer
+wait "$shown" || true
+exit "$CODE"

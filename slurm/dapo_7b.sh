@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Qwen2.5-7B by DAPO (configs/dapo_7b.yaml): one trainer and one server node of 8 GPUs of 80 GB.
+#   sbatch slurm/dapo_7b.sh [key=value ...]         its settings are in slurm/body.sh; DRY_RUN=1 bash slurm/dapo_7b.sh
+#SBATCH --job-name=dapo_7b
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+# Where Slurm knows no GPUs (no GRES): sbatch --gpus-per-node=0.
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+# Two hours before the end the run is asked to save, which it does when its step is done: longer than one step takes.
+#SBATCH --signal=B:USR1@7200
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+[ -f slurm/body.sh ] || cd "$(dirname "$0")/.."
+[ -f slurm/body.sh ] || { echo "FAILED (2): submit this from the folder of the repository" >&2; exit 2; }
+
+export CONFIG=${CONFIG:-configs/dapo_7b.yaml}
+exec bash slurm/body.sh "$@"

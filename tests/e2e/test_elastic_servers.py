@@ -1,0 +1,123 @@
+"""Servers that die while a run goes on: 20 kills in 15 steps cost time, and no sample."""
+
+import pytest
+
+from megatron_dapo.checkpointing import newest_first, read_trainer_state, verify
+from megatron_dapo.checkpointing.folders import read_controller_state
+from megatron_dapo.config import Config, RunFolder, load_and_validate
+from megatron_dapo.telemetry import Summary, closing_table, read_metrics
+from tests.elastic import Kills, StandIns, check_accounts, fingerprints, train
+from tests.tiny_models import make_tiny
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NUM_STEPS, NUM_KILLS, NUM_SERVERS = 15, 20, 3
+FIRST, LAST = 2, 13  # steps around the kills in which all servers are there, to compare with
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Two pipeline stages, so two groups with every server, and all weights compared with the servers' after each
+    push. More gen batches than one in most steps."""
+    folder = tmp_path_factory.mktemp("elastic")
+    make_tiny(folder / "model", "qwen2")
+    rows = "".join(
+        f'{{"prompt": "{a}+{b}=", "label": "0", "data_source": "any"}}\n' for a in range(10) for b in range(10)
+    )
+    (folder / "prompts.jsonl").write_text(rows)
+    rollout = "actor_rollout_ref.rollout"
+    return load_and_validate(
+        None,
+        [
+            f"actor_rollout_ref.model.path={folder}/model",
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            f"data.train_files=[{folder}/prompts.jsonl]",
+            "data.apply_chat_template=false",
+            "data.train_batch_size=8",
+            "data.gen_batch_size=6",
+            "data.max_prompt_length=8",
+            "data.max_response_length=16",
+            f"{rollout}.n=4",
+            f"{rollout}.server.startup_timeout_s=15.0",  # also how long the trainer waits when all are lost
+            f"{rollout}.step_timeout_s=200.0",
+            f"{rollout}.request_timeout_s=60.0",
+            f"{rollout}.max_retries=8",
+            "algorithm.dapo.enable=true",
+            "algorithm.dapo.dynamic_sampling.enable=true",
+            "algorithm.dapo.dynamic_sampling.max_num_gen_batches=20",
+            "reward.function=tests.scripted_reward:even_length",
+            "reward.num_workers=1",
+            "weight_sync.timeout_s=60.0",
+            "weight_sync.verify=true",
+            "weight_sync.verify_num_tensors=10000",
+            "trainer.n_procs_per_node=2",
+            f"trainer.total_training_steps={NUM_STEPS + 5}",
+            "trainer.save_interval=-1",
+            "trainer.dump_batches=true",
+            "trainer.logger=[jsonl]",
+            f"trainer.run_dir={folder}/run",
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def run(config: Config) -> RunFolder:
+    """20 kills, and after step 15 all servers are lost for good."""
+    servers, kills = StandIns(NUM_SERVERS), Kills(NUM_KILLS, FIRST, LAST, longest_wait_s=2.0)
+
+    def look(num_steps: int) -> bool:
+        kills.look(num_steps, servers.pids())
+        return num_steps >= NUM_STEPS
+
+    code = train(config, servers, look)
+    run = RunFolder.of(config.trainer)
+    assert code == 1, tail(run)
+    assert len(kills.done) == NUM_KILLS
+    for url in servers.urls:
+        assert url in run.log("trainer-rank-0").read_text().splitlines()[-1], "the end names the servers"
+    return run
+
+
+def tail(run: RunFolder) -> str:
+    return "\n".join(f"--- {log}\n{log.read_text()[-3000:]}" for log in sorted(run.logs.glob("*.log")))
+
+
+def records(run: RunFolder) -> list[dict]:
+    return read_metrics(run.metrics)[:NUM_STEPS]
+
+
+def test_every_uid_is_trained_exactly_n_times_and_every_token_is_of_the_expected_version(config, run):
+    accounts = check_accounts(config, NUM_STEPS)
+    print(accounts)
+    assert accounts.num_trained == NUM_STEPS * config.data.train_batch_size and accounts.num_filtered > 0
+
+
+def test_every_token_was_written_by_the_weights_of_its_version(config, run):
+    """A server that bears a version holds exactly its weights, however often it was started again."""
+    found = fingerprints(config, NUM_STEPS)
+    assert sorted(found) == list(range(NUM_STEPS))
+    assert all(len(values) == 1 for values in found.values()), "two servers of one version had other weights"
+    assert len(set.union(*found.values())) == NUM_STEPS, "the weights changed with every version"
+
+
+def test_the_metrics_tell_of_the_losses_and_the_report_of_what_they_cost(run):
+    steps = records(run)
+    assert all(step["rollout/num_servers"] == NUM_SERVERS for step in steps)
+    assert all(0 <= step["weight_sync/num_servers"] <= NUM_SERVERS for step in steps)
+    assert sum(step["rollout/num_retries"] for step in steps) > 0
+    num_rejoins = sum(step["weight_sync/num_rejoins"] for step in steps)
+    assert 5 <= num_rejoins <= NUM_KILLS  # several kills of one server between two pushes are one
+    assert steps[0]["rollout/num_servers_current"] > NUM_SERVERS - 0.1
+    assert min(step["rollout/num_servers_current"] for step in steps) < NUM_SERVERS - 0.1
+    table = closing_table(Summary.of(steps))
+    print(table)
+    assert f"servers that joined again {num_rejoins:.0f}" in " ".join(table.split()) and "some away" in table
+
+
+def test_when_all_are_lost_the_last_step_is_saved_with_the_groups_that_were_finished(run):
+    newest, *_ = newest_first(run.checkpoints)
+    last = max(record["step"] for record in read_metrics(run.metrics))
+    assert verify(newest).is_whole and read_trainer_state(newest)["step"] == last >= NUM_STEPS
+    assert read_trainer_state(newest)["num_optimizer_steps"] == 2 * last
+    assert len(read_controller_state(newest)["queue"]["open"]) == 6, "the step that was open goes on after a resume"

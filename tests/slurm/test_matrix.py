@@ -1,0 +1,148 @@
+"""What may happen to a job of `sbatch slurm/demo.sh`, and what then does. Of each: exit code, the last line of the log,
+which names the cause, that no step and no process is left, and that nothing is requeued that should not be.
+
+Where a start of servers can be saved, one job goes through several of these things; its fixture says in which order.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dapo.config import RunFolder
+from tests.helpers import REPOSITORY
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+SERVER = "actor_rollout_ref.rollout.server"
+
+
+def test_usr1_in_mid_run_saves_requeues_and_goes_on_at_the_saved_step(interrupted):
+    assert interrupted.exit_code() == 0, interrupted.report()
+    assert interrupted.last_line().startswith("DONE: step 6 of 6")
+    assert interrupted.fact("Restarts") == "1"
+    assert interrupted.leaves_nothing()
+    saved = interrupted.saved_step()
+    told = (
+        f"SAVED: step {saved} of 6 is saved in {interrupted.run_folder.path}; requeued on USR1, restart 1 of at most 20"
+    )
+    assert interrupted.last_lines()[0] == told and 2 <= saved < 6
+    assert f"Resumed after step {saved} from" in interrupted.attempt_log(1, "trainer-node1")
+    assert [line["step"] for line in interrupted.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_its_metrics_are_those_of_an_undisturbed_run_on_the_same_batches_bit_for_bit(interrupted, tmp_path):
+    on_one_machine = {
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.log_dir": "null",
+        "trainer.nnodes": 1,
+        "trainer.n_procs_per_node": 2,
+        f"{SERVER}.nnodes": 0,
+        "actor_rollout_ref.rollout.server_urls_file": "null",
+        "trainer.replay": interrupted.run_folder.batches,
+    }
+    command = [sys.executable, "-m", "launch.local", "--config", interrupted.attempt() / "config.yaml"]
+    overrides = [f"{key}={value}" for key, value in on_one_machine.items()]
+    subprocess.run([*command, *overrides], cwd=REPOSITORY, check=True, timeout=300)
+    undisturbed = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
+    assert len(undisturbed) == 6
+    for ours, theirs in zip(interrupted.metrics(), undisturbed, strict=True):
+        same = {name for name in ours.keys() & theirs.keys() if not name.startswith("time")}
+        assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= same
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+
+
+@pytest.fixture(scope="module")
+def taken(cluster):
+    """After two steps one of its nodes is set down; it goes on on others, and is cancelled there in mid-run."""
+    job = cluster.submit("taken", "trainer.total_training_steps=1000", "trainer.save_interval=1", "data.val_files=[]")
+    job.wait_for_steps(2)
+    cluster.set_node("node2", "down")
+    job.wait(lambda: job.fact("Restarts") == "1" and job.fact("JobState") == "RUNNING", "it is requeued and runs again")
+    cluster.set_node("node2", "resume")
+    job.wait(lambda: "Resumed after step" in job.attempt_log(1, "trainer-node1"), "it has resumed on another node")
+    job.wait_for_steps(len(job.metrics()) + 1)
+    return job
+
+
+def test_a_node_set_down_ends_the_attempt_and_the_job_goes_on_on_other_nodes(taken):
+    first, _ = taken.last_lines()
+    assert first == "FAILED (143): Slurm took the job from its nodes during trainer: node2 is down"
+    assert taken.fact("NodeList") == "node[1,3]"
+    saved = int(re.search(r"Resumed after step (\d+) from", taken.attempt_log(1, "trainer-node1"))[1])
+    assert saved >= 1
+    steps = [line["step"] for line in taken.metrics()]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > saved
+
+
+def test_scancel_ends_the_job_for_good(taken):
+    taken.cancel()
+    assert taken.exit_code() == 143
+    assert taken.fact("JobState") == "CANCELLED" and taken.fact("Restarts") == "1"
+    assert taken.last_line().startswith("FAILED (143): the job was cancelled")
+    assert taken.leaves_nothing()
+
+
+@pytest.fixture(scope="module")
+def bruised(cluster):
+    """A reward worker hangs on the first response, after two steps the server is killed, after four a trainer rank."""
+    hung = json.dumps({"has_hung": str(cluster.folder / "has_hung")})
+    return cluster.submit(
+        "bruised",
+        "trainer.total_training_steps=1000",
+        "data.val_files=[]",
+        "actor_rollout_ref.rollout.dump_samples=100",
+        "reward.function=tests.slurm.hanging_reward:score",
+        f"reward.kwargs={hung}",
+        "reward.timeout_s=2",
+    )
+
+
+def test_a_reward_worker_that_hangs_costs_one_sample(bruised):
+    bruised.wait_for_steps(2)
+    assert [line["reward/num_timeouts"] for line in bruised.metrics()[:2]] == [1, 0]
+    assert "timeout" in bruised.attempt_log(0, "controller")
+
+
+def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(bruised):
+    done = len(bruised.metrics())
+    [server] = bruised.processes("sglang.launch_server")
+    server.kill()
+    bruised.wait_for_steps(done + 3)
+    assert "restart 1 of" in bruised.attempt_log(0, "servers-node2")
+    for line in bruised.metrics():
+        assert bruised.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
+        assert line.get("actor/rollout_abs_diff_max", 0) < 5e-4
+
+
+def test_a_trainer_rank_that_is_killed_is_the_first_cause(bruised):
+    [rank] = [process for process in bruised.processes("launch.rank") if process.environ().get("RANK") == "1"]
+    rank.kill()
+    assert bruised.exit_code() == 12, bruised.report()
+    log = bruised.attempt() / "trainer-rank-1.log"
+    assert bruised.last_line().startswith("FAILED (12): rank 1 on node1 ") and str(log) in bruised.last_line()
+    assert bruised.fact("Restarts") == "0"
+    assert bruised.leaves_nothing()
+
+
+def test_a_server_that_never_gets_healthy_fails_the_job_before_a_trainer_starts(cluster):
+    job = cluster.submit("unhealthy", f"{SERVER}.startup_timeout_s=2", f"{SERVER}.max_restarts=0")
+    assert job.exit_code() == 11, job.report()
+    assert job.last_line().startswith("FAILED (11): ") and "node2" in job.last_line()
+    assert f"{job.attempt()}" in job.last_line()
+    assert job.fact("Restarts") == "0" and not list(job.attempt().glob("trainer-*"))
+    assert job.leaves_nothing()
+
+
+def test_a_preflight_that_fails_on_one_node_names_it_and_nothing_starts(cluster):
+    """The run folder of that node is another one: its file system is not mounted there."""
+    (cluster.folder / "unseen").mkdir()
+    cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(cluster.folder / "unseen"))
+    job = cluster.submit("unseen")
+    assert job.exit_code() == 10, job.report()
+    assert job.last_line().startswith("FAILED (10): ") and "node2" in job.last_line()
+    assert job.fact("Restarts") == "0" and not list(job.attempt().glob("servers-*"))
+    assert job.leaves_nothing()
+    cluster.on("node2", "umount", str(cluster.folder / "unseen"))

@@ -1,0 +1,121 @@
+"""Every script of slurm/ as a shell reads it, as shellcheck does, and as Slurm does when it is submitted."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.slurm
+
+SCRIPTS = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "slurm").glob("*.sh"))
+HEADS = {
+    "dapo_32b.sh": "gpu",
+    "dapo_7b.sh": "gpu",
+    "demo.sh": "cpu",
+}  # script -> the tests' partition that has its nodes
+LOCAL_SLURM = "tests/slurm/local_slurm.sh"
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTHON"))}
+    return subprocess.run(
+        [*map(str, command)], cwd=REPOSITORY, env=own | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_these_are_the_scripts():
+    assert {path.name for path in SCRIPTS} == {*HEADS, "body.sh"}
+    assert all(os.access(REPOSITORY / path, os.X_OK) for path in SCRIPTS)
+
+
+def test_bash_reads_them():
+    done = [run("bash", "-n", path) for path in (*SCRIPTS, LOCAL_SLURM)]
+    assert all(each.returncode == 0 for each in done), done
+
+
+def test_shellcheck_finds_nothing():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed here: `make setup-slurm` installs it on Debian and Ubuntu")
+    done = run("shellcheck", *SCRIPTS, LOCAL_SLURM)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", HEADS)
+def test_slurm_would_run_it_as_it_is(cluster, script):
+    cluster.run("sbatch", "--test-only", f"--partition={HEADS[script]}", f"slurm/{script}")
+
+
+@pytest.mark.parametrize("script", HEADS)
+def test_slurm_would_run_it_where_no_gpus_are_counted(cluster, script):
+    cluster.run("sbatch", "--test-only", "--partition=cpu", "--nodes=2", "--gpus-per-node=0", f"slurm/{script}")
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("dapo_32b", 16), ("dapo_7b", 2)])
+def test_a_dry_run_shows_nodes_processes_and_memory_and_then_what_is_missing_here(name, nodes):
+    done = run("bash", f"slurm/{name}.sh", DRY_RUN="1")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("FAILED (2): data.train_files holds")
+    assert f" node{nodes}\n" in done.stdout and f"node{nodes + 1}" not in done.stdout
+    for words in ("8 ranks on each of", "launch.torchrun", "launch.sglang_server", "launch.preflight", "memory"):
+        assert words in done.stdout
+    assert f"#SBATCH --nodes={nodes}\n" in (REPOSITORY / "slurm" / f"{name}.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"CONTAINER": "docker"}, "CONTAINER=docker is neither none, pyxis nor apptainer"),
+        ({"CONTAINER": "pyxis"}, "CONTAINER=pyxis needs IMAGE=..."),
+        ({"REQUEUE": "no"}, "REQUEUE=no is neither auto nor off"),
+        ({"DRY_RUN": "0"}, "no Slurm job: sbatch slurm/NAME.sh, or DRY_RUN=1 bash slurm/NAME.sh"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_told_in_one_line(settings, sentence):
+    done = run("bash", "slurm/dapo_7b.sh", **{"DRY_RUN": "1"} | settings)
+    assert done.returncode == 2 and done.stderr == f"FAILED (2): {sentence}\n" and done.stdout == ""
+
+
+# Stands for srun and for apptainer: notes the command line, then runs what follows the flags; but no task of a node.
+STUB = """#!/bin/bash
+echo "${0##*/} $*" >>"$CALLS"
+while [[ $1 != python* ]]; do shift; done
+[[ "$*" != *" node "* ]] || exit 1
+exec "$@"
+"""
+CONTAINERS = {  # what comes between srun's own flags and the command
+    "pyxis": "--container-image=image.sqsh --container-mounts=/data:/data --container-workdir={here}",
+    "apptainer": "apptainer exec --nv --bind /data:/data --pwd {here} image.sqsh",
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_container_s_flags_stand_between_srun_s_and_the_command_of_every_step(container, tmp_path):
+    stubs = {"srun": STUB, "apptainer": STUB, "squeue": "#!/bin/bash\n"}
+    stubs |= {"scontrol": "#!/bin/bash\necho n1\necho n2\n", "python3": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURMD_NODENAME": "n1",
+        "CALLS": str(tmp_path / "calls"),
+    }
+    settings = {"CONTAINER": container, "IMAGE": "image.sqsh", "MOUNTS": "/data:/data", "CONFIG": "configs/demo.yaml"}
+    prompts, run_folder = tmp_path / "prompts.jsonl", tmp_path / "run"
+    prompts.write_text("{}\n")
+    overrides = [f"data.train_files=[{prompts}]", f"trainer.run_dir={run_folder}"]
+    overrides.append("actor_rollout_ref.rollout.server.nnodes=1")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = run("bash", "slurm/body.sh", *overrides, **job, **settings, PATH=path)
+    logs = run_folder / "logs" / "attempt-1-0"
+    assert done.returncode == 10 and done.stdout.splitlines()[-1].startswith("FAILED (10): preflight"), done
+    [preflight] = [call for call in (tmp_path / "calls").read_text().splitlines() if "--job-name=preflight" in call]
+    flags = CONTAINERS[container].format(here=REPOSITORY)
+    assert preflight.endswith(
+        f"{logs}/preflight-%N.log {flags} python3 -m launch.slurm node preflight {logs}/plan.json"
+    )
+    assert (tmp_path / "calls").read_text().count(flags) == 3  # the plan, the preflight, how it ended

@@ -1,0 +1,98 @@
+"""What a reader may copy from the pages: every key exists, and the blocks of YAML and Python do what the text says."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import load_config, uses_critic, uses_experience_replay, validate
+from megatron_dapo.config.keys import canonical, known_keys
+from megatron_dapo.config.schema import Config
+from megatron_dapo.envs import Task
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SECTIONS = "|".join(Config.model_fields)
+FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")  # the user's own names follow
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def fenced(page: str, language: str) -> str:
+    (block,) = re.findall(rf"(?s)```{language}\n(.*?)```", text_of(page))
+    return block
+
+
+def test_every_key_on_a_page_exists():
+    keys = known_keys().keys()
+    sections = {key[:dot] for key in keys for dot in (m.start() for m in re.finditer(r"\.", key))}
+    unknown = [
+        f"{page.name}: {name}"
+        for page in PAGES
+        for name in re.findall(rf"(?<![\w./-])((?:{SECTIONS})(?:\.[a-z_]\w*)+)(?![\w/(-])", without_refusals(page))
+        if canonical(name) not in keys | sections and not name.startswith(FREE) and not is_file(name)
+    ]
+    assert not unknown
+
+
+def without_refusals(page: Path) -> str:
+    """A page may show what the program says to a key that does not exist."""
+    return "\n".join(line for line in page.read_text(encoding="utf-8").splitlines() if "Unknown key" not in line)
+
+
+def is_file(name: str) -> bool:
+    return name.endswith((".py", ".json", ".gz", ".md", ".yaml"))
+
+
+def test_the_settings_for_experience_replay_are_a_config(tmp_path):
+    (tmp_path / "config.yaml").write_text(fenced("experience_replay.md", "yaml"))
+    config = load_config(tmp_path / "config.yaml")
+    validate(config, None, check_files=False)
+    assert uses_experience_replay(config)
+
+
+def test_the_command_for_ppo_makes_the_demo_train_a_critic():
+    command = re.search(r"(?m)^    python -m examples\.arithmetic\.demo ((?:.*\\\n)*.*)$", text_of("ppo.md"))[1]
+    config = load_config(ROOT / "configs" / "demo.yaml", command.replace("\\\n", " ").split())
+    validate(config, None, check_files=False)
+    assert uses_critic(config) and config.trainer.critic_warmup == 1
+
+
+def test_the_reward_function_of_the_page_gives_what_it_says():
+    names: dict = {}
+    exec(fenced("rewards.md", "python"), names)
+    assert names["judge"]("", " 7 ", "7", {}, bonus=0.5) == {"score": 1.5, "correct": True}
+    assert names["judge"]("", "8", "7", {}) == {"score": 0.0, "correct": False}
+
+
+def test_the_game_of_the_page_can_be_played():
+    names: dict = {}
+    exec(fenced("multi_turn.md", "python"), names)
+
+    async def played(*guesses: str) -> list:
+        game = names["Guess"](attempts=2)
+        first = await game.reset(Task("Guess!", "games", "7"))
+        turns = [await game.step(guess) for guess in guesses]
+        await game.close()
+        return [first, *turns]
+
+    first, wrong, right = asyncio.run(played("3", " 7"))
+    assert not first.messages and not first.done
+    assert wrong.messages[0]["content"] == "No." and not wrong.done and wrong.correct is False
+    assert right.done and right.reward == 1.0 and right.correct
+    assert asyncio.run(played("3", "4"))[-1].done
+
+
+def test_the_training_loop_of_the_page_runs():
+    block = re.search(r"(?m)(?:^    .*\n)+(?=\n`PPO`)", text_of("classic_control.md"))[0]
+    loop = re.sub(r"(?m)^    ", "", block).replace("range(200)", "range(2)")
+    names: dict = {}
+    exec("import torch\nfrom examples.classic_control.agent import PPO\n", names)
+    exec("from examples.classic_control.env import AutoReset, make, reset_batch\n", names)
+    exec("from examples.classic_control.types import PPOConfig\n" + loop, names)
+    assert names["state"].step == 2 and names["metrics"].total_loss == names["metrics"].total_loss

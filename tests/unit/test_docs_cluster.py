@@ -1,0 +1,93 @@
+"""docs/cluster.md says what is so: its log lines are the program's, its exit codes, settings and sizes too."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.slurm import outcome
+from megatron_dapo.config import SAVED_EXIT_CODE, load_config
+from megatron_dapo.config.hf_config import model_spec
+from megatron_dapo.config.memory import GB, server_memory, trainer_memory
+from tests.model_json import MODEL_JSON
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+SECTIONS = dict(section.split("\n", 1) for section in TEXT.split("\n## ")[1:])
+FAILURES = (
+    "It hangs",
+    "Out of memory",
+    "Server and trainer disagree",
+    "It does not resume",
+    "The weight sync is slow",
+)
+# layers, heads, KV heads, hidden, FFN: config.json of Qwen/Qwen2.5-*B
+QWEN = {
+    "7B": (28, 28, 4, 3584, 18944),
+    "14B": (48, 40, 8, 5120, 13824),
+    "32B": (64, 40, 8, 5120, 27648),
+    "72B": (80, 64, 8, 8192, 29568),
+}
+SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size")
+
+
+@pytest.fixture(scope="module")
+def program() -> str:
+    """All source text, with strings that are cut over lines put together again."""
+    files = [path for folder in ("megatron_dapo", "launch") for path in sorted((ROOT / folder).rglob("*.py"))]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (*files, ROOT / "slurm" / "body.sh"))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+@pytest.mark.parametrize("section", FAILURES)
+def test_every_failure_has_log_lines_to_look_for_and_the_program_writes_them(section, program):
+    (line,) = re.findall(r"^Look for: (.*)$", SECTIONS[section], re.MULTILINE)
+    for fragment in re.findall(r"`([^`]+)`", line):
+        # the number of a rank and the like are filled in
+        assert fragment in program or re.sub(r"\brank\b.*", "", fragment).strip() in program, fragment
+        assert len(fragment) >= 9, "too short to be found in a log"
+
+
+def test_the_exit_codes_are_those_of_the_jobs():
+    told = {line: int(code) for line, code in re.findall(r"^\| `(\w+)[^`]*` \| (\d+) \|", TEXT, re.MULTILINE)}
+    failed = {int(code) for code in re.findall(r"^\| `FAILED \((\d+)\)", TEXT, re.MULTILINE)}
+    assert (told["DONE"], told["SAVED"]) == (outcome.DONE, SAVED_EXIT_CODE)
+    codes = (outcome.USER_ERROR, outcome.NOT_REQUEUED, *outcome.FAILURES.values())
+    assert failed == {*codes, 143}
+
+
+def test_the_settings_are_the_scripts():
+    body = (ROOT / "slurm" / "body.sh").read_text(encoding="utf-8")
+    settings = set(re.findall(r"\b([A-Z_]{5,})=", TEXT)) - {"NCCL_DEBUG", "PLATFORM"}
+    assert {"CONTAINER", "IMAGE", "MOUNTS", "REQUEUE", "DRY_RUN"} <= settings
+    assert all(re.search(rf"^#   .*\b{name}\b", body, re.MULTILINE) for name in settings | {"MAX_RESTARTS", "PYTHON"})
+
+
+def rows() -> list[tuple[str, list[int]]]:
+    found = re.findall(r"^\| (\d+B) \|([ \d|]+)\|$", SECTIONS["How many nodes"], re.MULTILINE)
+    return [(size, [int(number) for number in numbers.split("|")]) for size, numbers in found]
+
+
+def test_the_sizing_table_is_the_memory_estimates():
+    assert {size for size, _ in rows()} == set(QWEN) and len(rows()) == 8
+    for size, (nodes, tp, pp, dp, trainer_gb, server_tp, weights_gb, num_samples) in rows():
+        config = load_config(
+            ROOT / "configs" / "dapo_32b.yaml",
+            [
+                f"trainer.nnodes={nodes}",
+                f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={tp}",
+                f"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={pp}",
+                f"actor_rollout_ref.rollout.server.tensor_model_parallel_size={server_tp}",
+            ],
+        )
+        spec = model_spec(MODEL_JSON | {"vocab_size": 152064} | dict(zip(SIZES, QWEN[size], strict=True)))
+        server = server_memory(config, spec)
+        assert nodes * 8 == tp * pp * dp
+        assert round(trainer_memory(config, spec).total / GB) == trainer_gb, size
+        assert (round(server.weights / GB), server.num_tokens // 22528) == (weights_gb, num_samples), size
+
+
+def test_the_readme_leads_here():
+    assert "docs/cluster.md" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,33 @@
+"""docs/metrics.md has every metric that the program reports, and no other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = "actor|critic|dapo|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
+
+
+def reported() -> set[str]:
+    """Names as they stand in the code."""
+    files = (ROOT / "megatron_dapo").rglob("*.py")
+    return {name for file in files for name in re.findall(rf'"((?:{SECTIONS})/\w+|exp_mask_ratio)"', file.read_text())}
+
+
+def documented() -> set[str]:
+    """In a table the first cells name metrics; a name without a section has that of the one before it."""
+    names = set()
+    for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## All of them")[2].splitlines():
+        section = ""
+        for name in re.findall(r"`([\w/]+)`", line.split(" | ")[0]):
+            section = name.rpartition("/")[0] or section
+            names.add(name if "/" in name or not section else f"{section}/{name}")
+    return {name for name in names if re.fullmatch(rf"(?:{SECTIONS})/\w+|exp_mask_ratio", name)}
+
+
+def test_the_page_has_every_metric_and_no_other():
+    assert documented() - {"weight_sync/PHASE_s"} == reported()
+    assert len(documented()) > 70

@@ -1,0 +1,176 @@
+"""The memory estimate: published sizes are met, the cluster recipes fit their GPUs, and what does not fit is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.__main__ import main
+from megatron_dapo.config import ModelSpec, layout, load_config, process_plan
+from megatron_dapo.config.derived import Layout
+from megatron_dapo.config.hf_config import model_spec
+from megatron_dapo.config.memory import (
+    GB,
+    activation_bytes,
+    head_bytes,
+    model_states,
+    num_parameters,
+    server_memory,
+    shortage,
+    trainer_memory,
+)
+from tests.model_json import MODEL_JSON
+
+pytestmark = pytest.mark.unit
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QWEN = {**MODEL_JSON, "vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+QWEN_32B = QWEN | {
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+}
+QWEN_7B = QWEN | {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+}
+RECIPES = {"dapo_32b.yaml": QWEN_32B, "dapo_7b.yaml": QWEN_7B, "ppo_qwen2.5_7b.yaml": QWEN_7B}
+MEGATRON = "actor_rollout_ref.actor.megatron"
+ONE_RANK = Layout(tp=1, pp=1, vpp=None, world=1)
+
+
+def recipe(name: str, *overrides: str):
+    return load_config(CONFIGS / name, list(overrides)), model_spec(RECIPES[name])
+
+
+@pytest.mark.parametrize(("sizes", "num_bytes"), [(QWEN_32B, 65_527_752_704), (QWEN_7B, 15_231_233_024)])
+def test_the_parameters_are_as_many_as_the_published_checkpoints_have(sizes, num_bytes):
+    """total_size in model.safetensors.index.json of Qwen/Qwen2.5-32B and -7B: bytes of bfloat16."""
+    assert 2 * sum(num_parameters(model_spec(sizes), ONE_RANK, stage=0)) == num_bytes
+
+
+def test_the_32b_recipe_by_hand():
+    """Stage 0 of 2, a rank of TP 8: half of the layers and the embedding."""
+    config, spec = recipe("dapo_32b.yaml")
+    layer = (5120 * (40 + 2 * 8) * 128 + 40 * 128 * 5120 + 3 * 5120 * 27648 + (40 + 2 * 8) * 128) // 8 + 2 * 5120
+    parameters = 32 * layer + 152064 // 8 * 5120
+    states = model_states(config, spec, stage=0)
+    assert (states.weights, states.gradients, states.optimizer) == (
+        2 * parameters,
+        4 * parameters,
+        12 * parameters // 4,
+    )
+    # two micro-batches of 22528 tokens in flight keep each layer's input, cut over the 8 ranks
+    kept = 2 * 32 * 22528 * 5120 * 2 // 8
+    one_layer = 22528 * (3 * 48 * 128 * 2 // 8 + 4 * 27648 * 2 // 8 + 2 * 5120 * 8 // 8)
+    working = 22528 * (2 * 5120 + 2 * 27648 // 8) * 2
+    assert activation_bytes(config, spec, stage=0, tokens=22528) == kept + one_layer + working
+    assert activation_bytes(config, spec, stage=1, tokens=22528) == kept // 2 + one_layer + working
+    chunk = 4096 * 152064 // 8 * (4 + 2) + 4096 * 5120 * (3 * 2 + 4)
+    assert head_bytes(config, spec, tokens=22528) == chunk + 22528 * 5120 * 2 // 8
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_fit_80_gb(name):
+    config, spec = recipe(name)
+    assert not shortage(config, spec)
+    assert 0.2 * 80 * GB < trainer_memory(config, spec).total < 80 * GB, "a recipe of a whole cluster is not a toy"
+
+
+def test_a_server_of_the_32b_recipe_holds_its_weights_and_many_samples():
+    config, spec = recipe("dapo_32b.yaml")
+    server = server_memory(config, spec)
+    assert server.weights == 65_527_752_704 // 4 and server.kv_per_token == 2 * 64 * 2 * 128 * 2  # 8 KV heads on 4 GPUs
+    assert server.kv_cache + server.weights == pytest.approx(0.82 * 80 * GB) and server.num_tokens > 30 * 22528
+
+
+def alone(name: str, *overrides: str) -> str:
+    config, spec = recipe(name, *overrides)
+    (sentence,) = shortage(config, spec)
+    return sentence
+
+
+def test_what_does_not_fit_is_said_with_its_largest_part_and_the_cure():
+    hopeless = alone("dapo_32b.yaml", f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false")
+    assert "for gradients, above trainer.gpu_memory_gb 80" in hopeless
+    assert f"raise {MEGATRON}.tensor_model_parallel_size" in hopeless
+    long = alone("dapo_7b.yaml", f"{MEGATRON}.recompute_granularity=none", f"{MEGATRON}.sequence_parallel=false")
+    assert "for activations" in long and "recompute_granularity=full" in long
+    assert "log_prob_chunk_size" in alone("dapo_7b.yaml", "actor_rollout_ref.actor.max_tokens_per_microbatch=400000",
+                                          "actor_rollout_ref.actor.log_prob_chunk_size=400000")  # fmt: skip
+    server = alone("dapo_32b.yaml", "actor_rollout_ref.rollout.server.tensor_model_parallel_size=1")
+    assert "room for 275 tokens" in server
+    assert "raise actor_rollout_ref.rollout.server.tensor_model_parallel_size" in server
+
+
+def test_every_layout_cures_what_it_shares():
+    """More tensor or pipeline ranks, sequence parallelism, data parallelism, recompute: none needs more memory."""
+
+    def total(*overrides: str) -> float:
+        config, spec = recipe("dapo_7b.yaml", *overrides)
+        return trainer_memory(config, spec).total
+
+    whole = total(f"{MEGATRON}.sequence_parallel=false", f"{MEGATRON}.recompute_granularity=none")
+    selective = f"{MEGATRON}.recompute_granularity=selective", f"{MEGATRON}.recompute_modules=[core_attn, mlp]"
+    block = f"{MEGATRON}.recompute_method=block", f"{MEGATRON}.recompute_num_layers=14"
+    nothing = total(f"{MEGATRON}.recompute_granularity=none")
+    assert whole > nothing > max(total(*selective), total(*block)) and min(total(*selective), total(*block)) > total()
+    assert total(f"{MEGATRON}.tensor_model_parallel_size=2") > total() > total("trainer.nnodes=2")
+    assert total(f"{MEGATRON}.pipeline_model_parallel_size=2") < total()
+
+
+def test_reference_and_critic_count_where_they_are_used():
+    config, spec = recipe("ppo_qwen2.5_7b.yaml")
+    parts = trainer_memory(config, spec)
+    assert parts.reference == parts.weights and parts.critic > parts.gradients + parts.optimizer
+    config, _ = recipe("dapo_7b.yaml")
+    parts = trainer_memory(config, spec)
+    assert (parts.reference, parts.critic) == (0, 0) and "reference" not in parts.by_name
+    assert trainer_memory(config.model_copy(), spec).total == sum(parts.by_name.values())
+
+
+def written(folder: Path, sizes: dict) -> str:
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+def test_the_process_plan_shows_it(tmp_path):
+    config = load_config(CONFIGS / "dapo_32b.yaml", [written(tmp_path, QWEN_32B)])
+    text = process_plan(config)
+    total = trainer_memory(config, model_spec(QWEN_32B)).total / GB
+    assert f"memory        trainer: {total:.1f} of 80 GB per GPU: gradients 8.2, optimizer 6.1, weights 4.1" in text
+    assert "server: weights 16.4 GB per GPU, KV cache 49.2 for" in text and "DO NOT FIT" not in text
+    assert layout(config).dp == 4
+    unknown = process_plan(load_config(CONFIGS / "dapo_32b.yaml", ["actor_rollout_ref.model.path=/nowhere"]))
+    assert "not estimated: the model's config.json is not in /nowhere" in unknown
+
+
+def test_a_dry_run_of_a_hopeless_layout_says_so_in_one_sentence(tmp_path, capsys):
+    overrides = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false")
+    files = [f"trainer.run_dir={tmp_path / 'run'}"]
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").touch()
+        files.append(f"data.{name}_files=[{tmp_path / name}.jsonl]")
+    given = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN_32B), *overrides, *files]
+    assert main(["train", "--dry-run", *given]) == 2
+    told = capsys.readouterr()
+    assert "DO NOT FIT" in told.out
+    assert told.err.startswith("1 mistake to correct:\nA trainer GPU would need about 133 GB")
+    assert not (tmp_path / "run").exists()
+
+
+def experts(num_experts: int = 8) -> ModelSpec:
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": num_experts, "num_experts_per_tok": 2}
+    return model_spec({**MODEL_JSON, **mixture, "moe_intermediate_size": 32})
+
+
+def test_experts_are_shared_over_their_own_ranks():
+    dense, whole = num_parameters(experts(), ONE_RANK, stage=0)
+    assert whole == 12 * 8 * 3 * 96 * 32
+    shared, part = num_parameters(experts(), Layout(tp=2, pp=1, vpp=None, world=4, ep=4), stage=0)
+    assert part == whole // 4 and dense / 2 < shared < dense

@@ -1,0 +1,205 @@
+"""What the preflight concludes: which node a slow network or a failed request is blamed on, what a GPU's driver tells,
+how much room checkpoints need."""
+
+import itertools
+import os
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from launch.preflight import all_reduce, gpus, http, machine
+from launch.preflight.nodes import Finding
+from launch.preflight.report import table
+from megatron_dapo.config import load_config
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("count", range(2, 18))
+def test_in_a_tournament_everybody_meets_everybody_once_and_one_at_a_time(count):
+    rounds = list(all_reduce.pairings(count))
+    assert len(rounds) == count - 1 + count % 2
+    for pairs in rounds:
+        met = [node for pair in pairs for node in pair]
+        assert len(set(met)) == len(met) == count - count % 2
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(itertools.combinations(range(count), 2))
+
+
+@pytest.mark.parametrize("count", range(3, 18))
+def test_a_few_rounds_of_pairs_find_one_node_with_a_bad_network(count):
+    rounds = list(all_reduce.pairings(count))[: all_reduce.num_fork_rounds(count) - 1]
+    for bad in range(count):
+        speeds = {pair: 0.0 if bad in pair else 10.0 for pairs in rounds for pair in pairs}
+        assert all_reduce.to_blame(speeds, floor=5.0) == [bad]
+
+
+def test_where_the_pairs_are_fast_or_all_slow_nobody_stands_out():
+    assert all_reduce.to_blame({(0, 1): 10.0, (1, 2): 10.0, (0, 2): 10.0}, 5.0) == [0, 1, 2]
+    assert all_reduce.to_blame({(0, 1): 1.0, (1, 2): 1.0, (0, 2): 1.0}, 5.0) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("failed", "blamed"),
+    [
+        ({(0, 2), (1, 2)}, {2}),  # no trainer reaches server 2
+        ({(1, 2), (1, 3)}, {1}),  # only trainer 1 does not
+        ({(0, 2), (1, 2), (1, 3)}, {1, 2}),
+        (set(), set()),
+    ],
+)
+def test_a_server_that_no_trainer_reaches_is_blamed_and_else_the_trainer(failed, blamed):
+    assert http.to_blame(failed, trainers=[0, 1], servers=[2, 3]) == blamed
+
+
+def test_one_trainer_that_reaches_none_of_several_servers_is_blamed_itself():
+    assert http.to_blame({(0, 1), (0, 2)}, trainers=[0], servers=[1, 2]) == {0}
+    assert http.to_blame({(0, 1)}, trainers=[0], servers=[1]) == {1}
+
+
+class Nvml:
+    """The driver's library as far as it is asked; a question whose answer is missing is not supported."""
+
+    class NVMLError(Exception): ...
+
+    class NVMLError_NotSupported(NVMLError): ...
+
+    class NVMLError_NoPermission(NVMLError): ...
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 64, 128
+
+    def __init__(self, **answers: object) -> None:
+        self._answers = answers
+
+    def __getattr__(self, question: str):
+        def answer(*_: object) -> object:
+            if question not in self._answers:
+                raise self.NVMLError_NotSupported
+            return self._answers[question]
+
+        return answer
+
+
+HEALTHY = {
+    "nvmlDeviceGetTotalEccErrors": 0,
+    "nvmlDeviceGetRemappedRows": (1, 0, 0, 0),
+    "nvmlDeviceGetComputeRunningProcesses": [],
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80e9, free=79.4e9),
+    "nvmlDeviceGetCurrentClocksThrottleReasons": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("answers", "fault"),
+    [
+        ({"nvmlDeviceGetTotalEccErrors": 3}, "3 uncorrected memory errors"),
+        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "remapped at the next reset"),
+        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 1)}, "could not remap"),
+        ({"nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=77)]}, "used by process 77"),
+        ({"nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80e9, free=30e9)}, "50 GB in use"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 64}, "temperature"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 128}, "power"),
+    ],
+)
+def test_a_gpu_that_is_not_fit_is_told_from_one_that_is(answers, fault):
+    found = list(gpus.faults_of(Nvml(**HEALTHY | answers), None))
+    assert len(found) == 1 and fault in found[0]
+    assert list(gpus.faults_of(Nvml(**HEALTHY), None)) == []
+    assert list(gpus.faults_of(Nvml(), None)) == []  # an old GPU, which answers nothing
+
+
+def test_the_gpus_that_a_node_needs_follow_from_its_role():
+    config = load_config(
+        None,
+        [
+            "trainer.n_procs_per_node=8",
+            "actor_rollout_ref.rollout.server.num_servers=8",
+            "actor_rollout_ref.rollout.server.nnodes=4",
+            "actor_rollout_ref.rollout.server.tensor_model_parallel_size=4",
+        ],
+    )
+    assert [gpus.needed(config, role) for role in ("trainer", "server", "both")] == [8, 8, 16]
+
+
+def test_gpus_that_slurm_gives_to_a_torch_of_the_cpu_are_a_problem(monkeypatch):
+    config = load_config(REPOSITORY / "configs" / "dapo_7b.yaml")
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    assert gpus.check(config, "trainer").problem is None
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert "make setup PLATFORM=cuda" in gpus.check(config, "trainer").problem
+
+
+def demo(*overrides: str):
+    return load_config(
+        REPOSITORY / "configs/demo.yaml",
+        [f"actor_rollout_ref.model.path={REPOSITORY}/examples/arithmetic/base", *overrides],
+    )
+
+
+def test_the_size_of_a_checkpoint_follows_from_the_model():
+    """In float32: the weights and Adam's two moments. The file has the weights in half of that."""
+    weights = (REPOSITORY / "examples/arithmetic/base/model.safetensors").stat().st_size
+    config = demo("actor_rollout_ref.actor.megatron.dtype=float32")
+    assert machine.checkpoints_bytes(config)[0] == pytest.approx(3 * 2 * weights, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [
+        ((), 1),  # where it is asked to stop
+        (("trainer.save_interval=10",), 4),
+        (("trainer.save_interval=10", "trainer.keep_last=2"), 3),  # with the one that is being written
+        (("trainer.save_interval=1", "trainer.keep_last=2", "trainer.keep_every=20"), 5),
+    ],
+)
+def test_room_is_asked_for_all_checkpoints_that_are_there_at_once(overrides, count):
+    one, number = machine.checkpoints_bytes(demo(*overrides))
+    assert number == count and one > 0
+
+
+def test_a_full_disk_is_named_with_what_is_free_and_what_is_needed(tmp_path, monkeypatch):
+    assert machine.disk(demo(), tmp_path / "run" / "not yet").problem is None
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
+    problem = machine.disk(demo(), tmp_path).problem
+    assert f"{tmp_path} has 0.5 GB free" in problem and "trainer.keep_last" in problem
+
+
+def test_a_port_that_is_taken_is_named_with_its_holder():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        problem = machine.ports("127.0.0.1", [port]).problem
+        assert f"port {port} " in problem and f"process {os.getpid()}" in problem
+    assert machine.ports("127.0.0.1", [port]).problem is None
+
+
+def test_too_few_open_files_are_told_with_the_command_that_cures_it(monkeypatch):
+    config = demo("actor_rollout_ref.rollout.max_concurrency=4096")
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 4096))
+    assert "`ulimit -n 8704`" in machine.limits(config, uses_gpus=False).problem
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_anybody_waits(tmp_path):
+    (tmp_path / "file").touch()
+    assert "cannot write" in machine.SharedFolder(tmp_path / "file" / "run", "t").write()
+
+
+def test_missing_files_are_named(tmp_path):
+    config = demo("data.train_files=[/nowhere/train.jsonl]")
+    assert "/nowhere/train.jsonl" in machine.files(config).problem
+    config = demo("actor_rollout_ref.model.path=/nowhere/model")
+    assert "/nowhere/model" in machine.files(config).problem
+
+
+def test_nodes_that_found_the_same_share_a_line():
+    names = [f"node{index}" for index in range(9)]
+    findings = [Finding(name, "GPUs", "8 x H100") for name in names]
+    findings[3] = replace(findings[3], found="7 of 8", problem="has lost one")
+    lines = table(findings, names).splitlines()
+    assert lines[0] == "Preflight of 9 nodes"
+    assert lines[1].split() == "ok GPUs node0, node1, node2, node4 and 4 more 8 x H100".split()
+    assert lines[2].split() == "FAIL GPUs node3 7 of 8".split()
+    assert lines[1].index("8 x H100") == lines[2].index("7 of 8")

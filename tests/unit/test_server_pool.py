@@ -1,0 +1,188 @@
+"""Servers that come and go under a controller at work: what is asked of whom, and that no sample is lost or doubled."""
+
+import asyncio
+import logging
+import sys
+from contextlib import asynccontextmanager
+
+import pytest
+
+from megatron_dapo.config import UserError
+from megatron_dapo.rollout.controller import Controller
+from megatron_dapo.rollout.errors import RolloutError
+from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.rollout.server_pool import ServerPool
+from tests.fake_rollout import FakeServer, Script, make_config, write_files
+
+pytestmark = pytest.mark.unit
+
+STARTUP = "actor_rollout_ref.rollout.server.startup_timeout_s"
+URLS_FILE = "actor_rollout_ref.rollout.server_urls_file"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("megatron_dapo.rollout.controller.PROBE_INTERVAL_S", 0.05)
+    yield tmp_path
+    sys.modules.pop("fake_rewards", None)
+
+
+def run(folder, scenario, num_servers=2, num_listed=None, overrides=()):
+    """Runs `await scenario(controller, servers, listed)`; listed(servers) writes the watched file."""
+    file = folder / "servers.txt"
+
+    def listed(servers):
+        file.write_text("".join(f"{server.url}\n" for server in servers))
+
+    @asynccontextmanager
+    async def world():
+        script = Script()
+        servers = [await FakeServer(script).start() for _ in range(num_servers)]
+        listed(servers[:num_listed])
+        given = ["actor_rollout_ref.rollout.server_urls=[]", f"{URLS_FILE}={file}"]
+        controller = Controller(make_config(folder, [], *given, *overrides))
+        try:
+            await controller.start()
+            yield controller, servers
+        finally:
+            await controller.close()
+            for server in servers:
+                await server.stop()
+
+    async def main():
+        async with world() as (controller, servers):
+            return await asyncio.wait_for(scenario(controller, servers, listed), 60)
+
+    return asyncio.run(main())
+
+
+def numbers(batch):
+    return [int(group.prompt.text[1:]) for group in batch.groups]
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def num_servers(batch):
+    return batch.metrics["rollout/num_servers"], batch.metrics["rollout/num_servers_current"]
+
+
+def test_a_server_that_is_added_gets_the_weights_first_and_one_that_is_removed_finishes_what_it_has(folder):
+    async def scenario(controller, servers, listed):
+        old, new = servers
+        new.version = "default"
+        batch = await controller.next_batch(1, 1)
+        assert num_servers(batch) == (1, 1)
+        listed(servers)
+        assert (await controller.next_batch(2, 1)).needs_sync
+        new.version = 1
+        for server in servers:
+            server.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(2, 1))
+        await until(lambda: old.num_open == new.num_open == 4)
+        listed([new])
+        await asyncio.sleep(0.2)  # it is noticed: still the old one may answer
+        for server in servers:
+            server.hold.set()
+        batch = await pending
+        assert numbers(batch) == [4, 5, 6, 7] and batch.metrics["rollout/num_retries"] == 0
+        num_requests = len(old.requests)
+        await old.stop()
+        assert numbers(await controller.next_batch(3, 1)) == [8, 9, 10, 11]
+        assert len(old.requests) == num_requests, "it is asked no more"
+
+    run(folder, scenario, num_listed=1)
+
+
+def test_a_hanging_server_is_noticed_by_its_health_and_its_requests_are_sent_to_the_others(folder, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.rollout.server_pool._PROBE_TIMEOUT_S", 0.1)
+    overrides = ["actor_rollout_ref.rollout.request_timeout_s=50.0"]
+
+    async def scenario(controller, servers, listed):
+        frozen, other = servers
+        await controller.next_batch(1, 1)
+        frozen.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(2, 1))
+        await until(lambda: frozen.num_open == 4)
+        frozen.is_frozen = True
+        batch = await asyncio.wait_for(pending, 20)
+        assert numbers(batch) == [4, 5, 6, 7] and batch.metrics["rollout/num_retries"] == 4
+        listed, current = num_servers(batch)
+        assert listed == 2 and 1 <= current < 2
+        assert set(frozen.script.num_answers.values()) == {2}, "what it had is not asked for twice"
+
+        frozen.hold.set()
+        frozen.is_frozen = False
+        frozen.version = 0
+        other.version = 2
+        assert (await controller.next_batch(3, 2)).needs_sync
+        assert numbers(await controller.next_batch(3, 2)) == [8, 9, 10, 11], "a push that left it out holds up nobody"
+
+    run(folder, scenario, overrides=overrides)
+
+
+def test_a_restart_that_no_request_notices_is_noticed_by_the_version(folder):
+    async def scenario(controller, servers, listed):
+        restarted, other = servers
+        restarted.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(1, 1))
+        await until(lambda: restarted.num_open == 4)
+        restarted.version = "default"  # behind a proxy that keeps the connections
+        batch = await asyncio.wait_for(pending, 20)
+        assert {v for g in batch.groups for s in g.samples for v in s.weight_versions} == {1}
+        assert len(other.requests) == 8
+
+    run(folder, scenario)
+
+
+def test_a_push_under_way_is_no_restart(folder, caplog):
+    async def scenario(controller, servers, listed):
+        await controller.next_batch(1, 1)
+        for server in servers:
+            server.version = 2
+        await asyncio.sleep(0.3)
+        assert not (await controller.next_batch(2, 2)).needs_sync
+
+    run(folder, scenario)
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (None, RolloutError, r"after 0.2 s .*startup_timeout_s.* no SGLang server: none \(from .*servers.txt\)"),
+        ("# soon\n", RolloutError, "no SGLang server"),
+        ("http://127.0.0.1:9\nnode5:30000\n", UserError, "line 2: 'node5:30000'"),
+    ],
+)
+def test_a_start_without_servers_or_with_a_malformed_line_ends_in_time_and_names_the_file(
+    tmp_path, text, error, message
+):
+    file = tmp_path / "servers.txt"
+    if text is not None:
+        file.write_text(text)
+    pool = ServerPool(ServerList(file=file), max_concurrency=1, down_timeout_s=1.0, probe_interval_s=0.05)
+    with pytest.raises(error, match=message):
+        asyncio.run(pool.start(0.2))
+
+
+def test_all_servers_lost_for_too_long_ends_the_step_naming_them_and_its_groups_stay(folder):
+    async def scenario(controller, servers, listed):
+        await controller.next_batch(1, 1)
+        for server in servers:
+            server.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(2, 1))
+        await until(lambda: sum(server.num_open for server in servers) == 8)
+        for server in servers:
+            await server.stop()
+        with pytest.raises(RolloutError, match="all SGLang servers have been down for 0.5 s") as error:
+            await pending
+        assert all(server.url in str(error.value) for server in servers)
+        assert len(controller.state_dict()["queue"]["open"]) == 4, "the step can be saved as it is"
+
+    run(folder, scenario, overrides=[f"{STARTUP}=0.5"])

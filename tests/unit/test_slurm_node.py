@@ -1,0 +1,89 @@
+"""A role's task on a node: its environment, its exit code, and who waits for it."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.slurm import node, servers
+from launch.slurm.node import ends, interface_of, node_environment
+from launch.slurm.plan import SERVERS, TRAINER, Plan
+from launch.slurm.servers import wait_for_servers
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def plan(tmp_path) -> Plan:
+    return Plan(7, 0, ("t1",), ("s1",), 1, 2, str(tmp_path), str(tmp_path), total_steps=4, server_timeout_s=30.0)
+
+
+def test_sockets_use_the_interface_on_which_the_other_nodes_are():
+    interfaces = {"lo": ["127.0.0.1"], "ib0": ["10.1.0.3", "fe80::1%ib0"], "eth0": ["192.168.0.3"]}
+    assert interface_of("10.1.0.3", interfaces) == "ib0" and interface_of("fe80::1", interfaces) == "ib0"
+    assert interface_of("10.9.9.9", interfaces) is None
+    made = node_environment({}, "ib0", Path("/scratch"))
+    assert made["NCCL_SOCKET_IFNAME"] == "=ib0" and made["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert made["TRITON_CACHE_DIR"].startswith("/scratch/")
+
+
+def test_what_the_user_has_set_stays():
+    given = {"NCCL_SOCKET_IFNAME": "bond0", "TRITON_CACHE_DIR": "/mine", "WANDB_API_KEY": "secret"}
+    made = node_environment(given, "eth0", Path("/scratch"))
+    assert given.items() <= made.items()
+    assert "NCCL_SOCKET_IFNAME" not in node_environment({}, None, Path("/scratch"))
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "told", "recorded"),
+    [(TRAINER, "85", 0, 85), (TRAINER, "7", 7, 7), (SERVERS, "85", 85, 85), (TRAINER, "kill", 137, 137)],
+)
+def test_only_a_trainer_that_saved_ends_well_for_slurm_and_all_are_recorded(
+    plan, monkeypatch, role, code, told, recorded
+):
+    end = "os.kill(os.getpid(), 9)" if code == "kill" else f"sys.exit({code})"
+    monkeypatch.setattr(Plan, "command", lambda *_: [sys.executable, "-Sc", f"import os, sys; {end}"])
+    name = "t1" if role == TRAINER else "s1"
+    monkeypatch.setenv("SLURMD_NODENAME", name)
+    monkeypatch.setattr(node, "_TELL_ONLY", ())  # of this process
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    assert node.run(plan, role) == told
+    assert ends(plan, role) == {name: recorded}
+
+
+def test_the_wait_for_servers_ends_when_all_are_healthy(plan, capsys, monkeypatch):
+    asked: list[str] = []
+    first, second = plan.server_urls
+
+    def probe(url: str) -> bool:
+        asked.append(url)
+        return asked.count(url) > (1 if url == first else 0)
+
+    monkeypatch.setattr(servers, "POLL_INTERVAL_S", 0.01)
+    assert wait_for_servers(plan, probe) is None
+    assert capsys.readouterr().out.count("is healthy") == 2 and asked == [first, second, first]
+
+
+def test_the_wait_for_servers_ends_when_their_starter_does_or_at_the_deadline(plan):
+    (Path(plan.logs) / "ends").mkdir()
+    late = wait_for_servers(replace(plan, server_timeout_s=0.0), lambda url: url == plan.server_urls[1])
+    assert late == f"not healthy within 0 s: {plan.server_urls[0]}"
+    (Path(plan.logs) / "ends" / "servers-s1.json").write_text(json.dumps({"code": 1, "time": 0}))
+    assert "the servers of s1 ended" in wait_for_servers(plan, lambda url: False)
+
+
+def test_a_rank_writes_to_its_own_file_and_rank_0_shows_its_steps(tmp_path):
+    (tmp_path / "said.py").write_text("import sys; print('out', *sys.argv[1:]); print('err', file=sys.stderr)")
+    shown = []
+    for rank in ("0", "1"):
+        command = [sys.executable, "-m", "launch.rank", "--log-dir", str(tmp_path), "said", "--flag"]
+        environment = os.environ | {"RANK": rank, "PYTHONPATH": str(tmp_path)}
+        shown.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert shown == ["out --flag\n", ""]
+    assert (tmp_path / "trainer-rank-0.log").read_text() == "err\n"
+    assert sorted((tmp_path / "trainer-rank-1.log").read_text().split("\n")) == ["", "err", "out --flag"]

@@ -1,0 +1,188 @@
+"""The plan of a Slurm job: who does what, where, with which ports and exact command lines."""
+
+import pytest
+
+from launch.slurm.__main__ import main
+from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Allocation, Plan, make_plan, own_overrides
+from megatron_dapo.config import Config, UserError, load_config
+
+pytestmark = pytest.mark.unit
+
+SERVER = "actor_rollout_ref.rollout.server"
+
+
+def config(*overrides: str) -> Config:
+    """Two trainer nodes of four ranks, one server node with two servers of two GPUs."""
+    sizes = ["trainer.nnodes=2", "trainer.n_procs_per_node=4", f"{SERVER}.nnodes=1", f"{SERVER}.num_servers=2"]
+    return load_config(None, [*sizes, f"{SERVER}.tensor_model_parallel_size=2", "trainer.run_dir=/run", *overrides])
+
+
+def allocation(*nodes: str, **variables: str) -> Allocation:
+    return Allocation.of({"SLURM_JOB_ID": "4711"} | variables, nodes or ("a1", "a2", "b1"))
+
+
+def refusals(*overrides: str, given: Allocation | None = None) -> list[str]:
+    with pytest.raises(UserError) as error:
+        make_plan(config(*overrides), given or allocation())
+    return error.value.sentences
+
+
+def test_the_command_line_of_each_role_is_this_one():
+    plan, logs = make_plan(config(), allocation()), "/run/logs/attempt-4711-0"
+    assert plan.command(PREFLIGHT, "a1", "python") == [
+        *("python", "-m", "launch.preflight", "--config", f"{logs}/config.yaml", "--shared", "/run"),
+        *("--role", "trainer", "--node-index", "0", "--num-nodes", "3", "--rendezvous", "a1:23297"),
+        *("--node-names", "a1,a2,b1", "--server-hosts", "b1", "--http-port", "23304", "--ports", "23296"),
+    ]
+    assert plan.command(PREFLIGHT, "b1", "python") == [
+        *("python", "-m", "launch.preflight", "--config", f"{logs}/config.yaml", "--shared", "/run"),
+        *("--role", "server", "--node-index", "2", "--num-nodes", "3", "--rendezvous", "a1:23297"),
+        *("--node-names", "a1,a2,b1", "--server-hosts", "b1", "--http-port", "23304"),
+    ]
+    assert plan.command(SERVERS, "b1", "python") == [
+        *("python", "-m", "launch.sglang_server", "--config", f"{logs}/config.yaml", "--node", "b1"),
+        *("--first-port", "23304", "--log-dir", logs),
+    ]
+    assert plan.command(TRAINER, "a2", "python") == [
+        *("python", "-m", "launch.torchrun", "--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--max-restarts=0"),
+        *("--master-addr=a1", "--master-port=23296", "-m", "launch.rank", "--log-dir", logs),
+        *("megatron_dapo", "train", "--config", f"{logs}/config.yaml"),
+    ]
+
+
+def test_the_body_is_told_the_folders_and_srun_s_arguments_of_each_role():
+    assert (
+        make_plan(config(), allocation(SLURM_RESTART_COUNT="2")).shell()
+        == """\
+RUN=/run
+LOGS=/run/logs/attempt-4711-2
+HEAD_NODE=a1
+NUM_SERVER_NODES=1
+PREFLIGHT_STEP=(--job-name=preflight --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=a1,a2,b1 \
+--overlap --mem=0 --cpu-bind=none --mpi=none --input=none --wait=0 \
+--kill-on-bad-exit=0 --output=/run/logs/attempt-4711-2/preflight-%N.log)
+SERVERS_STEP=(--job-name=servers --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=b1 \
+--overlap --mem=0 --cpu-bind=none --mpi=none --input=none --wait=0 \
+--kill-on-bad-exit=0 --output=/run/logs/attempt-4711-2/servers-%N.log)
+TRAINER_STEP=(--job-name=trainer --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=a1,a2 \
+--overlap --mem=0 --cpu-bind=none --mpi=none --input=none --wait=0 \
+--kill-on-bad-exit=1 --output=/run/logs/attempt-4711-2/trainer-%N.log)
+"""
+    )
+
+
+def test_what_the_shell_reads_of_a_folder_with_a_blank_is_quoted():
+    assert "\nLOGS='/a run/logs/attempt-4711-0'\n" in make_plan(config("trainer.run_dir=/a run"), allocation()).shell()
+
+
+def test_servers_have_one_url_each_on_their_own_nodes():
+    plan = make_plan(config(f"{SERVER}.nnodes=2", f"{SERVER}.num_servers=4"), allocation("a", "b", "c", "d"))
+    assert plan.trainer_nodes == ("a", "b") and plan.server_nodes == ("c", "d")
+    assert plan.server_urls == ["http://c:23304", "http://c:23305", "http://d:23304", "http://d:23305"]
+
+
+def test_jobs_in_a_row_have_ports_of_their_own_below_those_of_outgoing_connections():
+    def ports(job: int) -> set[int]:
+        plan = Plan(job, 0, ("a",), ("b",), 1, 1, "/run", "/run/logs", 1)
+        return {plan.port(i) for i in range(32)}
+
+    in_a_row = [ports(job) for job in range(10_000_000, 10_000_384)]
+    assert len(set.union(*in_a_row)) == 384 * 32
+    assert min(map(min, in_a_row)) >= 20000 and max(map(max, in_a_row)) < 32768
+
+
+def test_processes_get_absolute_folders_and_servers_that_others_reach():
+    plan = make_plan(config(), allocation(SLURM_RESTART_COUNT="1"))
+    assert own_overrides(plan, config("trainer.resume=never")) == [
+        'trainer.run_dir="/run"',
+        'trainer.log_dir="/run/logs/attempt-4711-1"',
+        'actor_rollout_ref.rollout.server_urls_file="/run/servers.txt"',
+        f'{SERVER}.host="0.0.0.0"',
+        'trainer.resume="auto"',
+    ]
+    assert f'{SERVER}.host="0.0.0.0"' not in own_overrides(plan, config(f"{SERVER}.host=10.0.0.7"))
+
+
+@pytest.mark.parametrize(
+    "given", ["actor_rollout_ref.rollout.server_urls=[http://x:1]", "trainer.replay=/batches"], ids=["urls", "replay"]
+)
+def test_where_the_job_starts_no_servers_it_has_no_server_nodes(given):
+    plan = make_plan(config(given), allocation("a1", "a2"))
+    assert plan.server_nodes == () and plan.server_urls == [] and "SERVERS_STEP" not in plan.shell()
+    assert not any("server" in override for override in own_overrides(plan, config(given)))
+
+
+def test_a_node_count_that_does_not_fit_is_told_with_both_numbers():
+    (sentence,) = refusals(given=allocation("a1", "a2"))
+    assert "Slurm gave 2 nodes (a1 a2)" in sentence and "nnodes 2 + " in sentence and "sbatch --nodes=3" in sentence
+    (sentence,) = refusals(f"{SERVER}.nnodes=0")
+    assert "server.nnodes is 0" in sentence and "launch.local" in sentence
+
+
+def test_the_gpus_that_slurm_counted_must_do():
+    trainer, servers = refusals(given=allocation(SLURM_GPUS_ON_NODE="3"))
+    assert "n_procs_per_node is 4, but Slurm gave 3 GPUs" in trainer
+    assert "2 servers x 2 GPUs" in servers and "need 4 GPUs" in servers
+    make_plan(config(), allocation(SLURM_GPUS_ON_NODE="4"))  # enough
+    make_plan(config(), allocation())  # no GRES: the preflight counts them
+
+
+def test_a_plan_that_was_written_is_read_again(tmp_path):
+    plan = make_plan(config(f"trainer.run_dir={tmp_path}"), allocation(), start_step=7)
+    plan.write()
+    assert Plan.read(f"{plan.logs}/plan.json") == plan
+
+
+def recipe(tmp_path, *overrides: str) -> list[str]:
+    """Arguments of `plan` with a config whose files are there."""
+    (tmp_path / "prompts.jsonl").write_text("{}\n")
+    words = ["trainer.nnodes=1", f"{SERVER}.nnodes=1", f"data.train_files=[{tmp_path}/prompts.jsonl]"]
+    words += ["data.max_prompt_length=8", "data.max_response_length=40", f"trainer.run_dir={tmp_path}/run"]
+    words += ["actor_rollout_ref.model.path=examples/arithmetic/base"]
+    return ["plan", *words, *overrides]
+
+
+def test_planning_writes_the_attempt_s_folder_and_names_it_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    (tmp_path / "run" / "checkpoints" / "step_000012").mkdir(parents=True)
+    for restart in ("0", "1"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+        assert main([*recipe(tmp_path), "--nodes", "a,b"]) == 0
+    logs = tmp_path / "run" / "logs"
+    attempt = logs / "attempt-5-1"
+    assert capsys.readouterr().out.splitlines()[-1] == str(attempt)
+    assert (logs / "latest").resolve() == attempt and sorted(path.name for path in logs.iterdir()) == [
+        *("attempt-5-0", "attempt-5-1", "latest"),
+    ]
+    assert (tmp_path / "run" / "servers.txt").read_text() == "http://b:20168\n"
+    read = load_config(attempt / "config.yaml", [])
+    assert read.trainer.log_dir == str(attempt) and read.actor_rollout_ref.rollout.server.host == "0.0.0.0"
+    assert "launch.torchrun" in (attempt / "plan.txt").read_text() and Plan.read(attempt / "plan.json").start_step == 12
+
+
+def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert main([*recipe(tmp_path, "trainer.sed=1"), "--nodes", "a,b"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("FAILED (2): Unknown key trainer.sed")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "21")
+    assert main([*recipe(tmp_path), "--nodes", "a,b", "--max-restarts", "20"]) == 13
+    assert capsys.readouterr().err == "FAILED (13): requeued 21 times, but MAX_RESTARTS is 20\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_done_has_nothing_left_for_the_next_job_of_a_chain(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 8}\n{"step": 9}\n')
+    command = [*recipe(tmp_path, "trainer.total_training_steps=9"), "--nodes", "a,b"]
+    assert main(command) == 76
+    assert capsys.readouterr().out.startswith(f"DONE: step 9 of 9 in {tmp_path}/run already")
+    assert main([*command, "trainer.total_training_steps=10"]) == 0
+
+
+def test_without_nodes_it_is_a_dry_run(tmp_path, monkeypatch, capsys):
+    assert main(recipe(tmp_path, "trainer.nnodes=4")) == 0
+    shown = capsys.readouterr().out
+    for words in ("1 rank on each of 4: node1 node2 node3 node4", "1 server on each of 1: node5", "Process plan"):
+        assert words in shown
+    assert not (tmp_path / "run").exists()

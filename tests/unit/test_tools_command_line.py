@@ -1,0 +1,78 @@
+"""What the commands of checkpoints_tools have in common: --help, a progress bar where somebody looks."""
+
+import io
+from contextlib import redirect_stderr
+from importlib import import_module
+
+import pytest
+
+from checkpoints_tools import inspect_checkpoint
+from checkpoints_tools.command_line import progress
+from megatron_dapo.checkpointing import write_manifest
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+TOOLS = ("hf_to_megatron", "megatron_to_hf", "inspect_checkpoint", "verify_checkpoint", "dedup_dataset")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    return Terminal()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_names_every_option_with_what_it_is_for(tool, capsys):
+    with pytest.raises(SystemExit) as end:
+        import_module(f"checkpoints_tools.{tool}").main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and f"python -m checkpoints_tools.{tool}" in told
+    source = (REPOSITORY / "checkpoints_tools" / f"{tool}.py").read_text()
+    options = [part.partition('"')[0] for part in source.split('add_argument("')[1:]]
+    assert options and all(option in told for option in options)
+
+
+def test_a_bar_is_shown_on_a_terminal(terminal):
+    with redirect_stderr(terminal), progress("reading", 2000, "bytes") as advance:
+        advance(500)
+        advance(1500)
+    assert "reading" in terminal.getvalue() and "2,000 of 2,000" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("why", ["another process", "no terminal"])
+def test_no_bar_is_shown_where_nobody_looks(terminal, monkeypatch, why):
+    if why == "another process":
+        monkeypatch.setenv("SLURM_PROCID", "1")
+    else:
+        monkeypatch.setattr(terminal, "isatty", lambda: False)
+    with redirect_stderr(terminal), progress("reading", 1, "bytes") as advance:
+        advance(1)
+    assert terminal.getvalue() == ""
+
+
+def test_comparing_checksums_shows_a_bar_of_all_bytes(tmp_path, terminal, monkeypatch):
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "weights").write_bytes(b"7" * 1234)
+    monkeypatch.setattr("checkpoints_tools.contents.TensorFolder", NoTensors)
+    write_manifest(tmp_path, ["model"])
+    with redirect_stderr(terminal):
+        assert inspect_checkpoint.main([str(tmp_path)]) == 0
+        assert terminal.getvalue() == "", "sizes alone are looked up at once"
+        assert inspect_checkpoint.main([str(tmp_path), "--verify"]) == 0
+    assert "1,234 of 1,234" in terminal.getvalue()
+
+
+class NoTensors:
+    tensors, objects = {}, []
+
+    def __init__(self, path) -> None:
+        pass
+
+    def common(self) -> dict:
+        return {}
