@@ -137,6 +137,7 @@ class Sender:
         told = reason(collective.exception()) if collective.done() and collective.exception() else "none"
         self.abandon()
         _, gone = self._calls.ask(self._members, lambda server: server.weight_version(), PROBE_S)
-        culprits = gone or transfer.silent() or refused or transfer.refused()
+        # whoever refused ended the wait; the healthy ones were in the collective with it and may still be silent
+        culprits = gone or refused or transfer.silent() or transfer.refused()
         named = blame(culprits) or "no server names an error"
         raise WeightSyncError(f"{transfer.what}: {named} (error of the collective: {told})")

@@ -1,0 +1,55 @@
+"""Who is named when a transfer to the servers fails; with real servers: tests/distributed/test_weight_sync_group.py."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.plan import Plan
+from megatron_dapo.weight_sync.sender import Sender, Transfer
+from megatron_dapo.weight_sync.servers import Call, Deadline
+
+HEALTHY, OTHER = "http://healthy:1", "http://other:1"
+
+
+class Calls:
+    """All servers there are, but the named ones, say that they live."""
+
+    def __init__(self, *gone: str) -> None:
+        self.gone = gone
+
+    def ask(self, urls: object, call: object, timeout_s: float) -> tuple[dict, dict[str, str]]:
+        return {}, dict.fromkeys(self.gone, "connection refused")
+
+
+def named(calls: Calls, other: Future) -> str:
+    """The error where the healthy server has not answered yet: it waits in the collective."""
+    sender = Sender(0, calls, Plan(()), torch.device("cpu"))
+    transfer = Transfer("send", [Call(HEALTHY, Future()), Call(OTHER, other)], Future())
+    with pytest.raises(WeightSyncError) as caught:
+        sender.settle(transfer, Deadline(0.05))
+    return str(caught.value)
+
+
+def failed(text: str) -> Future:
+    answer = Future()
+    answer.set_exception(ValueError(text))
+    return answer
+
+
+def test_a_server_that_refuses_is_named_and_not_one_that_waits_in_the_collective_with_it():
+    error = named(Calls(), failed("out of order"))
+    assert f"server {OTHER}: ValueError: out of order" in error and HEALTHY not in error
+
+
+def test_a_server_that_is_gone_is_named_before_one_that_fails_on_its_account():
+    error = named(Calls(HEALTHY), failed("connection closed by peer"))
+    assert f"server {HEALTHY}: connection refused" in error and OTHER not in error
+
+
+def test_at_the_deadline_the_silent_one_is_named():
+    answered = Future()
+    answered.set_result(None)
+    error = named(Calls(), answered)
+    assert f"server {HEALTHY}: no answer to the request" in error and OTHER not in error
