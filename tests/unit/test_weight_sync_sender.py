@@ -10,6 +10,8 @@ from megatron_dapo.weight_sync.plan import Plan
 from megatron_dapo.weight_sync.sender import Sender, Transfer
 from megatron_dapo.weight_sync.servers import Call, Deadline
 
+pytestmark = pytest.mark.unit
+
 HEALTHY, OTHER = "http://healthy:1", "http://other:1"
 
 
