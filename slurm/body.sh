@@ -8,10 +8,12 @@
 #   CONFIG          the recipe; the scripts set it
 #   CONTAINER       none (default) | pyxis | apptainer
 #   IMAGE, MOUNTS   its image, and what it sees of the file systems as from:to,from:to (default: this folder)
-#   PYTHON          interpreter (default: .venv/bin/python, made here once if it is missing; in a container python3)
+#   PYTHON          interpreter (default: .venv/bin/python, which is brought up to date here, once; in a container python3)
 #   REQUEUE         auto (default): save and requeue before the time limit | off: save and end with 85,
 #                   for chains: for i in 1 2 3; do REQUEUE=off sbatch --dependency=singleton slurm/dapo_32b.sh; done
 #   MAX_RESTARTS    requeues of one job (default 20)
+#   MIN_BANDWIDTH   GB/s that the preflight's all-reduce must reach (default: what launch.preflight asks for)
+#   PREPARE         a Python module and its arguments, run before all else; demo.sh sets it
 #   DRY_RUN=1       print nodes, processes and memory, and stop; works outside of Slurm too
 #
 # bash owns srun, scancel and scontrol, since a host of containers may lack a Python; all that can be computed is asked
@@ -34,7 +36,7 @@ die() { # CODE SENTENCE
 [[ $REQUEUE = auto || $REQUEUE = off ]] || die 2 "REQUEUE=$REQUEUE is neither auto nor off"
 [[ $DRY_RUN = 1 || -n ${SLURM_JOB_ID:-} ]] || die 2 "no Slurm job: sbatch slurm/NAME.sh, or DRY_RUN=1 bash slurm/NAME.sh"
 
-# IN: flags of the container, which follow those of srun and come before the command. ASK: launch.slurm on this node.
+# IN: flags of the container, which follow those of srun and come before the command. HERE: a Python module on this node.
 case $CONTAINER in
     none) IN=() ;;
     pyxis) IN=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$PWD") ;;
@@ -44,17 +46,27 @@ esac
 [[ $CONTAINER = none || -n $IMAGE ]] || die 2 "CONTAINER=$CONTAINER needs IMAGE=..."
 if [ "$CONTAINER" = none ] && [ -z "${PYTHON:-}" ]; then
     PYTHON=$PWD/.venv/bin/python
-    [ -x "$PYTHON" ] || make setup ${SLURM_GPUS_ON_NODE:+PLATFORM=cuda} || die 2 "there is no $PYTHON: run make setup where packages can be downloaded"
+    [ -x "$PYTHON" ] || export PLATFORM=${SLURM_GPUS_ON_NODE:+cuda}
+    make setup || die 2 "$PYTHON is missing or not what requirements/ names: run make setup where packages can be downloaded"
 fi
-ASK=("${IN[@]}" "${PYTHON:=python3}" -m launch.slurm)
+HERE=("${IN[@]}" "${PYTHON:=python3}" -m)
 if [ "$CONTAINER" = pyxis ] && [ -n "${SLURM_JOB_ID:-}" ]; then
-    ASK=(srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --overlap --mem=0 --mpi=none "${ASK[@]}")
+    HERE=(srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --overlap --mem=0 --mpi=none "${HERE[@]}")
 elif [ "$CONTAINER" = pyxis ]; then
-    ASK=("$PYTHON" -m launch.slurm) # a dry run, on this host
+    HERE=("$PYTHON" -m) # a dry run, on this host
 fi
+ASK=("${HERE[@]}" launch.slurm)
+PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN_BANDWIDTH"})
+
+prepare() {
+    local words
+    read -ra words <<<"${PREPARE:-}"
+    ((${#words[@]} == 0)) || "${HERE[@]}" "${words[@]}"
+}
 
 if [ "$DRY_RUN" = 1 ]; then
-    exec "${ASK[@]}" plan --config "$CONFIG" "$@"
+    prepare
+    exec "${PLAN[@]}" "$@"
 fi
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE # the job's; steps share what it has (--mem=0)
 
@@ -84,13 +96,13 @@ start() { # ROLE FLAGS...
 
 step_id() { squeue --steps --noheader --job="$SLURM_JOB_ID" --format="%i %j" | awk -v role="$1" '$2 == role { print $1 }'; }
 
-end_step() { # ROLE: ask its processes to end (SIGTERM to srun would kill them), wait, then end what is left
+end_step() { # ROLE: have its tasks end their programs (SIGTERM to srun would kill them), wait, then end what is left
     local pid=${STEPS[$1]:-} id i
     [ -n "$pid" ] && alive "$pid" || return 0
     id=$(step_id "$1") || id='' # Slurm does not answer, or has not made the step yet: srun is all there is to end
     stamp "$1 is ended"
     if [ -n "$id" ]; then
-        scancel --signal=TERM "$id" 2>/dev/null || true # it says "Invalid job id", and does it
+        scancel --signal=INT "$id" 2>/dev/null || true # it says "Invalid job id", and does it
     else
         kill "$pid"
     fi
@@ -136,6 +148,7 @@ finish() { # whatever ends this script: no step is left, and the last line says 
         esac
     fi
     if [ -n "$CANCELLED" ]; then
+        touch "$LOGS/cancelled" # for the tasks, which Slurm has told to end without saying why
         lost=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N | paste -sd' ') || lost=''
         if [ -n "$lost" ]; then
             echo "FAILED (143): Slurm took the job from its nodes during $PHASE: $lost is down"
@@ -167,11 +180,14 @@ requeue() {
     exit 85
 }
 
-stop_if_cancelled() { [ -z "$CANCELLED" ] || exit 143; }
+heed() { # the signals to this script, and those to the trainer's tasks: at a preemption Slurm tells the steps alone
+    if [ -e "$LOGS/asked" ]; then on_signal "$(cat "$LOGS/asked")"; fi
+    [ -z "$CANCELLED" ] || exit 143
+}
 
 await() { # ROLE: until its step has ended; CODE is its exit code
     while alive "${STEPS[$1]}"; do
-        stop_if_cancelled
+        heed
         if grep -qs "launch failed" "$LOGS/srun-$1.log"; then end_step "$1"; fi # its peers would wait for it
         if [ "$1" = trainer ] && [ -z "$SERVERS_ENDED" ] && [ -n "${STEPS[servers]:-}" ] && ! alive "${STEPS[servers]}"; then
             SERVERS_ENDED=1
@@ -179,7 +195,7 @@ await() { # ROLE: until its step has ended; CODE is its exit code
         fi
         nap
     done
-    stop_if_cancelled
+    heed
     code_of "${STEPS[$1]}"
 }
 
@@ -192,7 +208,8 @@ trap 'on_signal TERM' TERM
 stamp "job $SLURM_JOB_ID, attempt ${SLURM_RESTART_COUNT:-0}: $CONFIG $*"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 told='' # its last line is the folder of logs
-told=$("${ASK[@]}" plan --config "$CONFIG" --nodes "$nodes" --max-restarts "$MAX_RESTARTS" "$@")
+prepare
+told=$("${PLAN[@]}" --nodes "$nodes" --max-restarts "$MAX_RESTARTS" "$@")
 echo "$told"
 # shellcheck source=/dev/null
 source "${told##*$'\n'}/plan.sh"
@@ -210,8 +227,8 @@ if ((NUM_SERVER_NODES > 0)); then
     start servers "${SERVERS_STEP[@]}"
     "${ASK[@]}" wait-servers "$LOGS/plan.json" &
     waiter=$!
-    while alive "$waiter" && alive "${STEPS[servers]}"; do stop_if_cancelled; nap; done
-    stop_if_cancelled
+    while alive "$waiter" && alive "${STEPS[servers]}"; do heed; nap; done
+    heed
     if alive "$waiter"; then kill "$waiter"; fi
     code_of "$waiter"
     [ "$CODE" = 0 ] || exit 11

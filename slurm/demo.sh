@@ -15,7 +15,7 @@ set -euo pipefail
 
 export CONFIG=configs/demo.yaml
 data=$PWD/.cache/arithmetic server=actor_rollout_ref.rollout.server
-[ -f "$data/val.jsonl" ] || "${PYTHON:-.venv/bin/python}" -m examples.arithmetic.problems "$data"
+[ -f "$data/val.jsonl" ] || export PREPARE="examples.arithmetic.problems .cache/arithmetic"
 exec bash slurm/body.sh "data.train_files=[$data/train.jsonl]" "data.val_files=[$data/val.jsonl]" \
     "trainer.nnodes=${TRAINER_NODES:-1}" "trainer.n_procs_per_node=${RANKS_PER_NODE:-2}" \
     "$server.nnodes=${SERVER_NODES:-1}" "$server.num_servers=${SERVER_NODES:-1}" "$@"

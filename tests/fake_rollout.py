@@ -4,13 +4,15 @@ import asyncio
 import json
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_dapo.config import Config, load_config
+from megatron_dapo.rollout.controller import Controller
 
 EOS = "<eos>"
 WORDS = [EOS, "<unk>", "right", "wrong", "right_long", "wrong_long", *(f"p{number}" for number in range(200))]
@@ -170,3 +172,27 @@ def make_config(folder: Path, servers: Sequence[FakeServer | str], *overrides: s
             *overrides,
         ],
     )
+
+
+def run_with_controller(
+    scenario: Callable[[Controller, list[FakeServer]], Awaitable],
+    config_for: Callable[[list[FakeServer]], Config],
+    num_servers: int,
+    script: Script | None = None,
+    timeout_s: float = 120,
+) -> Any:
+    """The result of `await scenario(controller, servers)`, both started; closes all."""
+
+    async def main() -> Any:
+        shared = script or Script()
+        servers = [await FakeServer(shared).start() for _ in range(num_servers)]
+        controller = Controller(config_for(servers))
+        try:
+            await controller.start()
+            return await asyncio.wait_for(scenario(controller, servers), timeout_s)
+        finally:
+            await controller.close()
+            for server in servers:
+                await server.stop()
+
+    return asyncio.run(main())

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from launch.command_line import parse, parser
@@ -61,16 +62,19 @@ def plan_command(argv: list[str]) -> int:
     made = parser("launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt.")
     made.add_argument("--nodes", default="", metavar="A,B,...", help="the job's nodes; none: a dry run")
     made.add_argument("--max-restarts", type=int, default=20, metavar="N")
+    made.add_argument("--min-bandwidth", type=float, metavar="GB/s", help="of the preflight's all-reduce")
     arguments, overrides = parse(made, argv)
     try:
         if not arguments.nodes:
-            dry_run(arguments.config, overrides, show=False, check=show_plan)
+            check = partial(show_plan, min_bandwidth=arguments.min_bandwidth)
+            dry_run(arguments.config, overrides, show=False, check=check)
             return 0
         config = load_and_validate(arguments.config, overrides)
         if is_done(config):
             print(done_line(_run(config), config.trainer.total_training_steps), "already; nothing is left to do")
             return NOTHING_TO_DO_EXIT_CODE
-        plan = make_plan(config, Allocation.of(os.environ, arguments.nodes.split(",")), newest_step(_run(config)))
+        given = Allocation.of(os.environ, arguments.nodes.split(","))
+        plan = make_plan(config, given, newest_step(_run(config)), arguments.min_bandwidth)
         if plan.restart_count > arguments.max_restarts:
             told = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {arguments.max_restarts}"
             print(f"FAILED ({NOT_REQUEUED}): {told}", file=sys.stderr, flush=True)
@@ -97,9 +101,10 @@ def write_attempt(plan: Plan, config: Config) -> None:
         write_whole(Path(plan.run) / "servers.txt", "".join(f"{url}\n" for url in plan.server_urls))
 
 
-def show_plan(config: Config) -> None:
+def show_plan(config: Config, min_bandwidth: float | None) -> None:
     """Nodes, processes and memory."""
-    print(make_plan(config, Allocation.imagined(config)).text(), process_plan(config), sep="\n\n", flush=True)
+    plan = make_plan(config, Allocation.imagined(config), min_bandwidth=min_bandwidth)
+    print(plan.text(), process_plan(config), sep="\n\n", flush=True)
 
 
 def wait_command(arguments: argparse.Namespace) -> int:

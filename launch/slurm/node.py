@@ -11,31 +11,70 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from launch.slurm.plan import TRAINER, Plan
 from megatron_dapo.config import SAVED_EXIT_CODE, write_whole
 
-ENDS = "ends"
+ENDS, ASKED, CANCELLED = "ends", "asked", "cancelled"  # in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "FLASHINFER_WORKSPACE_BASE")
-_TELL_ONLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_POLL_INTERVAL_S = 0.5
 
 
 def run(plan: Plan, role: str) -> int:
     """Exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end the others,
     which may still be at it, for any other code."""
+    orders = Orders(Path(plan.logs), role)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     peers = [name for name in plan.nodes if name != node]
     interface = interface_towards(peers[0]) if peers else None
     environment = node_environment(os.environ, interface, cache_folder(os.environ))
     limits = raise_limits()
     print(f"{node}: {role}, interface {interface or 'none needed'}, {limits}", flush=True)
-    for number in _TELL_ONLY:  # a signal to the step reaches the program too: its end is waited for
-        signal.signal(number, lambda *_: None)
-    code = subprocess.run(plan.command(role, node), env=environment).returncode
+    code = orders.obey(subprocess.Popen(plan.command(role, node), env=environment, start_new_session=True))
     code = code if code >= 0 else 128 - code
     write_whole(Path(plan.logs) / ENDS / f"{role}-{node}.json", json.dumps({"code": code, "time": time.time()}))
     return 0 if role == TRAINER and code == SAVED_EXIT_CODE else code
+
+
+class Orders:
+    """Signals to the task, and what they mean for its program, which does not get them: it has a session of its own,
+    and of a job in cgroups Slurm signals the task alone.
+
+    SIGINT is the job's script's: the program is asked to end. SIGTERM is Slurm's, before it takes the nodes, and so is
+    what a user sends to the steps: the servers are needed until the trainer has saved. So the trainer's task asks the
+    script for that (the file `asked`), and the program goes on until the script, which knows the job's state, has said
+    that the job was cancelled (the file `cancelled`), or sends SIGINT.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+    def __init__(self, logs: Path, role: str) -> None:
+        self._asked, self._cancelled = (logs / ASKED if role == TRAINER else None), logs / CANCELLED
+        self._received: set[signal.Signals] = set()
+        for number in self.SIGNALS:
+            signal.signal(number, self._receive)
+
+    def obey(self, program: subprocess.Popen) -> int:
+        """Wait for the program; its exit code, as `subprocess` gives it."""
+        was_ended = False
+        while True:
+            try:
+                return program.wait(_POLL_INTERVAL_S)
+            except subprocess.TimeoutExpired:
+                pass
+            if not was_ended and self._is_to_end():
+                program.terminate()
+                was_ended = True
+
+    def _is_to_end(self) -> bool:
+        return signal.SIGINT in self._received or (bool(self._received) and self._cancelled.exists())
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        self._received.add(signal.Signals(number))
+        if number != signal.SIGINT and self._asked is not None:
+            write_whole(self._asked, signal.Signals(number).name.removeprefix("SIG"))
 
 
 def ends(plan: Plan, role: str) -> dict[str, int]:

@@ -57,6 +57,7 @@ class Plan:
 
     run, logs: absolute folders. config: the resolved config, a file in logs. start_step: rollout steps that the newest
     checkpoint held when the attempt began. server_timeout_s: how long the servers may take to become healthy.
+    min_bandwidth: GB/s that the preflight asks of the all-reduce; None: what it thinks right.
     """
 
     job_id: int
@@ -70,6 +71,7 @@ class Plan:
     total_steps: int
     start_step: int = 0
     server_timeout_s: float = 0.0
+    min_bandwidth: float | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -124,6 +126,8 @@ class Plan:
         yield from ("--node-names", ",".join(self.nodes))
         if self.server_nodes:
             yield from ("--server-hosts", ",".join(self.server_nodes), "--http-port", str(self.port(_SERVER_PORT)))
+        if self.min_bandwidth is not None:
+            yield from ("--min-bandwidth", str(self.min_bandwidth))
         if index == 0:
             yield from ("--ports", str(self.port(_TRAINER_PORT)))
 
@@ -179,7 +183,7 @@ def num_nodes(config: Config) -> tuple[int, int]:
     return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers else 0
 
 
-def make_plan(config: Config, allocation: Allocation, start_step: int = 0) -> Plan:
+def make_plan(config: Config, allocation: Allocation, start_step: int = 0, min_bandwidth: float | None = None) -> Plan:
     """Raises UserError where the config does not fit what Slurm gave."""
     num_trainers, num_servers = num_nodes(config)
     sentences = list(_mistakes(config, allocation))
@@ -199,6 +203,7 @@ def make_plan(config: Config, allocation: Allocation, start_step: int = 0) -> Pl
         total_steps=config.trainer.total_training_steps,
         start_step=start_step,
         server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
+        min_bandwidth=min_bandwidth,
     )
 
 

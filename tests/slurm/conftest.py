@@ -56,6 +56,36 @@ def interrupted(cluster: "Cluster") -> "Job":
     return job
 
 
+# Stands for apptainer, which runs a command in an image: notes the command and runs it here.
+_APPTAINER = """#!/bin/bash
+while [[ $1 != image.sif ]]; do shift; done
+shift
+echo "$*" >>"${0%/*}/contained"
+exec "$@"
+"""
+
+
+@pytest.fixture(scope="session")
+def preempted(cluster: "Cluster") -> "Job":
+    """A training of five steps on a trainer node and a server node, as the script is, in a container. After
+    its first step another job takes all nodes for a moment; then it is left alone."""
+    programs = cluster.folder / "programs"
+    programs.mkdir()
+    (programs / "apptainer").write_text(_APPTAINER)
+    (programs / "apptainer").chmod(0o755)
+    job = cluster.submit(
+        "preempted",
+        "trainer.total_training_steps=5",
+        CONTAINER="apptainer",
+        IMAGE="image.sif",
+        PATH=f"{programs}:{os.environ['PATH']}",
+    )
+    job.wait_for_steps(1)
+    cluster.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+    job.exit_code()
+    return job
+
+
 class Cluster:
     """folder: seen by all nodes, as the repository is; their /tmp is not."""
 

@@ -7,7 +7,8 @@
 #
 # Every node has its own network, hostname, processes, /tmp and /dev/shm; they share the rest of the file system, DIR
 # and this checkout. Its first process dies with this script, and with it all that runs on the node: nothing is left.
-# The partition "gpu" has 32 nodes of 8 GPUs that never start: for `sbatch --test-only`.
+# Jobs of the partition "urgent" take nodes from those of "cpu", which are told so 60 s before. A node counts two GPUs
+# that are none. The partition "gpu" has 32 nodes of 8 GPUs that never start: for `sbatch --test-only`.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 
@@ -53,8 +54,8 @@ write_conf() {
         printf '%s node%s\n' "$NET.$i" "$i" "::ffff:$NET.$i" "$i.v4"
     done >"$DIR/hosts"
     printf '%s localhost\n' 127.0.0.1 ::1 >>"$DIR/hosts"
-    ln -s /dev/null "$DIR/gpu"
-    echo "NodeName=unborn[1-32] Name=gpu File=$DIR/gpu" >"$DIR/gres.conf"
+    for i in 0 1; do ln -s /dev/null "$DIR/gpu$i"; done
+    printf 'NodeName=%s Name=gpu File=%s\n' "node[1-$N]" "$DIR/gpu[0-1]" "unborn[1-32]" "$DIR/gpu0" >"$DIR/gres.conf"
     cat >"$SLURM_CONF" <<CONF
 ClusterName=tests
 SlurmctldHost=$(hostname -s)($NET.254)
@@ -69,7 +70,8 @@ SlurmctldPidFile=$DIR/slurmctld.pid
 SlurmdPidFile=$DIR/slurmd.%n.pid
 SlurmctldLogFile=$DIR/log/slurmctld.log
 SlurmdLogFile=$DIR/log/%n.log
-ProctrackType=proctrack/linuxproc
+# as in cgroups, which a container cannot make, a signal to a step reaches its tasks and not what they started
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SwitchType=switch/none
@@ -80,14 +82,17 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SlurmdParameters=config_overrides
 DefMemPerCPU=1000
 GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MinJobAge=3600
 ResumeProgram=/bin/true
 SuspendProgram=/bin/true
 SuspendTime=3600
 SuspendExcNodes=node[1-$N]
-$(for ((i = 1; i <= N; i++)); do echo "NodeName=node$i NodeAddr=$NET.$i CPUs=64 RealMemory=512000"; done)
+$(for ((i = 1; i <= N; i++)); do echo "NodeName=node$i NodeAddr=$NET.$i CPUs=64 RealMemory=512000 Gres=gpu:2"; done)
 NodeName=unborn[1-32] CPUs=128 RealMemory=1000000 Gres=gpu:8 State=CLOUD
-PartitionName=cpu Nodes=node[1-$N] Default=YES MaxTime=INFINITE
+PartitionName=cpu Nodes=node[1-$N] Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=node[1-$N] MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 PartitionName=gpu Nodes=unborn[1-32] MaxTime=INFINITE
 CONF
 }

@@ -5,22 +5,21 @@ import pytest
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def on_two_nodes(cluster):
-    """A trainer node of two ranks and a server node, as the script is."""
-    return cluster.submit("two-nodes", "trainer.total_training_steps=3")
+def test_it_trains_on_two_nodes(preempted):
+    """Requeued on the way, as the next one: test_matrix.py looks at that."""
+    assert preempted.exit_code() == 0, preempted.report()
+    assert preempted.last_line() == f"DONE: step 5 of 5 in {preempted.run_folder.path}"
+    assert_it_trained(preempted, server_node="node2")
 
 
-def test_it_trains_on_two_nodes(on_two_nodes):
-    assert on_two_nodes.exit_code() == 0, on_two_nodes.report()
-    assert on_two_nodes.last_line() == f"DONE: step 3 of 3 in {on_two_nodes.run_folder.path}"
-    assert on_two_nodes.leaves_nothing()
-    assert [line["step"] for line in on_two_nodes.metrics()] == [1, 2, 3]
-    assert_it_trained(on_two_nodes, server_node="node2")
+def test_all_that_runs_python_runs_in_the_container(preempted, cluster):
+    assert preempted.exit_code() == 0, preempted.report()
+    commands = (cluster.folder / "programs" / "contained").read_text()
+    for asked in ("plan --config", "node preflight", "node servers", "wait-servers", "node trainer", "end"):
+        assert f"-m launch.slurm {asked} " in commands
 
 
 def test_it_trains_on_three_nodes_with_tensor_parallelism_over_two_of_them(interrupted):
-    """Requeued on the way: test_matrix.py looks at that."""
     assert interrupted.exit_code() == 0, interrupted.report()
     assert interrupted.last_line() == f"DONE: step 6 of 6 in {interrupted.run_folder.path}"
     assert "TP 2, PP 1, DP 1" in interrupted.log() and "2 ranks (2 nodes x 1)" in interrupted.log()

@@ -54,10 +54,34 @@ def test_its_metrics_are_those_of_an_undisturbed_run_on_the_same_batches_bit_for
         assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
 
 
+def test_its_tensorboard_is_one_run(interrupted):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(interrupted.run_folder.tensorboard)).Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_preemption_saves_and_requeues_and_the_servers_serve_until_then(preempted):
+    assert preempted.exit_code() == 0, preempted.report()
+    assert preempted.fact("Restarts") == "1" and preempted.leaves_nothing()
+    saved = preempted.saved_step()
+    assert preempted.last_lines()[0].endswith("; requeued on TERM, restart 1 of at most 20") and 1 <= saved < 5
+    assert f"Resumed after step {saved} from" in preempted.attempt_log(1, "trainer-node1")
+    assert [line["step"] for line in preempted.metrics()] == [1, 2, 3, 4, 5]
+    assert "restart" not in preempted.attempt_log(0, "servers-node2")
+
+
 @pytest.fixture(scope="module")
 def taken(cluster):
-    """After two steps one of its nodes is set down; it goes on on others, and is cancelled there in mid-run."""
-    job = cluster.submit("taken", "trainer.total_training_steps=1000", "trainer.save_interval=1", "data.val_files=[]")
+    """On nodes with GPUs, as Slurm sees them. After two steps one of them is set down; it goes on on others, and is
+    cancelled there in mid-run."""
+    job = cluster.submit(
+        "taken",
+        "trainer.total_training_steps=1000",
+        "trainer.save_interval=1",
+        "data.val_files=[]",
+        flags=("--gpus-per-node=2",),
+    )
     job.wait_for_steps(2)
     cluster.set_node("node2", "down")
     job.wait(lambda: job.fact("Restarts") == "1" and job.fact("JobState") == "RUNNING", "it is requeued and runs again")

@@ -4,14 +4,13 @@ import asyncio
 import json
 import sys
 import time
-from contextlib import asynccontextmanager
 
 import pytest
 
 from megatron_dapo.config import UserError
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
-from tests.fake_rollout import MIXED, RIGHT, WRONG, FakeServer, Script, make_config, write_files
+from tests.fake_rollout import MIXED, RIGHT, WRONG, FakeServer, Script, make_config, run_with_controller, write_files
 
 pytestmark = pytest.mark.unit
 
@@ -28,24 +27,7 @@ def folder(tmp_path, monkeypatch):
 
 def run(folder, scenario, script=None, num_servers=1, overrides=()):
     """Runs `await scenario(controller, servers)` with started servers and controller; closes all."""
-
-    @asynccontextmanager
-    async def world():
-        servers = [await FakeServer(script or Script()).start() for _ in range(num_servers)]
-        controller = Controller(make_config(folder, servers, *overrides))
-        try:
-            await controller.start()
-            yield controller, servers
-        finally:
-            await controller.close()
-            for server in servers:
-                await server.stop()
-
-    async def main():
-        async with world() as (controller, servers):
-            return await asyncio.wait_for(scenario(controller, servers), 120)
-
-    return asyncio.run(main())
+    return run_with_controller(scenario, lambda servers: make_config(folder, servers, *overrides), num_servers, script)
 
 
 def numbers(batch):

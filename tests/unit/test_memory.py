@@ -19,27 +19,12 @@ from megatron_dapo.config.memory import (
     shortage,
     trainer_memory,
 )
-from tests.model_json import MODEL_JSON
+from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 
 pytestmark = pytest.mark.unit
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-QWEN = {**MODEL_JSON, "vocab_size": 152064, "max_position_embeddings": 131072, "tie_word_embeddings": False}
-QWEN_32B = QWEN | {
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-}
-QWEN_7B = QWEN | {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-}
-RECIPES = {"dapo_32b.yaml": QWEN_32B, "dapo_7b.yaml": QWEN_7B, "ppo_qwen2.5_7b.yaml": QWEN_7B}
+RECIPES = {"dapo_32b.yaml": QWEN2_5_32B, "dapo_7b.yaml": QWEN2_5_7B, "ppo_qwen2.5_7b.yaml": QWEN2_5_7B}
 MEGATRON = "actor_rollout_ref.actor.megatron"
 ONE_RANK = Layout(tp=1, pp=1, vpp=None, world=1)
 
@@ -48,7 +33,7 @@ def recipe(name: str, *overrides: str):
     return load_config(CONFIGS / name, list(overrides)), model_spec(RECIPES[name])
 
 
-@pytest.mark.parametrize(("sizes", "num_bytes"), [(QWEN_32B, 65_527_752_704), (QWEN_7B, 15_231_233_024)])
+@pytest.mark.parametrize(("sizes", "num_bytes"), [(QWEN2_5_32B, 65_527_752_704), (QWEN2_5_7B, 15_231_233_024)])
 def test_the_parameters_are_as_many_as_the_published_checkpoints_have(sizes, num_bytes):
     """total_size in model.safetensors.index.json of Qwen/Qwen2.5-32B and -7B: bytes of bfloat16."""
     assert 2 * sum(num_parameters(model_spec(sizes), ONE_RANK, stage=0)) == num_bytes
@@ -140,9 +125,9 @@ def written(folder: Path, sizes: dict) -> str:
 
 
 def test_the_process_plan_shows_it(tmp_path):
-    config = load_config(CONFIGS / "dapo_32b.yaml", [written(tmp_path, QWEN_32B)])
+    config = load_config(CONFIGS / "dapo_32b.yaml", [written(tmp_path, QWEN2_5_32B)])
     text = process_plan(config)
-    total = trainer_memory(config, model_spec(QWEN_32B)).total / GB
+    total = trainer_memory(config, model_spec(QWEN2_5_32B)).total / GB
     assert f"memory        trainer: {total:.1f} of 80 GB per GPU: gradients 8.2, optimizer 6.1, weights 4.1" in text
     assert "server: weights 16.4 GB per GPU, KV cache 49.2 for" in text and "DO NOT FIT" not in text
     assert layout(config).dp == 4
@@ -156,7 +141,7 @@ def test_a_dry_run_of_a_hopeless_layout_says_so_in_one_sentence(tmp_path, capsys
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").touch()
         files.append(f"data.{name}_files=[{tmp_path / name}.jsonl]")
-    given = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN_32B), *overrides, *files]
+    given = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN2_5_32B), *overrides, *files]
     assert main(["train", "--dry-run", *given]) == 2
     told = capsys.readouterr()
     assert "DO NOT FIT" in told.out

@@ -19,30 +19,15 @@ from megatron_dapo.config import (
     uses_critic,
     validate,
 )
+from tests.model_json import QWEN2_5_7B, QWEN2_5_32B
 
 pytestmark = pytest.mark.unit
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 MODELS = {  # the sizes in the published config.json of each model
-    "models/Qwen2.5-32B": {
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "max_position_embeddings": 131072,
-        "vocab_size": 152064,
-    },
-    "models/Qwen2.5-7B": {
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "max_position_embeddings": 131072,
-        "vocab_size": 152064,
-    },
+    "models/Qwen2.5-32B": QWEN2_5_32B,
+    "models/Qwen2.5-7B": QWEN2_5_7B,
     "models/Qwen2.5-3B-Instruct": {
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
@@ -89,6 +74,7 @@ PUBLISHED = {
     "data.max_prompt_length": 2048,
     "data.truncation": "left",
     "data.filter_overlong_prompts": False,
+    "data.dedup": True,  # the published file has every prompt about a hundred times
     "data.max_response_length": 20480,  # 16384 expected + 4096
     "algorithm.adv_estimator": "grpo",
     "algorithm.norm_adv_by_std_in_grpo": True,

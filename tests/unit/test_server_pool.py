@@ -3,16 +3,14 @@
 import asyncio
 import logging
 import sys
-from contextlib import asynccontextmanager
 
 import pytest
 
 from megatron_dapo.config import UserError
-from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool
-from tests.fake_rollout import FakeServer, Script, make_config, write_files
+from tests.fake_rollout import make_config, run_with_controller, write_files
 
 pytestmark = pytest.mark.unit
 
@@ -37,26 +35,14 @@ def run(folder, scenario, num_servers=2, num_listed=None, overrides=()):
     def listed(servers):
         file.write_text("".join(f"{server.url}\n" for server in servers))
 
-    @asynccontextmanager
-    async def world():
-        script = Script()
-        servers = [await FakeServer(script).start() for _ in range(num_servers)]
+    def config_for(servers):
         listed(servers[:num_listed])
         given = ["actor_rollout_ref.rollout.server_urls=[]", f"{URLS_FILE}={file}"]
-        controller = Controller(make_config(folder, [], *given, *overrides))
-        try:
-            await controller.start()
-            yield controller, servers
-        finally:
-            await controller.close()
-            for server in servers:
-                await server.stop()
+        return make_config(folder, [], *given, *overrides)
 
-    async def main():
-        async with world() as (controller, servers):
-            return await asyncio.wait_for(scenario(controller, servers, listed), 60)
-
-    return asyncio.run(main())
+    return run_with_controller(
+        lambda controller, servers: scenario(controller, servers, listed), config_for, num_servers, timeout_s=60
+    )
 
 
 def numbers(batch):

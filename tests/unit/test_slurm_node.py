@@ -3,8 +3,10 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,10 +52,75 @@ def test_only_a_trainer_that_saved_ends_well_for_slurm_and_all_are_recorded(
     monkeypatch.setattr(Plan, "command", lambda *_: [sys.executable, "-Sc", f"import os, sys; {end}"])
     name = "t1" if role == TRAINER else "s1"
     monkeypatch.setenv("SLURMD_NODENAME", name)
-    monkeypatch.setattr(node, "_TELL_ONLY", ())  # of this process
+    monkeypatch.setattr(node.Orders, "SIGNALS", ())  # of this process
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert node.run(plan, role) == told
     assert ends(plan, role) == {name: recorded}
+
+
+PROGRAM = """
+import signal, sys, time
+def end(*_):
+    print("told to end", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, end)
+print("runs", flush=True)
+time.sleep(60)
+"""
+TASK = """
+import os, subprocess, sys
+from pathlib import Path
+from launch.slurm.node import Orders
+orders = Orders(Path(sys.argv[1]), sys.argv[2])
+program = subprocess.Popen([sys.executable, "-Sc", sys.argv[3]], start_new_session=True)
+sys.exit(orders.obey(program))
+"""
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Starts a role's task whose program runs; it and its program are a process group of which Slurm signals all."""
+    started = []
+
+    def start(role: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", TASK, tmp_path, role, PROGRAM]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdout.readline() == "runs\n"
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.stdout.close()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("role", [TRAINER, SERVERS])
+def test_the_script_s_sigint_ends_the_program_by_sigterm(task, role):
+    process = task(role)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout.read() == "told to end\n" and process.wait() == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_at_a_preemption_the_programs_go_on_and_the_trainer_s_task_asks_the_script(task, tmp_path, number):
+    trainer, servers = task(TRAINER), task(SERVERS)
+    for process in (servers, trainer):
+        os.killpg(process.pid, number)
+    asked, name = tmp_path / "asked", number.name.removeprefix("SIG")
+    deadline = time.monotonic() + 10
+    while not asked.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert asked.read_text() == name
+    asked.unlink()
+    os.killpg(servers.pid, number)
+    time.sleep(2 * node._POLL_INTERVAL_S)
+    assert not asked.exists(), "the servers' task asks for nothing"
+    assert trainer.poll() is None and servers.poll() is None
+    (tmp_path / "cancelled").touch()
+    for process in (servers, trainer):
+        assert process.stdout.read() == "told to end\n" and process.wait() == 7
 
 
 def test_the_wait_for_servers_ends_when_all_are_healthy(plan, capsys, monkeypatch):
