@@ -27,8 +27,9 @@ def worker(scenario: str) -> subprocess.CompletedProcess:
 
 def test_the_demo_trains_under_mpirun_as_under_torchrun_bit_for_bit(tmp_path):
     batches, runs = mpi_replay.write_batches(tmp_path / "batches"), (tmp_path / "torchrun", tmp_path / "mpirun")
-    expected, given = (mpi_replay.arguments(batches, run) for run in runs)
-    for done in (mpi_replay.torchrun(2, *expected), mpirun(2, "-m", "launch.mpi", *given)):
+    of_four = "trainer.n_procs_per_node=4"  # tensor parallel 2 x data parallel 2
+    expected, given = (mpi_replay.arguments(batches, run, of_four) for run in runs)
+    for done in (mpi_replay.torchrun(4, *expected), mpirun(4, "-m", "launch.mpi", *given)):
         assert done.returncode == 0, done.stderr[-3000:]
     metrics = [mpi_replay.metrics_of(run) for run in runs]
     assert metrics[1] == metrics[0] and [line["step"] for line in metrics[0]] == [1, 2]

@@ -91,31 +91,75 @@ CONTAINERS = {  # what comes between srun's own flags and the command
 }
 
 
+@pytest.fixture
+def stubs(tmp_path):
+    """Runs slurm/body.sh on the demo's config as a job of Slurm, whose commands are what `programs` says."""
+
+    def run_job(programs: dict[str, str], *overrides: str, **environment: str) -> subprocess.CompletedProcess:
+        for name, text in programs.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        overrides = (f"trainer.run_dir={tmp_path / 'run'}", *overrides)
+        return run("bash", "slurm/body.sh", *overrides, CONFIG="configs/demo.yaml", PATH=path, **job, **environment)
+
+    return run_job
+
+
+NODES = "#!/bin/bash\necho n1\necho n2\n"
+
+
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_a_container_s_flags_stand_between_srun_s_and_the_command_of_every_step(container, tmp_path):
-    stubs = {"srun": STUB, "apptainer": STUB, "squeue": "#!/bin/bash\n"}
-    stubs |= {"scontrol": "#!/bin/bash\necho n1\necho n2\n", "python3": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
-    for name, text in stubs.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    job = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURMD_NODENAME": "n1",
-        "CALLS": str(tmp_path / "calls"),
-    }
-    settings = {"CONTAINER": container, "IMAGE": "image.sqsh", "MOUNTS": "/data:/data", "CONFIG": "configs/demo.yaml"}
-    prompts, run_folder = tmp_path / "prompts.jsonl", tmp_path / "run"
+def test_a_container_s_flags_stand_between_srun_s_and_the_command_of_every_step(container, stubs, tmp_path):
+    programs = {"srun": STUB, "apptainer": STUB, "squeue": "#!/bin/bash\n", "scontrol": NODES}
+    programs["python3"] = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+    calls = tmp_path / "calls"
+    settings = {"CONTAINER": container, "IMAGE": "image.sqsh", "MOUNTS": "/data:/data", "CALLS": str(calls)}
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("{}\n")
-    overrides = [f"data.train_files=[{prompts}]", f"trainer.run_dir={run_folder}"]
-    overrides.append("actor_rollout_ref.rollout.server.nnodes=1")
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = run("bash", "slurm/body.sh", *overrides, **job, **settings, PATH=path)
-    logs = run_folder / "logs" / "attempt-1-0"
+    done = stubs(programs, f"data.train_files=[{prompts}]", "actor_rollout_ref.rollout.server.nnodes=1", **settings)
+    logs = tmp_path / "run" / "logs" / "attempt-1-0"
     assert done.returncode == 10 and done.stdout.splitlines()[-1].startswith("FAILED (10): preflight"), done
-    [preflight] = [call for call in (tmp_path / "calls").read_text().splitlines() if "--job-name=preflight" in call]
+    [preflight] = [call for call in calls.read_text().splitlines() if "--job-name=preflight" in call]
     flags = CONTAINERS[container].format(here=REPOSITORY)
     assert preflight.endswith(
         f"{logs}/preflight-%N.log {flags} python3 -m launch.slurm node preflight {logs}/plan.json"
     )
-    assert (tmp_path / "calls").read_text().count(flags) == 3  # the plan, the preflight, how it ended
+    assert calls.read_text().count(flags) == 3  # the plan, the preflight, how it ended
+
+
+# Stands for srun: the preflight is well; the trainer has its script signalled, and when it finds the file `stop` it
+# leaves what a trainer leaves that was asked to save.
+SRUN_OF_A_TRAINER = """#!/bin/bash
+[[ "$*" = *=trainer* ]] || exit 0
+logs=$(dirname "${@: -1}") run=$RUN_FOLDER
+kill -USR1 "$PPID"
+until [ -e "$run/stop" ]; do sleep 0.1; done
+mkdir -p "$logs/ends" "$run/checkpoints/step_000003"
+for node in n1 n2; do echo '{"code": 85, "time": 0}' >"$logs/ends/trainer-$node.json"; done
+"""
+SCONTROL_THAT_FAILS = """#!/bin/bash
+[ "$1 $2" != "show hostnames" ] || exec printf 'n1\nn2\n'
+echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
+exit 1
+"""
+
+
+def test_where_slurm_answers_no_more_the_signal_is_obeyed_and_the_job_says_what_is_saved(stubs, tmp_path):
+    failing = "#!/bin/bash\nexit 1\n"
+    programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL_THAT_FAILS, "squeue": failing, "scancel": failing}
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "step_000040.json.gz").touch()
+    overrides = [f"trainer.replay={tmp_path / 'batches'}", "trainer.nnodes=2", "trainer.n_procs_per_node=1"]
+    done = stubs(programs, *overrides, PYTHON=sys.executable, RUN_FOLDER=str(tmp_path / "run"))
+    assert done.returncode == 85, done
+    lines = done.stdout.splitlines()
+    assert "SAVED: step 3 of 40 is saved in" in lines[-2] and "requeued on USR1" in lines[-2]
+    assert lines[-1] == "SAVED: Slurm does not requeue this job; the same command goes on from there"
+
+
+def test_a_venv_that_is_not_up_to_date_and_cannot_be_made_so_ends_the_job_before_it_begins(stubs):
+    done = stubs({"make": "#!/bin/bash\necho no network >&2\nexit 1\n", "scontrol": NODES})
+    assert done.returncode == 2 and done.stderr.startswith("no network\nFAILED (2): ")
+    assert done.stderr.endswith("run make setup where packages can be downloaded\n") and done.stdout == ""
