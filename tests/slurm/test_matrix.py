@@ -110,11 +110,11 @@ def test_scancel_ends_the_job_for_good(taken):
 
 
 @pytest.fixture(scope="module")
-def bruised(cluster):
-    """A reward worker hangs on the first response, after two steps the server is killed, after four a trainer rank."""
+def chain(cluster):
+    """Two jobs of one run, one after the other. In the first one a reward worker hangs on the first response, and
+    after two steps its time is nearly up; in the second the server is killed, and then a trainer rank."""
     hung = json.dumps({"has_hung": str(cluster.folder / "has_hung")})
-    return cluster.submit(
-        "bruised",
+    overrides = (
         "trainer.total_training_steps=1000",
         "data.val_files=[]",
         "actor_rollout_ref.rollout.dump_samples=100",
@@ -122,33 +122,51 @@ def bruised(cluster):
         f"reward.kwargs={hung}",
         "reward.timeout_s=2",
     )
+    flags = ("--job-name=chain", "--dependency=singleton")
+    return [cluster.submit("chain", *overrides, flags=flags, REQUEUE="off") for _ in range(2)]
 
 
-def test_a_reward_worker_that_hangs_costs_one_sample(bruised):
-    bruised.wait_for_steps(2)
-    assert [line["reward/num_timeouts"] for line in bruised.metrics()[:2]] == [1, 0]
-    assert "timeout" in bruised.attempt_log(0, "controller")
+def test_a_reward_worker_that_hangs_costs_one_sample(chain):
+    first, second = chain
+    first.wait_for_steps(2)
+    assert [line["reward/num_timeouts"] for line in first.metrics()[:2]] == [1, 0]
+    assert "timeout" in first.attempt_log(0, "controller")
+    assert second.fact("JobState") == "PENDING"
 
 
-def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(bruised):
-    done = len(bruised.metrics())
-    [server] = bruised.processes("sglang.launch_server")
+def test_near_its_time_limit_a_job_saves_and_the_next_one_of_its_chain_goes_on(chain):
+    first, second = chain
+    first.shorten()
+    assert first.exit_code() == 85, first.report()
+    step = len(first.metrics())
+    told = f"SAVED: step {step} of 1000 is saved in {first.run_folder.path}; the same command goes on from there"
+    assert first.last_lines()[0] == told and "] USR1: the trainer saves" in first.log()
+    assert first.fact("Restarts") == "0" and first.leaves_nothing()
+    second.wait_for_steps(step + 1)
+    assert f"Resumed after step {step} from" in second.attempt_log(0, "trainer-node1")
+
+
+def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(chain):
+    job = chain[1]
+    done = len(job.metrics())
+    [server] = job.processes("sglang.launch_server")
     server.kill()
-    bruised.wait_for_steps(done + 3)
-    assert "restart 1 of" in bruised.attempt_log(0, "servers-node2")
-    for line in bruised.metrics():
-        assert bruised.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
+    job.wait_for_steps(done + 3)
+    assert "restart 1 of" in job.attempt_log(0, "servers-node2")
+    for line in job.metrics():
+        assert job.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
         assert line.get("actor/rollout_abs_diff_max", 0) < 5e-4
 
 
-def test_a_trainer_rank_that_is_killed_is_the_first_cause(bruised):
-    [rank] = [process for process in bruised.processes("launch.rank") if process.environ().get("RANK") == "1"]
+def test_a_trainer_rank_that_is_killed_is_the_first_cause(chain):
+    job = chain[1]
+    [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
     rank.kill()
-    assert bruised.exit_code() == 12, bruised.report()
-    log = bruised.attempt() / "trainer-rank-1.log"
-    assert bruised.last_line().startswith("FAILED (12): rank 1 on node1 ") and str(log) in bruised.last_line()
-    assert bruised.fact("Restarts") == "0"
-    assert bruised.leaves_nothing()
+    assert job.exit_code() == 12, job.report()
+    log = job.attempt() / "trainer-rank-1.log"
+    assert job.last_line().startswith("FAILED (12): rank 1 on node1 ") and str(log) in job.last_line()
+    assert job.fact("Restarts") == "0"
+    assert job.leaves_nothing()
 
 
 def test_a_server_that_never_gets_healthy_fails_the_job_before_a_trainer_starts(cluster):
