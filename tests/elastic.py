@@ -102,7 +102,7 @@ class Kills:
             return
         step, wait_s = self._moments[len(self.done)]
         if self._due is None and num_steps >= step:
-            self._due = time.monotonic() + wait_s
+            self._due = time.monotonic() + (wait_s if num_steps == step else 0.0)  # at once, where steps overtook it
         if self._due is None or time.monotonic() < self._due or not pids:
             return
         os.kill(self._random.choice(list(pids)), signal.SIGKILL)
