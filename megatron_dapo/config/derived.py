@@ -47,6 +47,14 @@ def has_given_servers(config: Config) -> bool:
     return bool(rollout.server_urls or rollout.server_urls_file)
 
 
+def starts_servers(config: Config) -> bool:
+    """Whether the run needs servers that launch/ starts: none are given, and no dumped batches stand for them.
+
+    Of the config as the user gave it: what a Slurm job's processes read names the job's own servers in a file.
+    """
+    return not config.trainer.replay and not has_given_servers(config)
+
+
 def is_server_url(text: str) -> bool:
     """Whether it is of the form http://host:port."""
     try:

@@ -7,12 +7,12 @@ from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
     gen_batch_size,
-    has_given_servers,
     layout,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     samples_per_rollout_step,
     servers_per_node,
+    starts_servers,
     uses_critic,
     uses_full_kl,
     uses_kl_in_reward,
@@ -182,8 +182,10 @@ def _memory(config: Config) -> Iterator[str]:
     fits = parts.total <= config.trainer.gpu_memory_gb * GB
     whole = f"{_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU{'' if fits else ' DO NOT FIT'}"
     yield f"trainer: {whole}: {sizes}"
-    starts_servers = config.actor_rollout_ref.rollout.server.nnodes or not has_given_servers(config)
-    if starts_servers and not config.trainer.replay:
+    rollout = config.actor_rollout_ref.rollout
+    # a Slurm job names the servers that it starts in a file
+    are_a_jobs = bool(rollout.server_urls_file and rollout.server.nnodes and not config.trainer.replay)
+    if starts_servers(config) or are_a_jobs:
         server = server_memory(config, specs[0])
         longest = config.data.max_prompt_length + config.data.max_response_length
         yield (

@@ -12,7 +12,7 @@ import pytest
 from launch.preflight import all_reduce, gpus, http, machine
 from launch.preflight.nodes import Finding
 from launch.preflight.report import table
-from megatron_dapo.config import load_config
+from megatron_dapo.config import load_config, process_plan, starts_servers
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -39,6 +39,29 @@ def test_a_few_rounds_of_pairs_find_one_node_with_a_bad_network(count):
 def test_where_the_pairs_are_fast_or_all_slow_nobody_stands_out():
     assert all_reduce.to_blame({(0, 1): 10.0, (1, 2): 10.0, (0, 2): 10.0}, 5.0) == [0, 1, 2]
     assert all_reduce.to_blame({(0, 1): 1.0, (1, 2): 1.0, (0, 2): 1.0}, 5.0) == [0, 1, 2]
+
+
+SERVER = "actor_rollout_ref.rollout.server"
+GIVEN, FROM_FILE = "actor_rollout_ref.rollout.server_urls=[http://a:1]", "actor_rollout_ref.rollout.server_urls_file=f"
+REPLAY, SERVER_NODE = "trainer.replay=batches", f"{SERVER}.nnodes=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "starts"),
+    [((), True), ((SERVER_NODE,), True)]
+    + [((reason, *node), False) for reason in (GIVEN, FROM_FILE, REPLAY) for node in ((), (SERVER_NODE,))],
+)
+def test_a_run_starts_servers_unless_they_are_given_or_replaced_by_dumped_batches(overrides, starts):
+    assert starts_servers(demo(*overrides)) == starts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [((), True), ((GIVEN, SERVER_NODE), False), ((REPLAY, FROM_FILE, SERVER_NODE), False)]
+    + [((FROM_FILE, SERVER_NODE), True)],  # as a Slurm job names those that it starts
+)
+def test_the_plan_tells_the_memory_of_the_servers_that_the_run_starts(overrides, told):
+    assert ("server: weights" in process_plan(demo(*overrides))) == told
 
 
 @pytest.mark.parametrize(
