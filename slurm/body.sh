@@ -44,11 +44,8 @@ case $CONTAINER in
     *) die 2 "CONTAINER=$CONTAINER is neither none, pyxis nor apptainer" ;;
 esac
 [[ $CONTAINER = none || -n $IMAGE ]] || die 2 "CONTAINER=$CONTAINER needs IMAGE=..."
-if [ "$CONTAINER" = none ] && [ -z "${PYTHON:-}" ]; then
-    PYTHON=$PWD/.venv/bin/python
-    [ -x "$PYTHON" ] || export PLATFORM=${SLURM_GPUS_ON_NODE:+cuda}
-    make setup || die 2 "$PYTHON is missing or not what requirements/ names: run make setup where packages can be downloaded"
-fi
+OWN_VENV=''
+if [ "$CONTAINER" = none ] && [ -z "${PYTHON:-}" ]; then OWN_VENV=1 PYTHON=$PWD/.venv/bin/python; fi
 HERE=("${IN[@]}" "${PYTHON:=python3}" -m)
 if [ "$CONTAINER" = pyxis ] && [ -n "${SLURM_JOB_ID:-}" ]; then
     HERE=(srun --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" --overlap --mem=0 --mpi=none "${HERE[@]}")
@@ -58,8 +55,12 @@ fi
 ASK=("${HERE[@]}" launch.slurm)
 PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN_BANDWIDTH"})
 
-prepare() {
+prepare() { # what this node does for all
     local words
+    if [ -n "$OWN_VENV" ]; then
+        [ -x "$PYTHON" ] || export PLATFORM=${SLURM_GPUS_ON_NODE:+cuda}
+        make setup || die 2 "$PYTHON is missing or not what requirements/ names: run make setup where packages can be downloaded"
+    fi
     read -ra words <<<"${PREPARE:-}"
     ((${#words[@]} == 0)) || "${HERE[@]}" "${words[@]}"
 }
@@ -104,30 +105,36 @@ end_step() { # ROLE: have its tasks end their programs (SIGTERM to srun would ki
     if [ -n "$id" ]; then
         scancel --signal=INT "$id" 2>/dev/null || true # it says "Invalid job id", and does it
     else
-        kill "$pid"
+        kill "$pid" 2>/dev/null || true # it may end by itself meanwhile
     fi
     for ((i = 0; i < GRACE_S; i++)); do alive "$pid" || return 0; nap; done
     if [ -n "$id" ]; then scancel "$id" 2>/dev/null || true; fi
     for ((i = 0; i < GRACE_S; i++)); do alive "$pid" || return 0; nap; done
-    kill -KILL "$pid" || true
+    kill -KILL "$pid" 2>/dev/null || true
 }
 
 # ------------------------------------------------------------------------------------------------ how it ends
 
-PHASE=plan CODE='' ASKED_BY='' CANCELLED='' SERVERS_ENDED=''
+PHASE=plan CODE='' ASKED_BY='' CANCELLED='' SERVERS_ENDED='' LOGS='' told=''
 
-state() { # of the job; RUNNING where Slurm does not answer for ten seconds: no reason to give up what runs
+fact() { # NAME: a field of the job, as scontrol tells it; nothing where Slurm does not answer for ten seconds
     local told='' i
     for ((i = 0; i < 5; i++)); do
-        told=$(scontrol show job "$SLURM_JOB_ID" --oneliner 2>/dev/null | grep -o 'JobState=[A-Z_]*' | cut -d= -f2) || told=''
+        told=$(scontrol show job "$SLURM_JOB_ID" --oneliner 2>/dev/null | grep -o "\b$1=[^ ]*" | cut -d= -f2) || told=''
         [ -z "$told" ] || break
         sleep 2
     done
-    echo "${told:-RUNNING}"
+    echo "$told"
+}
+
+is_over() { # it was cancelled, say; where Slurm does not answer: no reason to give up what runs
+    case $(fact JobState) in
+        '' | RUNNING | SIGNALING | STOPPED | SUSPENDED | RESIZING) return 1 ;;
+    esac
 }
 
 on_signal() { # before the time limit the job still runs; after scancel it does not
-    if [ "$(state)" != RUNNING ]; then
+    if is_over; then
         CANCELLED=1
     elif [ -z "$ASKED_BY" ]; then
         ASKED_BY=$1
@@ -137,41 +144,44 @@ on_signal() { # before the time limit the job still runs; after scancel it does 
 }
 
 finish() { # whatever ends this script: no step is left, and the last line says how it ended
-    local code=$1 flags=() lost
+    local code=$1 flags=() said lost
     trap - EXIT
     trap '' TERM USR1
-    if [ "$PHASE" = plan ]; then
-        case $code in
-            2 | 13) exit "$code" ;; # the planner has said why
-            76) echo "$told" && exit 0 ;;
-            *) echo "FAILED ($code): the plan could not be made; see above" && exit "$code" ;;
-        esac
-    fi
     if [ -n "$CANCELLED" ]; then
-        touch "$LOGS/cancelled" # for the tasks, which Slurm has told to end without saying why
+        [ -z "$LOGS" ] || touch "$LOGS/cancelled" || true # for the tasks, which Slurm told to end without saying why
         lost=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N | paste -sd' ') || lost=''
         if [ -n "$lost" ]; then
             echo "FAILED (143): Slurm took the job from its nodes during $PHASE: $lost is down"
         else
-            echo "FAILED (143): the job was cancelled, or taken from its nodes, during $PHASE (JobState $(state))"
+            echo "FAILED (143): the job was cancelled, or taken from its nodes, during $PHASE" \
+                "(JobState $(fact JobState), Reason $(fact Reason))"
         fi
         exit 143
+    fi
+    if [ "$PHASE" = plan ]; then
+        case $code in
+            2 | 13) [ -z "$told" ] || echo "${told##*$'\n'}" ;; # the planner's last words; without a plan others have spoken
+            76) echo "$told" && code=0 ;;
+            *) echo "FAILED ($code): the plan could not be made; see above" ;;
+        esac
+        exit "$code"
     fi
     for role in trainer servers preflight; do end_step "$role"; done
     [ -z "$SERVERS_ENDED" ] || flags+=(--servers-ended)
     [ "$REQUEUE" = auto ] || flags+=(--no-requeue)
-    "${ASK[@]}" end "$LOGS/plan.json" --phase "$PHASE" --exit-code "${CODE:-$code}" --asked-by "$ASKED_BY" \
-        --max-restarts "$MAX_RESTARTS" "${flags[@]}" && code=0 || code=$?
+    said=$("${ASK[@]}" end "$LOGS/plan.json" --phase "$PHASE" --exit-code "${CODE:-$code}" --asked-by "$ASKED_BY" \
+        --max-restarts "$MAX_RESTARTS" "${flags[@]}") && code=0 || code=$?
+    [ -z "$said" ] || echo "$said"
     case $code in
         75) requeue ;;
-        0 | 2 | 10 | 11 | 12 | 13 | 85) ;; # it has said why
+        0 | 2 | 10 | 11 | 12 | 13 | 85) ;; # that was its last line
         *) echo "FAILED ($code): how the job ended during $PHASE could not be told; its logs are in $LOGS" ;;
     esac
     exit "$code"
 }
 
 requeue() {
-    [ "$(state)" = RUNNING ] || die 143 "saved, but the job was cancelled: it is not requeued"
+    if is_over; then die 143 "saved, but the job was cancelled: it is not requeued"; fi
     if scontrol requeue "$SLURM_JOB_ID"; then
         trap 'exit 85' TERM
         nap 300 # Slurm ends this script
@@ -181,7 +191,10 @@ requeue() {
 }
 
 heed() { # the signals to this script, and those to the trainer's tasks: at a preemption Slurm tells the steps alone
-    if [ -e "$LOGS/asked" ]; then on_signal "$(cat "$LOGS/asked")"; fi
+    local asked
+    for asked in "$LOGS"/asked-*; do
+        if [ -z "$ASKED_BY" ] && [ -e "$asked" ]; then on_signal "$(cat "$asked")"; fi
+    done
     [ -z "$CANCELLED" ] || exit 143
 }
 
@@ -207,8 +220,8 @@ trap 'on_signal TERM' TERM
 
 stamp "job $SLURM_JOB_ID, attempt ${SLURM_RESTART_COUNT:-0}: $CONFIG $*"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-told='' # its last line is the folder of logs
 prepare
+# told: its last line is the folder of logs
 told=$("${PLAN[@]}" --nodes "$nodes" --max-restarts "$MAX_RESTARTS" "$@")
 echo "$told"
 # shellcheck source=/dev/null
@@ -229,7 +242,7 @@ if ((NUM_SERVER_NODES > 0)); then
     waiter=$!
     while alive "$waiter" && alive "${STEPS[servers]}"; do heed; nap; done
     heed
-    if alive "$waiter"; then kill "$waiter"; fi
+    if alive "$waiter"; then kill -USR2 "$waiter" || true; fi # SIGTERM it leaves to the trainer's tasks
     code_of "$waiter"
     [ "$CODE" = 0 ] || exit 11
 fi

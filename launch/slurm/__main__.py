@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_command(argv: list[str]) -> int:
-    """The last line on standard output is the folder that holds plan.sh."""
+    """The last line on standard output is the folder that holds plan.sh, or why there is no plan."""
     made = parser("launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt.")
     made.add_argument("--nodes", default="", metavar="A,B,...", help="the job's nodes; none: a dry run")
     made.add_argument("--max-restarts", type=int, default=20, metavar="N")
@@ -77,11 +78,13 @@ def plan_command(argv: list[str]) -> int:
         plan = make_plan(config, given, newest_step(_run(config)), arguments.min_bandwidth)
         if plan.restart_count > arguments.max_restarts:
             told = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {arguments.max_restarts}"
-            print(f"FAILED ({NOT_REQUEUED}): {told}", file=sys.stderr, flush=True)
+            print(f"FAILED ({NOT_REQUEUED}): {told}", flush=True)
             return NOT_REQUEUED
         config = load_and_validate(arguments.config, [*overrides, *own_overrides(plan, config)])
     except UserError as error:
-        print(error.report(), f"FAILED ({USER_ERROR}): {error.sentences[0]}", sep="\n", file=sys.stderr, flush=True)
+        print(error.report(), file=sys.stderr, flush=True)
+        stream = sys.stdout if arguments.nodes else sys.stderr  # srun adds words of its own to the latter
+        print(f"FAILED ({USER_ERROR}): {error.sentences[0]}", file=stream, flush=True)
         return USER_ERROR
     write_attempt(plan, config)
     print(plan.text(), process_plan(config), plan.logs, sep="\n", flush=True)
@@ -108,6 +111,7 @@ def show_plan(config: Config, min_bandwidth: float | None) -> None:
 
 
 def wait_command(arguments: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # in a step of its own: Slurm's, before it takes the nodes
     fault = wait_for_servers(arguments.plan)
     if fault:
         print(fault, flush=True)

@@ -7,26 +7,27 @@ import os
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from launch.slurm.plan import TRAINER, Plan
 from megatron_dapo.config import SAVED_EXIT_CODE, write_whole
 
-ENDS, ASKED, CANCELLED = "ends", "asked", "cancelled"  # in the attempt's folder of logs
+ENDS, CANCELLED = "ends", "cancelled"  # in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "FLASHINFER_WORKSPACE_BASE")
 _POLL_INTERVAL_S = 0.5
+_LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it tells which one failed
 
 
 def run(plan: Plan, role: str) -> int:
     """Exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end the others,
     which may still be at it, for any other code."""
-    orders = Orders(Path(plan.logs), role)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    orders = Orders(Path(plan.logs), role, node)
     peers = [name for name in plan.nodes if name != node]
     interface = interface_towards(peers[0]) if peers else None
     environment = node_environment(os.environ, interface, cache_folder(os.environ))
@@ -35,7 +36,21 @@ def run(plan: Plan, role: str) -> int:
     code = orders.obey(subprocess.Popen(plan.command(role, node), env=environment, start_new_session=True))
     code = code if code >= 0 else 128 - code
     write_whole(Path(plan.logs) / ENDS / f"{role}-{node}.json", json.dumps({"code": code, "time": time.time()}))
-    return 0 if role == TRAINER and code == SAVED_EXIT_CODE else code
+    if role == TRAINER and code == SAVED_EXIT_CODE:
+        return 0
+    if role == TRAINER and code:
+        wait_for_peers(plan, orders)
+    return code
+
+
+def wait_for_peers(plan: Plan, orders: "Orders") -> None:
+    """Until the trainer has ended on all nodes: Slurm ends the others at once when the task of one fails, and the first
+    to fail may be one that lost a peer, which has not told yet what it died of."""
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while len(ends(plan, TRAINER)) < len(plan.trainer_nodes) and time.monotonic() < deadline:
+        if orders.is_to_end():
+            return
+        time.sleep(_POLL_INTERVAL_S)
 
 
 class Orders:
@@ -44,37 +59,44 @@ class Orders:
 
     SIGINT is the job's script's: the program is asked to end. SIGTERM is Slurm's, before it takes the nodes, and so is
     what a user sends to the steps: the servers are needed until the trainer has saved. So the trainer's task asks the
-    script for that (the file `asked`), and the program goes on until the script, which knows the job's state, has said
-    that the job was cancelled (the file `cancelled`), or sends SIGINT.
+    script for that (a file `asked-NODE`), and the program goes on until the script, which knows the job's state, has
+    said that the job was cancelled (the file `cancelled`), or sends SIGINT.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-    def __init__(self, logs: Path, role: str) -> None:
-        self._asked, self._cancelled = (logs / ASKED if role == TRAINER else None), logs / CANCELLED
-        self._received: set[signal.Signals] = set()
+    def __init__(self, logs: Path, role: str, node: str) -> None:
+        self._asked, self._cancelled = (logs / f"asked-{node}" if role == TRAINER else None), logs / CANCELLED
+        self._received: list[signal.Signals] = []
         for number in self.SIGNALS:
-            signal.signal(number, self._receive)
+            signal.signal(number, lambda received, _: self._received.append(signal.Signals(received)))
 
     def obey(self, program: subprocess.Popen) -> int:
         """Wait for the program; its exit code, as `subprocess` gives it."""
-        was_ended = False
-        while True:
+        code, was_ended = None, False
+        while code is None:
             try:
-                return program.wait(_POLL_INTERVAL_S)
+                code = program.wait(_POLL_INTERVAL_S)
             except subprocess.TimeoutExpired:
-                pass
-            if not was_ended and self._is_to_end():
-                program.terminate()
-                was_ended = True
+                if not was_ended and self.is_to_end():
+                    program.terminate()
+                    was_ended = True
+            self._ask()
+        return code
 
-    def _is_to_end(self) -> bool:
+    def is_to_end(self) -> bool:
         return signal.SIGINT in self._received or (bool(self._received) and self._cancelled.exists())
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        self._received.add(signal.Signals(number))
-        if number != signal.SIGINT and self._asked is not None:
-            write_whole(self._asked, signal.Signals(number).name.removeprefix("SIG"))
+    def _ask(self) -> None:
+        """The script, if Slurm has told this task to end."""
+        told = next((number for number in self._received if number != signal.SIGINT), None)
+        if told is None or self._asked is None:
+            return
+        try:
+            write_whole(self._asked, told.name.removeprefix("SIG"))
+            self._asked = None
+        except OSError as error:  # a full disk: the next time; the trainer is not given up for it
+            print(f"cannot write {self._asked}: {error}", flush=True)
 
 
 def ends(plan: Plan, role: str) -> dict[str, int]:
@@ -93,8 +115,13 @@ def node_environment(given: Mapping[str, str], interface: str | None, caches: Pa
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """On this node's own disk, kept for later jobs of the same user."""
-    return Path(environment.get("TMPDIR") or "/tmp") / f"megatron_dapo-{getpass.getuser()}"
+    """On this node's own disk, kept for later jobs of the same user, and no one else's: what lies in it is run."""
+    folder = Path(environment.get("TMPDIR") or "/tmp") / f"megatron_dapo-{getpass.getuser()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise SystemExit(f"error: {folder} is not a folder that only {getpass.getuser()} can write; set TMPDIR")
+    return folder
 
 
 def interface_towards(host: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_dapo.config import Config, RunFolder, UserError, has_given_servers, servers_per_node, write_whole
+from megatron_dapo.config import Config, RunFolder, UserError, servers_per_node, starts_servers, write_whole
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)
@@ -179,8 +179,7 @@ class Plan:
 def num_nodes(config: Config) -> tuple[int, int]:
     """Trainer nodes and server nodes that a config needs; no server nodes where the servers are given or replaced by
     dumped batches."""
-    starts_servers = not config.trainer.replay and not has_given_servers(config)
-    return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers else 0
+    return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers(config) else 0
 
 
 def make_plan(config: Config, allocation: Allocation, start_step: int = 0, min_bandwidth: float | None = None) -> Plan:
@@ -216,6 +215,8 @@ def own_overrides(plan: Plan, config: Config) -> list[str]:
         values[f"{rollout}.server_urls_file"] = f"{plan.run}/servers.txt"
         if config.actor_rollout_ref.rollout.server.host == LOOPBACK:  # other nodes have to reach them
             values[f"{rollout}.server.host"] = "0.0.0.0"
+    else:  # as its processes count them: the recipe's are not started where servers are given, or batches
+        values[f"{rollout}.server.nnodes"] = 0
     if plan.restart_count and config.trainer.resume == "never":
         values["trainer.resume"] = "auto"
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
@@ -224,8 +225,7 @@ def own_overrides(plan: Plan, config: Config) -> list[str]:
 def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
     server, given = config.actor_rollout_ref.rollout.server, len(allocation.nodes)
     num_trainers, num_servers = num_nodes(config)
-    starts_servers = not config.trainer.replay and not has_given_servers(config)
-    if starts_servers and server.nnodes == 0:
+    if starts_servers(config) and server.nnodes == 0:
         yield (
             "actor_rollout_ref.rollout.server.nnodes is 0, but in a Slurm job the servers have nodes of their own; set "
             "it to 1 or more, or run `python -m launch.local` on the one node."

@@ -73,15 +73,8 @@ def test_a_preemption_saves_and_requeues_and_the_servers_serve_until_then(preemp
 
 @pytest.fixture(scope="module")
 def taken(cluster):
-    """On nodes with GPUs, as Slurm sees them. After two steps one of them is set down; it goes on on others, and is
-    cancelled there in mid-run."""
-    job = cluster.submit(
-        "taken",
-        "trainer.total_training_steps=1000",
-        "trainer.save_interval=1",
-        "data.val_files=[]",
-        flags=("--gpus-per-node=2",),
-    )
+    """After two steps one of its nodes is set down; it goes on on others, and is cancelled there in mid-run."""
+    job = cluster.submit("taken", "trainer.total_training_steps=1000", "trainer.save_interval=1", "data.val_files=[]")
     job.wait_for_steps(2)
     cluster.set_node("node2", "down")
     job.wait(lambda: job.fact("Restarts") == "1" and job.fact("JobState") == "RUNNING", "it is requeued and runs again")
@@ -188,3 +181,19 @@ def test_a_preflight_that_fails_on_one_node_names_it_and_nothing_starts(cluster)
     assert job.fact("Restarts") == "0" and not list(job.attempt().glob("servers-*"))
     assert job.leaves_nothing()
     cluster.on("node2", "umount", str(cluster.folder / "unseen"))
+
+
+def test_gpus_that_slurm_counts_and_torch_does_not_see_fail_the_preflight(cluster):
+    job = cluster.submit("no-gpus", flags=("--gpus-per-node=2",))
+    assert job.exit_code() == 10, job.report()
+    assert re.match(
+        r"FAILED \(10\): preflight: node[12]: Slurm gives it GPUs, and its torch knows the CPU", job.last_line()
+    )
+    assert job.leaves_nothing()
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(cluster):
+    job = cluster.submit("few-gpus", flags=("--gpus-per-node=1",))
+    assert job.exit_code() == 2, job.report()
+    assert "n_procs_per_node is 2, but Slurm gave 1 GPUs per node" in job.last_line()
+    assert not job.attempt().exists() and job.leaves_nothing()

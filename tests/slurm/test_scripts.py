@@ -79,11 +79,14 @@ def test_a_setting_that_is_wrong_is_told_in_one_line(settings, sentence):
 
 
 # Stands for srun and for apptainer: notes the command line, then runs what follows the flags; but no task of a node.
+# As srun does, it adds a line of its own where that fails.
 STUB = """#!/bin/bash
 echo "${0##*/} $*" >>"$CALLS"
 while [[ $1 != python* ]]; do shift; done
 [[ "$*" != *" node "* ]] || exit 1
-exec "$@"
+"$@" && exit 0 || code=$?
+[[ $0 != */srun ]] || echo "srun: error: n1: task 0: Exited with exit code $code" >&2
+exit $code
 """
 CONTAINERS = {  # what comes between srun's own flags and the command
     "pyxis": "--container-image=image.sqsh --container-mounts=/data:/data --container-workdir={here}",
@@ -93,7 +96,8 @@ CONTAINERS = {  # what comes between srun's own flags and the command
 
 @pytest.fixture
 def stubs(tmp_path):
-    """Runs slurm/body.sh on the demo's config as a job of Slurm, whose commands are what `programs` says."""
+    """Runs slurm/body.sh on the demo's config as a job of Slurm, whose commands are what `programs` says. Its standard
+    output is the job's log, which has both streams."""
 
     def run_job(programs: dict[str, str], *overrides: str, **environment: str) -> subprocess.CompletedProcess:
         for name, text in programs.items():
@@ -102,7 +106,8 @@ def stubs(tmp_path):
         job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         overrides = (f"trainer.run_dir={tmp_path / 'run'}", *overrides)
-        return run("bash", "slurm/body.sh", *overrides, CONFIG="configs/demo.yaml", PATH=path, **job, **environment)
+        body = ("bash", "-c", 'exec bash slurm/body.sh "$@" 2>&1', "body.sh")
+        return run(*body, *overrides, CONFIG="configs/demo.yaml", PATH=path, **job, **environment)
 
     return run_job
 
@@ -154,12 +159,22 @@ def test_where_slurm_answers_no_more_the_signal_is_obeyed_and_the_job_says_what_
     overrides = [f"trainer.replay={tmp_path / 'batches'}", "trainer.nnodes=2", "trainer.n_procs_per_node=1"]
     done = stubs(programs, *overrides, PYTHON=sys.executable, RUN_FOLDER=str(tmp_path / "run"))
     assert done.returncode == 85, done
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("slurm_load_jobs")]
     assert "SAVED: step 3 of 40 is saved in" in lines[-2] and "requeued on USR1" in lines[-2]
-    assert lines[-1] == "SAVED: Slurm does not requeue this job; the same command goes on from there"
+    assert done.stdout.splitlines()[-1] == "SAVED: Slurm does not requeue this job; the same command goes on from there"
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_mistake_in_the_config_is_the_last_line_also_where_srun_adds_words_of_its_own(container, stubs, tmp_path):
+    programs = {"srun": STUB, "apptainer": STUB, "scontrol": NODES}
+    programs["python3"] = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+    settings = {"CONTAINER": container, "IMAGE": "image.sqsh", "CALLS": str(tmp_path / "calls")}
+    done = stubs(programs, "trainer.sed=1", **settings)
+    assert done.returncode == 2 and done.stdout.splitlines()[-1].startswith("FAILED (2): Unknown key trainer.sed"), done
 
 
 def test_a_venv_that_is_not_up_to_date_and_cannot_be_made_so_ends_the_job_before_it_begins(stubs):
     done = stubs({"make": "#!/bin/bash\necho no network >&2\nexit 1\n", "scontrol": NODES})
-    assert done.returncode == 2 and done.stderr.startswith("no network\nFAILED (2): ")
-    assert done.stderr.endswith("run make setup where packages can be downloaded\n") and done.stdout == ""
+    lines = done.stdout.splitlines()
+    assert done.returncode == 2 and lines[-2] == "no network" and lines[-1].startswith("FAILED (2): ")
+    assert lines[-1].endswith("run make setup where packages can be downloaded")

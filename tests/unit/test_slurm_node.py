@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,19 @@ def test_what_the_user_has_set_stays():
     assert "NCCL_SOCKET_IFNAME" not in node_environment({}, None, Path("/scratch"))
 
 
+def test_compiled_code_is_read_from_no_folder_that_others_can_write(tmp_path):
+    folder = node.cache_folder({"TMPDIR": str(tmp_path)})
+    assert folder.stat().st_mode & 0o777 == 0o700 and node.cache_folder({"TMPDIR": str(tmp_path)}) == folder
+    folder.chmod(0o777)
+    with pytest.raises(SystemExit, match="set TMPDIR"):
+        node.cache_folder({"TMPDIR": str(tmp_path)})
+    folder.rmdir()
+    (tmp_path / "theirs").mkdir()
+    folder.symlink_to(tmp_path / "theirs")
+    with pytest.raises(SystemExit, match="set TMPDIR"):
+        node.cache_folder({"TMPDIR": str(tmp_path)})
+
+
 @pytest.mark.parametrize(
     ("role", "code", "told", "recorded"),
     [(TRAINER, "85", 0, 85), (TRAINER, "7", 7, 7), (SERVERS, "85", 85, 85), (TRAINER, "kill", 137, 137)],
@@ -71,7 +85,7 @@ TASK = """
 import os, subprocess, sys
 from pathlib import Path
 from launch.slurm.node import Orders
-orders = Orders(Path(sys.argv[1]), sys.argv[2])
+orders = Orders(Path(sys.argv[1]), sys.argv[2], "here")
 program = subprocess.Popen([sys.executable, "-Sc", sys.argv[3]], start_new_session=True)
 sys.exit(orders.obey(program))
 """
@@ -96,6 +110,27 @@ def task(tmp_path):
         process.wait()
 
 
+def test_a_trainer_that_failed_waits_until_its_peers_have_told_of_their_end(plan, monkeypatch):
+    """Or Slurm would end them at once, and the one that was killed for want of memory would not be named."""
+    plan = replace(plan, trainer_nodes=("t1", "t2"))
+    monkeypatch.setattr(node.Orders, "SIGNALS", ())
+    monkeypatch.setattr(node, "_POLL_INTERVAL_S", 0.01)
+    orders = node.Orders(Path(plan.logs), TRAINER, "t1")
+    folder = Path(plan.logs) / "ends"
+    folder.mkdir()
+    (folder / "trainer-t1.json").write_text('{"code": 1, "time": 0}')
+    waiting = threading.Thread(target=node.wait_for_peers, args=(plan, orders))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    (folder / "trainer-t2.json").write_text('{"code": 137, "time": 0}')
+    waiting.join(10)
+    assert not waiting.is_alive()
+    (folder / "trainer-t2.json").unlink()
+    monkeypatch.setattr(node, "_LAST_WORDS_S", 0.0)
+    node.wait_for_peers(plan, orders)  # not for ever
+
+
 @pytest.mark.parametrize("role", [TRAINER, SERVERS])
 def test_the_script_s_sigint_ends_the_program_by_sigterm(task, role):
     process = task(role)
@@ -108,7 +143,7 @@ def test_at_a_preemption_the_programs_go_on_and_the_trainer_s_task_asks_the_scri
     trainer, servers = task(TRAINER), task(SERVERS)
     for process in (servers, trainer):
         os.killpg(process.pid, number)
-    asked, name = tmp_path / "asked", number.name.removeprefix("SIG")
+    asked, name = tmp_path / "asked-here", number.name.removeprefix("SIG")
     deadline = time.monotonic() + 10
     while not asked.exists() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -109,7 +109,8 @@ def test_processes_get_absolute_folders_and_servers_that_others_reach():
 def test_where_the_job_starts_no_servers_it_has_no_server_nodes(given):
     plan = make_plan(config(given), allocation("a1", "a2"))
     assert plan.server_nodes == () and plan.server_urls == [] and "SERVERS_STEP" not in plan.shell()
-    assert not any("server" in override for override in own_overrides(plan, config(given)))
+    told = [override for override in own_overrides(plan, config(given)) if "server" in override]
+    assert told == [f"{SERVER}.nnodes=0"], "no process of the job counts the recipe's server nodes"
 
 
 def test_a_node_count_that_does_not_fit_is_told_with_both_numbers():
@@ -163,10 +164,10 @@ def test_planning_writes_the_attempt_s_folder_and_names_it_last(tmp_path, monkey
 def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     assert main([*recipe(tmp_path, "trainer.sed=1"), "--nodes", "a,b"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("FAILED (2): Unknown key trainer.sed")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED (2): Unknown key trainer.sed")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "21")
     assert main([*recipe(tmp_path), "--nodes", "a,b", "--max-restarts", "20"]) == 13
-    assert capsys.readouterr().err == "FAILED (13): requeued 21 times, but MAX_RESTARTS is 20\n"
+    assert capsys.readouterr().out == "FAILED (13): requeued 21 times, but MAX_RESTARTS is 20\n"
     assert not (tmp_path / "run").exists()
 
 
