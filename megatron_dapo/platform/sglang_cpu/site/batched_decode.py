@@ -60,7 +60,7 @@ def batched_decode(
 
 
 def register():
-    """SGLang calls this in each of its processes."""
+    """SGLang calls this once, before it makes its processes: as forks they inherit what is changed."""
     from replacing import run_inside
 
     run_inside(TARGET, batched_decode)

@@ -14,7 +14,7 @@ async def end_when_told(original, manager):
 
 
 def register():
-    """SGLang calls this in each of its processes."""
+    """SGLang calls this once, before it makes its processes: as forks they inherit what is changed."""
     from replacing import run_inside
 
     run_inside(TARGET, end_when_told)
