@@ -149,7 +149,7 @@ finish() { # whatever ends this script: no step is left, and the last line says 
     trap '' TERM USR1
     if [ -n "$CANCELLED" ]; then
         [ -z "$LOGS" ] || touch "$LOGS/cancelled" || true # for the tasks, which Slurm told to end without saying why
-        lost=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N | paste -sd' ') || lost=''
+        lost=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N | sort -u | paste -sd' ') || lost=''
         if [ -n "$lost" ]; then
             echo "FAILED (143): Slurm took the job from its nodes during $PHASE: $lost is down"
         else
