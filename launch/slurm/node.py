@@ -11,6 +11,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launch.slurm.plan import TRAINER, Plan
@@ -20,6 +21,7 @@ ENDS, CANCELLED = "ends", "cancelled"  # in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "FLASHINFER_WORKSPACE_BASE")
 _POLL_INTERVAL_S = 0.5
+_CANCEL_GRACE_S = 10.0  # Slurm's KillWait, after which it kills, is 30 as it comes
 _LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it tells which one failed
 
 
@@ -73,19 +75,24 @@ class Orders:
 
     def obey(self, program: subprocess.Popen) -> int:
         """Wait for the program; its exit code, as `subprocess` gives it."""
-        code, was_ended = None, False
+        code, asked_at = None, None
         while code is None:
             try:
                 code = program.wait(_POLL_INTERVAL_S)
             except subprocess.TimeoutExpired:
-                if not was_ended and self.is_to_end():
+                if asked_at is None and self.is_to_end():
                     program.terminate()
-                    was_ended = True
+                    asked_at = time.monotonic()
+                elif asked_at is not None and self._is_cancelled() and time.monotonic() - asked_at > _CANCEL_GRACE_S:
+                    kill_all(program.pid)  # a trainer that waits for servers which are gone; Slurm kills the task alone
             self._ask()
         return code
 
     def is_to_end(self) -> bool:
-        return signal.SIGINT in self._received or (bool(self._received) and self._cancelled.exists())
+        return signal.SIGINT in self._received or self._is_cancelled()
+
+    def _is_cancelled(self) -> bool:
+        return bool(self._received) and self._cancelled.exists()
 
     def _ask(self) -> None:
         """The script, if Slurm has told this task to end."""
@@ -97,6 +104,19 @@ class Orders:
             self._asked = None
         except OSError as error:  # a full disk: the next time; the trainer is not given up for it
             print(f"cannot write {self._asked}: {error}", flush=True)
+
+
+def kill_all(pid: int) -> None:
+    """A process and all that it started."""
+    import psutil
+
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def ends(plan: Plan, role: str) -> dict[str, int]:

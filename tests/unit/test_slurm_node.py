@@ -84,7 +84,9 @@ time.sleep(60)
 TASK = """
 import os, subprocess, sys
 from pathlib import Path
+from launch.slurm import node
 from launch.slurm.node import Orders
+node._POLL_INTERVAL_S, node._CANCEL_GRACE_S = 0.05, 0.2
 orders = Orders(Path(sys.argv[1]), sys.argv[2], "here")
 program = subprocess.Popen([sys.executable, "-Sc", sys.argv[3]], start_new_session=True)
 sys.exit(orders.obey(program))
@@ -96,8 +98,8 @@ def task(tmp_path):
     """Starts a role's task whose program runs; it and its program are a process group of which Slurm signals all."""
     started = []
 
-    def start(role: str) -> subprocess.Popen:
-        command = [sys.executable, "-c", TASK, tmp_path, role, PROGRAM]
+    def start(role: str, program: str = PROGRAM) -> subprocess.Popen:
+        command = [sys.executable, "-c", TASK, tmp_path, role, program]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert process.stdout.readline() == "runs\n"
         started.append(process)
@@ -150,12 +152,29 @@ def test_at_a_preemption_the_programs_go_on_and_the_trainer_s_task_asks_the_scri
     assert asked.read_text() == name
     asked.unlink()
     os.killpg(servers.pid, number)
-    time.sleep(2 * node._POLL_INTERVAL_S)
+    time.sleep(0.2)  # four looks of the task
     assert not asked.exists(), "the servers' task asks for nothing"
     assert trainer.poll() is None and servers.poll() is None
     (tmp_path / "cancelled").touch()
     for process in (servers, trainer):
         assert process.stdout.read() == "told to end\n" and process.wait() == 7
+
+
+DEAF = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-Sc", "import time; time.sleep(60)"], start_new_session=True)
+print("runs", flush=True)
+time.sleep(60)
+"""
+
+
+def test_of_a_cancelled_job_what_does_not_end_is_killed_with_all_that_it_started(task, tmp_path):
+    process = task(TRAINER, DEAF)
+    (tmp_path / "cancelled").touch()
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout.read() == "", "the end of the pipe that all of them had"
+    assert process.wait() == (-signal.SIGKILL) % 256
 
 
 def test_the_wait_for_servers_ends_when_all_are_healthy(plan, capsys, monkeypatch):
