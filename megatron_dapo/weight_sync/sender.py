@@ -1,7 +1,7 @@
 """What a stage's source rank does: form a group with the servers, and send buckets while watching both ends."""
 
 import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
@@ -11,7 +11,16 @@ from torch import Tensor
 from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup, address_towards
 from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.plan import Bucket, Plan
-from megatron_dapo.weight_sync.servers import PROBE_S, Call, Deadline, ServerCalls, ServerControl, blame, reason
+from megatron_dapo.weight_sync.servers import (
+    BACKGROUND_S,
+    PROBE_S,
+    Call,
+    Deadline,
+    ServerCalls,
+    ServerControl,
+    blame,
+    reason,
+)
 
 
 @dataclass(frozen=True)
@@ -38,11 +47,15 @@ class Transfer:
 class Sender:
     """Owns the group of one stage and the two flat buffers (one is filled while the other is sent)."""
 
-    def __init__(self, stage: int, calls: ServerCalls, plan: Plan, device: torch.device) -> None:
-        self._stage, self._calls, self._device = stage, calls, device
+    def __init__(
+        self, stage: int, calls: ServerCalls, plan: Plan, device: torch.device, probe_s: float = PROBE_S
+    ) -> None:
+        """probe_s: how long a server may take after a failure to say that it is alive."""
+        self._stage, self._calls, self._device, self._probe_s = stage, calls, device, probe_s
         self._buffers = [torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._group: BroadcastGroup | None = None
         self._members: tuple[str, ...] = ()
+        self._abandoned: dict[str, set[str]] = {}  # name of a group -> the servers that may still hold it
 
     def join(self, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         """Form a new group with these servers. server_sizes: URL -> tensor-parallel ranks."""
@@ -78,16 +91,26 @@ class Sender:
         group, self._group = self._group, None
         group.close()
         members = [url for url in self._members if url in living]
-        self._calls.ask(members, lambda server: server.destroy_weights_update_group(group.name), PROBE_S)
+        self._calls.ask(members, _destroy(group.name), PROBE_S)
 
     def close(self) -> None:
         self.leave(self._members)
 
     def abandon(self) -> None:
-        """Give the group up after a failure: returns at once."""
+        """Give the group up after a failure: returns at once. Its servers hold it until `forget`."""
         if self._group is not None:
             self._group.close()
+            self._abandoned[self._group.name] = set(self._members)
             self._group = None
+
+    def forget(self, living: Collection[str]) -> None:
+        """Have these servers destroy the abandoned groups that they were in; returns at once. Meant for the end of a
+        push: before, it could hold up a server that still struggles with such a group. Who never had it refuses."""
+        for name, members in self._abandoned.items():
+            asked = members.intersection(living)
+            members -= asked
+            self._calls.start(asked, _destroy(name), BACKGROUND_S)
+        self._abandoned = {name: members for name, members in self._abandoned.items() if members}
 
     def pack(self, index: int, bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What is broadcast for bucket number `index`: its flat buffer, or its tensors one by one."""
@@ -136,8 +159,12 @@ class Sender:
         refused, collective = transfer.refused(), transfer.collective
         told = reason(collective.exception()) if collective.done() and collective.exception() else "none"
         self.abandon()
-        _, gone = self._calls.ask(self._members, lambda server: server.weight_version(), PROBE_S)
+        _, gone = self._calls.ask(self._members, lambda server: server.weight_version(), self._probe_s)
         # whoever refused ended the wait; the healthy ones were in the collective with it and may still be silent
         culprits = gone or refused or transfer.silent() or transfer.refused()
         named = blame(culprits) or "no server names an error"
         raise WeightSyncError(f"{transfer.what}: {named} (error of the collective: {told})")
+
+
+def _destroy(name: str) -> Callable[[ServerControl], Awaitable[None]]:
+    return lambda server: server.destroy_weights_update_group(name)

@@ -16,6 +16,9 @@ Result = TypeVar("Result")
 PROBE_S = 2.0
 """How long a server may take to say that it is alive, once something went wrong."""
 
+BACKGROUND_S = 60.0
+"""How long a call may take that nobody waits for."""
+
 
 class ServerControl(Protocol):
     """The administrative calls of one server. Every call raises when the server refuses or does not answer."""
@@ -118,7 +121,8 @@ class ServerCalls:
         return {c.url: c.answer.result() for c in calls if c.url not in failures}, failures
 
     def close(self) -> None:
-        """End the servers' connections and the thread."""
+        """End what is under way, the servers' connections and the thread."""
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(PROBE_S)
         self.ask(self._servers, lambda server: server.close(), PROBE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PROBE_S)
@@ -164,6 +168,11 @@ async def set_going(server: ServerControl) -> None:
     except Exception as error:  # most often: none is open
         log.info("weight sync: %s kept no session to close: %s", server.url, reason(error))
     await server.continue_()
+
+
+async def _cancel_others() -> None:
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
 
 
 async def _limited(

@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -17,6 +17,9 @@ from megatron_dapo.weight_sync.errors import RanksMissing, WeightSyncError
 from megatron_dapo.weight_sync.plan import Plan, Source, plan_for
 from megatron_dapo.weight_sync.sender import Sender
 from megatron_dapo.weight_sync.servers import (
+    BACKGROUND_S,
+    PROBE_S,
+    Call,
     Deadline,
     Entrant,
     ServerCalls,
@@ -32,10 +35,16 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 RESERVE_S = 8.0
-"""Seconds at the end of the deadline that are kept for a failure: to find out who is missing, to tell all ranks, and
-to set the surviving servers going (CLEANUP_SHARE of it). At most half of the deadline."""
+"""Seconds at the end of the deadline that are kept for a failure: to find out who is missing (PROBE_SHARE of it, and
+LAST_SHARE), to tell all ranks, and to set the surviving servers going (CLEANUP_SHARE). At most half of the deadline."""
+
+PROBE_SHARE = 0.25
 
 CLEANUP_SHARE = 0.4
+
+LAST_SHARE = 0.2
+"""Of the reserve: what servers get at least to close their sessions, and to go on, when sending took all the time. Two
+of these, or one and the probe, end before CLEANUP_SHARE begins."""
 
 ENTER_S = 20.0
 """Who has not paused and opened a session by then is left out of a push. At most a quarter of the deadline."""
@@ -89,7 +98,9 @@ class WeightSync:
         self._leads = layout.rank == 0
         assert is_source or not self._leads, "rank 0 is the source rank of stage 0"
         self._calls = ServerCalls(connect) if is_source else None
-        self._sender = Sender(layout.pp_rank, self._calls, self._plan, device) if is_source else None
+        probe_s = min(PROBE_S, PROBE_SHARE * self._reserve_s)
+        self._sender = Sender(layout.pp_rank, self._calls, self._plan, device, probe_s) if is_source else None
+        self._going: dict[str, Call] = {}  # servers that are being set going while nobody waits
         # the same on all ranks: who is in the groups, and who confirmed the last push, of which version
         self._group: dict[str, int] | None = None
         self._confirmed: list[str] = []
@@ -102,7 +113,7 @@ class WeightSync:
         A server that is lost meanwhile is left out, and named in the log; the others get the weights within the same
         deadline. With no server left the report says 0. Raises WeightSyncError, the same on every rank, within
         `weight_sync.timeout_s` (after all ranks have come), for a failure that no lost server explains. Servers that
-        live are then set going again, with weights that are undefined until a push succeeds.
+        live are then set going again; one that got only some of the weights bears the version that it had before.
         """
         watch = Stopwatch()
         self._meet(version)
@@ -118,6 +129,8 @@ class WeightSync:
         except WeightSyncError:
             self._give_up()
             raise
+        if self._sender is not None:
+            self._sender.forget(confirmed)
         num_rejoins = self._num_rejoins(version, servers, confirmed)
         self._confirmed, self._version = confirmed, str(version)
         return self._report(version, watch, sent, len(confirmed), num_rejoins, rejoined, num_verified)
@@ -133,14 +146,16 @@ class WeightSync:
     ) -> tuple[dict[str, Entrant], bool, list[dict[str, float]]]:
         """The servers that have all weights now, whether groups were formed, and what each stage sent."""
         lost: list[str] = []
-        while servers := phases.step("pause", self._lead(partial(self._enter, lost), deadline))[0]:
+        may_repeat = True
+        while may_repeat and (servers := phases.step("pause", self._lead(partial(self._enter, lost), deadline))[0]):
             try:
                 rejoined = self._join(servers, phases, _attempt(deadline, servers))
                 return servers, rejoined or bool(lost), self._send_all(version, phases, _attempt(deadline, servers))
             except RanksMissing:
                 raise
             except WeightSyncError as failure:
-                lost += self._recover(list(servers), failure, phases, deadline)
+                gone, may_repeat = self._recover(list(servers), failure, phases, deadline)
+                lost += gone
         self._drop_groups()
         return {}, False, []
 
@@ -166,21 +181,25 @@ class WeightSync:
             totals += phases.step(f"send (stage {stage})", partial(self._send, version, deadline) if mine else None)
         return [total for total in totals if total is not None]
 
-    def _recover(self, urls: Sequence[str], failure: WeightSyncError, phases: Phases, deadline: Deadline) -> list[str]:
-        """After a failed attempt: the servers that were lost in it. Raises the failure where none was, or where no time
-        is left to repeat the push with the others."""
+    def _recover(
+        self, urls: Sequence[str], failure: WeightSyncError, phases: Phases, deadline: Deadline
+    ) -> tuple[list[str], bool]:
+        """After a failed attempt: the servers that were lost in it, and whether time is left to repeat the push. Raises
+        the failure where none was lost, or where no time is left for those that were not."""
         self._drop_groups()
         lost, may_repeat = phases.step("recover", self._lead(partial(self._lost, urls), deadline))[0]
-        if not lost or not may_repeat:
+        if not lost or (not may_repeat and len(lost) < len(urls)):
             raise failure
         if self._leads:
-            log.warning("weight sync: left out %s; the push is repeated. %s", ", ".join(lost), failure)
-        return lost
+            then = "the push is repeated" if may_repeat else "the push is over, without a server"
+            log.warning("weight sync: left out %s; %s. %s", ", ".join(lost), then, failure)
+        return lost, may_repeat
 
     def _lost(self, urls: Sequence[str], deadline: Deadline) -> tuple[list[str], bool]:
         """Which of these servers do not come back, and whether time is left for another attempt."""
-        limit_s = min(CLEANUP_SHARE * self._reserve_s, deadline.left())
+        limit_s = min(CLEANUP_SHARE * self._reserve_s, self._at_least(deadline.left()))
         _, failures = self._calls.ask(urls, come_back, limit_s)
+        self._set_going_meanwhile(failures)
         return list(failures), deadline.left() > MIN_REPEAT_S
 
     def _drop_groups(self) -> None:
@@ -217,15 +236,26 @@ class WeightSync:
         """Pause the servers there are, but for those that were lost in this push, and open a session on each; by URL,
         those that did so in time."""
         urls = [url for url in self._urls() if url not in lost]
+        for url in urls:
+            if (call := self._going.pop(url, None)) is not None:
+                call.answer.cancel()  # it would close the session that is opened now
         limit_s = min(ENTER_S, self._config.timeout_s / 4, deadline.left())
         entrants, failures = self._calls.ask(urls, enter, limit_s)
         self._left_out("pause", failures)
-        self._calls.start(failures, set_going, limit_s)  # one may have paused; nobody waits for it
+        self._set_going_meanwhile(failures)  # one may have paused
         return {url: entrants[url] for url in urls if url in entrants}
 
     def _left_out(self, phase: str, failures: dict[str, str]) -> None:
         if failures:
             log.warning("weight sync: %s: left out %s", phase, blame(failures))
+
+    def _set_going_meanwhile(self, urls: Iterable[str]) -> None:
+        """Returns at once. The next push stops what is still under way then."""
+        self._going |= {call.url: call for call in self._calls.start(urls, set_going, BACKGROUND_S)}
+
+    def _at_least(self, limit_s: float) -> float:
+        """A time limit that is never so short that no server could keep it: the reserve gives what lacks."""
+        return max(limit_s, LAST_SHARE * self._reserve_s)
 
     def _send(self, version: int, deadline: Deadline) -> dict[str, float] | None:
         """Gather bucket k+1 while bucket k is sent. Seconds and counts on the source rank."""
@@ -259,14 +289,16 @@ class WeightSync:
         return {**watch.seconds, **sizes}
 
     def _commit(self, version: int, urls: Sequence[str], deadline: Deadline) -> list[str]:
-        """Close the sessions and read the version back; the servers that answer."""
+        """Close the sessions and read the version back; the servers that answer. The others bear the version too, and
+        are set going."""
 
         async def finish(server: ServerControl) -> str:
             await server.end_weight_update()
             return str(await server.weight_version())
 
-        versions, failures = self._calls.ask(urls, finish, deadline.left() / 2)
+        versions, failures = self._calls.ask(urls, finish, self._at_least(deadline.left() / 2))
         self._left_out("commit", failures)
+        self._set_going_meanwhile(failures)
         wrong = [f"server {url} reports version {held}" for url, held in versions.items() if held != str(version)]
         if wrong:
             raise WeightSyncError(f"read back: pushed version {version}, but {'; '.join(wrong)}")
@@ -306,8 +338,9 @@ class WeightSync:
         return all(theirs.get(name) == ours for theirs, ours in zip(ranks, expected, strict=True))
 
     def _resume(self, urls: Sequence[str], deadline: Deadline) -> None:
-        _, failures = self._calls.ask(urls, lambda server: server.continue_(), deadline.left())
+        _, failures = self._calls.ask(urls, lambda server: server.continue_(), self._at_least(deadline.left()))
         self._left_out("resume", failures)
+        self._set_going_meanwhile(failures)
 
     def _give_up(self) -> None:
         """Drop the groups and set the surviving servers going; what cannot be reached stays as it is."""

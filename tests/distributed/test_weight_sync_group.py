@@ -43,6 +43,7 @@ def test_every_server_holds_every_stage_and_one_that_is_lost_is_left_out_until_i
         assert steady.seen()["sha256"] == expected_sha256(pp=2, version=3)
         assert not steady.seen()["paused"] and not steady.seen()["open"]
         assert time.monotonic() - start < 15, "long before the deadline: the connection broke"
+        steady.wait_until_seen(num_groups=2)  # one per stage: it does not keep those that broke
 
         doomed.kill()
         doomed.start()
@@ -84,6 +85,19 @@ def test_a_frozen_server_is_left_out_within_the_deadline_and_has_not_the_version
         assert not steady.seen()["paused"]
         os.kill(frozen.process.pid, signal.SIGCONT)
         assert frozen.seen()["version"] == "default"
+
+
+def test_without_the_last_server_the_push_is_over_and_it_takes_part_when_it_goes_on():
+    with Server(freeze_at_update=2) as server, Trainer([server.url], pp=2, timeout_s=12) as trainer:
+        trainer.order("open")
+        answers = trainer.order(1)
+        assert [status for status, _ in answers] == ["ok", "ok"], answers
+        assert answers[0][1].num_servers == 0
+        os.kill(server.process.pid, signal.SIGCONT)
+        server.wait_until_seen(paused=False, open=False, version="default")
+        (_, report), *_ = trainer.order(2)
+        assert report.num_servers == 1 and server.seen()["sha256"] == expected_sha256(pp=2, version=2)
+        server.wait_until_seen(paused=False, num_groups=2)
 
 
 def test_a_refusal_of_a_server_that_lives_is_named_on_every_rank():

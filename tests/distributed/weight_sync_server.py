@@ -176,7 +176,7 @@ def application(server: FakeServer) -> web.Application:
         """For the tests: what arrived, byte for byte, and in which order the routes were called."""
         sums = {name: sha256(tensor) for name, tensor in server.tensors.items()}
         state = {"version": server.version, "paused": server.paused, "open": server.open}
-        return web.json_response({"sha256": sums, "log": server.log, **state})
+        return web.json_response({"sha256": sums, "log": server.log, "num_groups": len(server.groups), **state})
 
     application = web.Application()
     gets = {"/ready": ready, "/model_info": model_info, "/server_info": server_info, "/seen": seen}

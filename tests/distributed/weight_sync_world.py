@@ -217,6 +217,13 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/seen", timeout=10) as answer:
             return loads(answer.read())
 
+    def wait_until_seen(self, **state: object) -> None:
+        """Until it tells this of itself; what comes soon, and nobody waits for."""
+        deadline = time.monotonic() + WAIT_S
+        while (seen := {key: self.seen()[key] for key in state}) != state:
+            assert time.monotonic() < deadline, f"{state} expected, but it is {seen}"
+            time.sleep(0.05)
+
     def __enter__(self) -> "Server":
         self.wait()
         return self

@@ -1,0 +1,253 @@
+"""One push with servers that fail in its last phases; with real ones: tests/distributed/test_weight_sync_group.py.
+
+The trainer is one rank, what it sends is not looked at, and the push's clock moves only when a test moves it.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_dapo.config import WeightSyncConfig
+from megatron_dapo.weight_sync import WeightSync, WeightSyncError, sync
+from megatron_dapo.weight_sync import servers as servers_module
+from megatron_dapo.weight_sync.sender import Sender
+
+pytestmark = pytest.mark.unit
+
+SOON_S = 20.0  # far above what anything here needs
+TIMEOUT_S = 100.0
+
+
+class Server:
+    """Has the routes of a push, fails where it is told to, and remembers its state."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.version = url, "default"
+        self.paused = self.open = False
+        self.failures: list[str] = []  # routes; each entry fails one call
+        self.hangs_in_end = False
+        self.going, self.hanging, self.hang_over = threading.Event(), threading.Event(), threading.Event()
+
+    async def _request(self, route: str) -> None:
+        await asyncio.sleep(0)  # no answer comes in no time
+        if route in self.failures:
+            self.failures.remove(route)
+            raise ConnectionError(f"{route} is cut off")
+
+    async def server_info(self) -> dict:
+        await self._request("server_info")
+        return {"tp_size": 1}
+
+    async def weight_version(self) -> str:
+        await self._request("weight_version")
+        return self.version
+
+    async def pause(self) -> None:
+        self.paused = True
+        self.going.clear()
+        await self._request("pause")
+
+    async def continue_(self) -> None:
+        await self._request("continue_")
+        self.paused = False
+        self.going.set()
+
+    async def begin_weight_update(self) -> None:
+        await self._request("begin_weight_update")
+        assert not self.open
+        self.open = True
+
+    async def end_weight_update(self) -> None:
+        if self.hangs_in_end:
+            self.hanging.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.hang_over.set()
+        await self._request("end_weight_update")
+        self.open = False
+
+    async def close(self) -> None:
+        pass
+
+
+class World:
+    """The servers there are, and a sync whose sender does what `sending` says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.servers: dict[str, Server] = {}
+        self.sending: Callable[[], None] = lambda: None
+
+    def add(self, name: str) -> Server:
+        return self.servers.setdefault(f"http://{name}:1", Server(f"http://{name}:1"))
+
+    def all_time_is_over(self) -> None:
+        self.now += 10 * TIMEOUT_S
+
+    def monotonic(self) -> float:
+        return self.now
+
+    # what sync.Sender does in a push
+
+    def join(self, sizes: dict[str, int], deadline: object) -> None:
+        self.members = list(sizes)
+
+    def start(self, *_: object) -> None:
+        self.sending()
+        for url in self.members:
+            self.servers[url].version = "1"
+
+    def do_nothing(self, *_: object) -> None:
+        pass
+
+    pack = settle = abandon = forget = close = do_nothing
+
+
+class OneRank:
+    """Agreement of a trainer of one rank."""
+
+    def __init__(self, timeout_s: float) -> None:
+        pass
+
+    def exchange(self, phase: str, payload: object, error: str | None, timeout_s: float) -> list:
+        if error is not None:
+            raise WeightSyncError(error)
+        return [payload]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    world = World()
+    monkeypatch.setattr(servers_module, "time", world)
+    monkeypatch.setattr(sync, "Agreement", OneRank)
+    monkeypatch.setattr(sync, "Sender", lambda *_: world)
+    spec = SimpleNamespace(name="weight", shape=(2, 2), dtype=torch.float32)
+    source = SimpleNamespace(specs=lambda: [spec], gather=lambda specs: [torch.zeros(2, 2)])
+    layout = SimpleNamespace(rank=0, pp_rank=0, pp=1, gathers=True, is_source=True)
+    world.sync = WeightSync(
+        source,
+        lambda: list(world.servers),
+        lambda url: world.servers[url],
+        layout,
+        WeightSyncConfig(timeout_s=TIMEOUT_S),
+        torch.device("cpu"),
+    )
+    yield world
+    world.sync.close()
+
+
+@pytest.mark.parametrize("route", ["end_weight_update", "weight_version", "continue_"])
+def test_a_server_that_fails_after_the_last_bucket_generates_again(world, route):
+    other, server = world.add("other"), world.add("server")
+    world.sending = lambda: server.failures.append(route)
+    report = world.sync.push(1)
+    assert report.num_servers == (2 if route == "continue_" else 1)
+    assert not other.paused and not other.open
+    assert server.going.wait(SOON_S), "it bears the version, so nobody else would set it going"
+    assert not server.open
+
+
+def test_servers_that_took_the_last_bucket_at_the_deadline_confirm_and_go_on(world):
+    server = world.add("server")
+    world.sending = world.all_time_is_over
+    assert world.sync.push(1).num_servers == 1
+    assert not server.paused and not server.open
+
+
+def test_without_the_last_server_the_push_is_over_also_at_the_deadline(world):
+    server = world.add("server")
+
+    def freeze() -> None:
+        world.all_time_is_over()
+        server.failures += ["end_weight_update"] * 2
+        raise WeightSyncError("send: no answer")
+
+    world.sending = freeze
+    assert world.sync.push(1).num_servers == 0
+    assert server.going.wait(SOON_S), "once it answers it generates, for who asks it"
+
+
+def test_at_the_deadline_a_failure_that_does_not_explain_all_servers_is_an_error(world):
+    steady, frozen = world.add("steady"), world.add("frozen")
+
+    def freeze() -> None:
+        world.all_time_is_over()
+        frozen.failures.append("end_weight_update")
+        raise WeightSyncError("send: no answer")
+
+    world.sending = freeze
+    with pytest.raises(WeightSyncError, match="send: no answer"):
+        world.sync.push(1)
+    assert not steady.paused and not steady.open and steady.version == "default"
+
+
+def test_a_server_that_lives_and_is_too_slow_is_an_error(world):
+    server = world.add("server")
+
+    def be_slow() -> None:
+        world.all_time_is_over()
+        raise WeightSyncError("send: no answer")
+
+    world.sending = be_slow
+    with pytest.raises(WeightSyncError, match="send: no answer"):
+        world.sync.push(1)
+    assert not server.paused and server.version == "default"
+
+
+def test_what_sets_a_server_going_that_was_left_out_ends_before_the_next_push_opens_a_session(world):
+    server = world.add("server")
+    server.hangs_in_end = True
+    server.failures.append("pause")
+    assert world.sync.push(1).num_servers == 0
+    assert server.hanging.wait(SOON_S)
+    server.hangs_in_end = False
+    assert world.sync.push(1).num_servers == 1
+    assert server.hang_over.wait(SOON_S), "otherwise it would close the session of the second push"
+
+
+def test_an_abandoned_group_is_destroyed_once_by_every_member_when_that_is_there(monkeypatch):
+    asked: list[tuple[str, str]] = []
+
+    class Calls:
+        def start(self, urls, call, timeout_s) -> list:
+            for url in urls:
+                asyncio.run(call(Member(url)))
+            return []
+
+    class Member:
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+        async def init_weights_update_group(self, **_: object) -> None:
+            pass
+
+        async def destroy_weights_update_group(self, group_name: str) -> None:
+            asked.append((self.url, group_name))
+
+    def group(name: str, address: str, world_size: int, *_: object) -> SimpleNamespace:
+        ready: Future = Future()
+        ready.set_result(None)
+        return SimpleNamespace(
+            name=name, address=address, port=1, world_size=world_size, backend="gloo", ready=ready, close=lambda: None
+        )
+
+    monkeypatch.setattr("megatron_dapo.weight_sync.sender.BroadcastGroup", group)
+    steady, lost = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    sender, deadline = Sender(0, Calls(), sync.Plan(()), torch.device("cpu")), servers_module.Deadline(SOON_S)
+    sender.join({steady: 1, lost: 1}, deadline)
+    sender.abandon()
+    sender.join({steady: 1}, deadline)
+    assert not asked, "the push is not over"
+    sender.forget([steady])
+    ((url, name),) = asked
+    assert url == steady
+    sender.forget([steady, lost])
+    assert asked[1:] == [(lost, name)]
+    sender.forget([steady, lost])
+    assert len(asked) == 2
