@@ -4,7 +4,7 @@
 class WeightSyncError(RuntimeError):
     """A push failed. The message names the phase and the server's URL or the trainer's rank.
 
-    The servers' weights are then undefined until a later push succeeds.
+    A server that got only some of the weights bears the version that it had before: it takes the new one with the last.
     """
 
 

@@ -52,7 +52,7 @@ class WeightSyncConfig(Section):
     bucket_size_mb: PositiveInt = 256
     """Size of a flat bucket; on CPU at most 64."""
     timeout_s: PositiveFloat = 300.0
-    """Deadline of one weight push; the error names the missing server or rank."""
+    """Deadline of one weight push. A server that is lost meanwhile is left out; an error names the server or rank."""
     verify: bool = False
     """After each push compare a sample of tensors on every server with the trainer's, bit for bit."""
     verify_num_tensors: PositiveInt = 8
