@@ -49,7 +49,8 @@ class FakeServer:
     """Speaks the routes that the controller uses. `version`: of its weights. Attributes may be changed at any time.
 
     failures: HTTP statuses of the next requests, before it answers again; "abort" = a finished abort.
-    hold: while it is not set, answers wait. is_frozen: it does not say how it is, either.
+    hold: while it is not set, answers wait. is_frozen: it does not say how it is, either. is_paused: as SGLang between
+    pause and continue; it says so, and requests wait.
     """
 
     def __init__(self, script: Script, version: int = 1) -> None:
@@ -57,7 +58,7 @@ class FakeServer:
         self.failures: list[int | str] = []
         self.hold = asyncio.Event()
         self.hold.set()
-        self.is_frozen = False
+        self.is_frozen = self.is_paused = False
         self.requests: list[dict] = []
         self.num_open = self.max_open = 0
         with socket.socket() as probe:
@@ -74,6 +75,7 @@ class FakeServer:
         app.add_routes(
             [
                 web.get("/ready", self._ready),
+                web.get("/server_info", self._server_info),
                 web.get("/model_info", self._model_info),
                 web.post("/generate", self._generate),
             ]
@@ -90,6 +92,9 @@ class FakeServer:
             await runner.cleanup()
 
     async def _ready(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=503 if self.is_paused else 200)
+
+    async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({})
 
     async def _model_info(self, request: web.Request) -> web.Response:
@@ -106,6 +111,8 @@ class FakeServer:
             if self.script.delays:
                 await asyncio.sleep(self.script.delays.pop())
             await self.hold.wait()
+            while self.is_paused:
+                await asyncio.sleep(0.02)
             failure = self.failures.pop(0) if self.failures else None
             if isinstance(failure, int):
                 return web.json_response({"error": "scripted"}, status=failure)

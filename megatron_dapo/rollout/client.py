@@ -121,6 +121,16 @@ class SGLangClient:
                 raise
             await self._request("GET", other, None, timeout_s)
 
+    async def is_paused(self, timeout_s: float = 5.0) -> bool:
+        """Whether requests would wait until `continue_`. SGLang before 0.5.20 does not say it: there this is False."""
+        try:
+            await self._request("GET", "/ready", None, timeout_s)
+        except ServerError as error:
+            if error.status not in (404, 503):
+                raise
+            return error.status == 503
+        return False
+
     async def wait_healthy(self, timeout_s: float) -> None:
         """Ask until the server is healthy; at the deadline raises ServerError with the last answer."""
         deadline = time.monotonic() + timeout_s

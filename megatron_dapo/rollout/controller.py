@@ -184,13 +184,15 @@ class Controller:
 
     async def _fill(self, weight_version: int) -> None:
         await self._servers.expect(weight_version)
+        if not self._seconds:  # the step begins, it does not go on after a push
+            self._servers.mean_num_current()  # of what was before
         if self._servers.urls(State.CURRENT):
             self._num_futile_syncs = 0
         while self._queue.wants_gen_batch():
             # one push for each that came back, so that none holds up the others again and again
             if stale := set(self._servers.urls(State.STALE)) - self._asked_for:
                 self._asked_for |= stale
-                raise NeedsSync(f"not with weight version {weight_version}: {', '.join(sorted(stale))}")
+                raise NeedsSync(f"not at work with weight version {weight_version}: {', '.join(sorted(stale))}")
             if not self._queue.has_open_gen_batch:
                 drawn = next_prompts(self._cursor, self._pool, self._queue.limits.gen_batch_size)
                 prompts = [self._prompts[number] for number, _ in drawn]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +22,7 @@ _MISSES = 3
 
 class State(Enum):
     DOWN = "down"  # does not answer
-    STALE = "stale"  # answers, with other weights than the trainer's
+    STALE = "stale"  # answers, but needs a push: it holds other weights than the trainer's, or was left paused by one
     CURRENT = "current"
 
 
@@ -62,8 +62,9 @@ class ServerPool:
     """The servers of the run, which may become more and fewer, and what is known of them.
 
     A server that does not answer is left alone until its health check passes again; one that answers with another
-    weight version than `expect` named is left alone until it holds that. All are watched, those at work too: what is
-    in flight on one that is lost ends at once with a ServerError. One that is no longer listed finishes what it has.
+    weight version than `expect` named, or is paused, is left alone until it holds that and goes on. All are watched,
+    those at work too: what is in flight on one that is lost ends at once with a ServerError. One that is no longer
+    listed finishes what it has, and is watched until then.
 
     max_concurrency: requests in flight per server. down_timeout_s: how long all servers may be down at once.
     """
@@ -85,6 +86,7 @@ class ServerPool:
         self._probe_interval_s = probe_interval_s
         self._all_down_since: float | None = None
         self._failure: RolloutError | None = None
+        self._watch_failure: RolloutError | None = None
         self._waiters: deque[asyncio.Future] = deque()
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
@@ -109,13 +111,11 @@ class ServerPool:
                     f"{', '.join(missing)}; see their log files."
                 )
             await asyncio.sleep(min(self._probe_interval_s, max(deadline - time.monotonic(), 0)))
-        self._watch = asyncio.create_task(self._watch_all())
+        self._watch = self._keep_watching(self._watch_all())
         self._follow()
 
     async def expect(self, version: int) -> None:
         """From now on only samples of this weight version count. Asks every server for its own."""
-        if version != self.version:
-            self.mean_num_current()  # of what was before
         self.version = version
         self._failure = None
         self._all_down_since = None
@@ -125,7 +125,7 @@ class ServerPool:
         self._account()  # of a world without servers too
 
     def mean_num_current(self) -> float:
-        """Servers that held the current weights, averaged over the time since the version is expected."""
+        """Servers that took requests with the current weights, averaged over the time since this was asked last."""
         self._account()
         return self._capacity.take()
 
@@ -162,7 +162,7 @@ class ServerPool:
 
     def mark_stale(self, server: Server, reason: str) -> None:
         if server.state is not State.STALE:
-            log.warning("server %s needs the weights: %s", server.url, reason)
+            log.warning("server %s needs a push of the weights: %s", server.url, reason)
         self._set_state(server, State.STALE)
 
     async def close(self) -> None:
@@ -174,11 +174,11 @@ class ServerPool:
             await server.client.close()
 
     def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
-        if self._failure is not None:
-            raise self._failure
+        if failure := self._watch_failure or self._failure:
+            raise failure
         current = [server for server in self.servers if server.state is State.CURRENT]
         if not current and (stale := self.urls(State.STALE)):
-            raise NeedsSync(f"no server holds weight version {self.version}; push it to: {', '.join(stale)}")
+            raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(stale)}")
         free = [server for server in current if server.num_in_flight < self._max_concurrency]
         return min(
             free,
@@ -229,12 +229,27 @@ class ServerPool:
         self._wake()
 
     def _follow(self) -> None:
-        """One watch per listed server."""
+        """One watch per server that is listed, or still has requests."""
         listed = {server.url: server for server in self.servers}
         for url in self._watches.keys() - listed.keys():
-            self._watches.pop(url).cancel()
+            if not self._known[url].num_in_flight:
+                self._watches.pop(url).cancel()
         for url in listed.keys() - self._watches.keys():
-            self._watches[url] = asyncio.create_task(self._watch_one(listed[url]))
+            self._watches[url] = self._keep_watching(self._watch_one(listed[url]))
+
+    def _keep_watching(self, watch: Coroutine) -> asyncio.Task:
+        """A task that goes on until it is cancelled: what else ends it fails the run."""
+        task = asyncio.create_task(watch)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, watch: asyncio.Task) -> None:
+        if watch.cancelled():
+            return
+        error = watch.exception()
+        log.error("the servers are watched no more", exc_info=error)
+        self._watch_failure = RolloutError(f"the watch over the servers ended with {type(error).__name__}: {error}.")
+        self._wake()
 
     async def _probe(self, urls: Collection[str]) -> None:
         """Ask these servers for health and weight version, all at once."""
@@ -242,17 +257,24 @@ class ServerPool:
 
     async def _probe_one(self, server: Server) -> None:
         try:
-            if server.state is State.DOWN:
-                await server.client.health(_PROBE_TIMEOUT_S)
-            version = await server.client.weight_version(_PROBE_TIMEOUT_S)
+            version, is_paused = await self._ask(server)
         except ServerError as error:
             self.mark_down(server, str(error))
             return
-        self._compare(server, version)
+        self._judge(server, version, is_paused)
 
-    def _compare(self, server: Server, version: int) -> None:
+    async def _ask(self, server: Server) -> tuple[int, bool]:
+        """Its weight version, and whether it is paused. Raises ServerError where it is not well."""
+        if server.state is State.DOWN:
+            await server.client.health(_PROBE_TIMEOUT_S)
+        is_paused = await server.client.is_paused(_PROBE_TIMEOUT_S)
+        return await server.client.weight_version(_PROBE_TIMEOUT_S), is_paused
+
+    def _judge(self, server: Server, version: int, is_paused: bool) -> None:
         if self.version is not None and version != self.version:
             self.mark_stale(server, f"it holds version {version}, the trainer {self.version}")
+        elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
+            self.mark_stale(server, "it is paused")
         else:
             self._set_state(server, State.CURRENT)
 
@@ -265,9 +287,7 @@ class ServerPool:
         """Whether it is up, with which weights. One that was up may miss a check. What is in flight on one that is lost
         is lost too, and on one that was started again."""
         try:
-            if server.state is State.DOWN:
-                await server.client.health(_PROBE_TIMEOUT_S)
-            version = await server.client.weight_version(_PROBE_TIMEOUT_S)
+            version, is_paused = await self._ask(server)
         except ServerError as error:
             server.num_misses += 1
             if server.num_misses >= _MISSES:
@@ -275,11 +295,13 @@ class ServerPool:
                 server.drop_requests()
             return
         server.num_misses = 0
-        # a newer version than the one that is asked for is a push under way, before `expect` is told of it
-        if self.version is None or version <= self.version:
-            self._compare(server, version)
-            if server.state is State.STALE:
-                server.drop_requests()
+        # at work, a pause or a newer version than is asked for is a push under way, before `expect` is told of it
+        is_newer = self.version is not None and version > self.version
+        if is_newer and server.state is not State.DOWN:
+            return
+        self._judge(server, version, is_paused and server.state is not State.CURRENT)
+        if version != self.version:
+            server.drop_requests()
 
     async def _watch_all(self) -> None:
         while True:

@@ -190,8 +190,16 @@ def test_health_waits_while_the_server_starts():
 def test_a_paused_server_is_healthy():
     routes = {"GET /ready": always({}, status=503), "GET /server_info": {"version": "0.5.23"}}
     ask(routes, lambda client: client.health())
+    assert ask(routes, lambda client: client.is_paused())
     with pytest.raises(ServerError, match="/server_info"):
         ask({"GET /ready": always({}, status=503)}, lambda client: client.health())
+
+
+def test_a_server_that_does_not_say_that_it_is_paused_is_not():
+    assert not ask({"GET /ready": {}}, lambda client: client.is_paused())
+    assert not ask({}, lambda client: client.is_paused())  # no such route
+    with pytest.raises(ServerError, match="HTTP 500"):
+        ask({"GET /ready": always({}, status=500)}, lambda client: client.is_paused())
 
 
 def test_a_server_without_update_sessions_is_found_by_asking():

@@ -9,7 +9,7 @@ import pytest
 from megatron_dapo.config import UserError
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.rollout.server_pool import ServerPool, State
 from tests.fake_rollout import make_config, run_with_controller, write_files
 
 pytestmark = pytest.mark.unit
@@ -130,12 +130,125 @@ def test_a_push_under_way_is_no_restart(folder, caplog):
     async def scenario(controller, servers, listed):
         await controller.next_batch(1, 1)
         for server in servers:
+            server.is_paused = True
+        await asyncio.sleep(0.15)
+        for server in servers:
             server.version = 2
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
+        for server in servers:
+            server.is_paused = False
         assert not (await controller.next_batch(2, 2)).needs_sync
 
     run(folder, scenario)
     assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_pause_under_requests_costs_none_of_them(folder):
+    async def scenario(controller, servers, listed):
+        servers[0].hold.clear()
+        pending = asyncio.create_task(controller.next_batch(1, 1))
+        await until(lambda: servers[0].num_open == 4)
+        servers[0].is_paused = True
+        servers[0].hold.set()
+        await asyncio.sleep(0.2)  # it is looked at
+        assert servers[0].num_open == 4
+        servers[0].is_paused = False
+        assert (await pending).metrics["rollout/num_retries"] == 0
+
+    run(folder, scenario)
+
+
+def test_a_server_that_a_push_left_paused_gets_no_request_until_the_next_one(folder):
+    """It holds the right version: what is sent there would wait for request_timeout_s."""
+
+    async def scenario(controller, servers, listed):
+        paused, other = servers
+        paused.is_paused = True
+        assert (await controller.next_batch(1, 1)).needs_sync
+        batch = await asyncio.wait_for(controller.next_batch(1, 1), 5)  # the push did not reach it either
+        assert numbers(batch) == [0, 1, 2, 3] and not paused.requests
+        assert num_servers(batch) == (2, 1)
+        await paused.stop()
+        await until(lambda: controller._servers.urls(State.DOWN) == [paused.url])
+        await paused.start()
+        await until(lambda: controller._servers.urls(State.STALE) == [paused.url])
+        await asyncio.sleep(0.15)
+        assert controller._servers.urls(State.CURRENT) == [other.url], "it came back, and is paused still"
+        paused.is_paused = False
+        await until(lambda: len(controller._servers.urls(State.CURRENT)) == 2)
+
+    run(folder, scenario)
+
+
+def test_a_server_that_comes_back_with_newer_weights_is_up(folder):
+    """They are none of ours, or the next ones: either way it takes part in the next push."""
+
+    async def scenario(controller, servers, listed):
+        (server,) = servers
+        await controller.next_batch(1, 1)
+        await server.stop()
+        await until(lambda: controller._servers.urls(State.DOWN))
+        server.version = 2
+        await server.start()
+        assert (await asyncio.wait_for(controller.next_batch(2, 1), 5)).needs_sync
+
+        server.version = 1
+        server.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(2, 1))
+        await until(lambda: server.num_open == 8)
+        await server.stop()
+        await until(lambda: controller._servers.urls(State.DOWN))
+        server.version = 2
+        server.hold.set()
+        await server.start()
+        assert (await asyncio.wait_for(pending, 5)).needs_sync
+
+    run(folder, scenario, num_servers=1)
+
+
+def test_a_server_that_hangs_after_it_was_removed_costs_no_request(folder, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.rollout.server_pool._PROBE_TIMEOUT_S", 0.1)
+
+    async def scenario(controller, servers, listed):
+        removed, other = servers
+        removed.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(1, 1))
+        await until(lambda: removed.num_open == 4)
+        listed([other])
+        await until(lambda: len(controller._servers.servers) == 1)
+        removed.is_frozen = True
+        batch = await asyncio.wait_for(pending, 5)
+        assert numbers(batch) == [0, 1, 2, 3] and batch.metrics["rollout/num_retries"] == 4
+        await until(lambda: list(controller._servers._watches) == [other.url])  # it has none left, and is let go
+
+    run(folder, scenario, overrides=["actor_rollout_ref.rollout.request_timeout_s=50.0"])
+
+
+def test_a_watch_that_ends_by_an_error_ends_the_step_with_it(folder, caplog):
+    async def scenario(controller, servers, listed):
+        for server in servers:
+            server.hold.clear()
+        controller._servers._listed.now = None
+        await until(lambda: controller._servers._watch.done())
+        with pytest.raises(RolloutError, match="watch over the servers ended with TypeError: 'NoneType'"):
+            controller._servers._listed.now = controller._servers._listed.read
+            await asyncio.wait_for(controller.next_batch(1, 1), 5)
+
+    run(folder, scenario)
+    assert "the servers are watched no more" in caplog.text
+
+
+def test_the_mean_of_current_servers_is_over_the_step_alone(folder):
+    async def scenario(controller, servers, listed):
+        await controller.next_batch(1, 1)
+        servers[0].version = 2
+        await controller._servers.expect(2)  # as a validation does
+        await asyncio.sleep(0.1)
+        servers[1].version = 2
+        await until(lambda: len(controller._servers.urls(State.CURRENT)) == 2)
+        assert num_servers(await controller.next_batch(2, 2)) == (2, 2)
+
+    run(folder, scenario)
 
 
 @pytest.mark.parametrize(
