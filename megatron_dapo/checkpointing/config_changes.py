@@ -53,7 +53,6 @@ _FREE = (
     "trainer.log_dir",
     "trainer.nnodes",
     "trainer.n_procs_per_node",
-    "trainer.gpu_memory_gb",
     "trainer.test_freq",
     "trainer.logger",
     "trainer.save_interval",

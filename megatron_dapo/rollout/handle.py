@@ -31,7 +31,8 @@ class RolloutHandle:
     """The controller in a child process. Calls block, one at a time; each has a deadline.
 
     An error in the controller is raised here with its message (UserError and RolloutError keep their class);
-    a controller that died is reported with its exit code and log file.
+    a controller that died is reported with its exit code and log file. One that missed a deadline is asked no more: its
+    late answer would be taken for that of the next call.
     """
 
     def __init__(self, config: Config, process: Any, connection: Connection, log_file: Path) -> None:
@@ -42,6 +43,7 @@ class RolloutHandle:
         self._start_timeout_s = rollout.server.startup_timeout_s + _GRACE_S
         self._call_timeout_s = rollout.step_timeout_s + _GRACE_S
         self._ready = False
+        self._unanswered: str | None = None
 
     @classmethod
     def start(cls, config: Config) -> "RolloutHandle":
@@ -63,6 +65,11 @@ class RolloutHandle:
 
     def wait_ready(self) -> None:
         """Wait until data are read and all servers are healthy. Raises UserError or RolloutError."""
+        if self._unanswered is not None:
+            raise RolloutError(
+                f"the rollout controller (pid {self.pid}) has not answered {self._unanswered} in time and is asked no "
+                f"more; see {self.log_file}."
+            )
         if not self._ready:
             self._receive("start", self._start_timeout_s)
             self._ready = True
@@ -110,6 +117,7 @@ class RolloutHandle:
             if not self._process.is_alive() and not self._connection.poll(0):
                 raise self._died(command)
             if time.monotonic() > deadline:
+                self._unanswered = command
                 raise RolloutError(
                     f"the rollout controller (pid {self.pid}) has not answered {command} for {timeout_s:g} s; "
                     f"see {self.log_file}."

@@ -27,29 +27,36 @@ class ServerList:
         """The URLs, each once; none where the file is missing or empty. Raises UserError naming a malformed line."""
         if self._file is not None:
             try:
-                text = self._file.read_text(encoding="utf-8")
+                self._urls = self._parsed(self._file)
             except FileNotFoundError:
-                text = ""
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"{_FILE} {self._file} cannot be read ({error}); correct it.") from error
-            self._urls = parse_urls(text, str(self._file))
+                self._urls = []
         return list(self._urls)
 
     def now(self) -> list[str]:
         """As `read`, in a run that goes on: of a file that is gone, cannot be read or has a malformed line the log
         complains, once, and the last good list stays."""
         complaint = ""
-        if self._file is not None and not self._file.exists():
-            complaint = f"{_FILE} {self._file} is not there."
-        else:
+        if self._file is not None:
             try:
-                self.read()
+                self._urls = self._parsed(self._file)
+            except FileNotFoundError:
+                complaint = f"{_FILE} {self._file} is not there."
             except UserError as error:
                 complaint = str(error)
         if complaint and complaint != self._complaint:
             log.warning("%s The servers stay as they were.", complaint)
         self._complaint = complaint
         return list(self._urls)
+
+    def _parsed(self, file: Path) -> list[str]:
+        """Raises FileNotFoundError, or UserError for a file that cannot be read or has a malformed line."""
+        try:
+            text = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{_FILE} {file} cannot be read ({error}); correct it.") from error
+        return parse_urls(text, str(file))
 
     def __str__(self) -> str:
         """Where it comes from, and what it holds."""

@@ -87,7 +87,9 @@ class ServerSupervisor:
         A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up. Raises
         ServerFailure when none is left, or where that happens before all were healthy once: then it is a mistake.
         """
-        healthy = all([self._check_one(server) for server in self._servers if server.process is not None])
+        running = [server for server in self._servers if server.process is not None]
+        assert running, "start() comes before check(), and stop() after it"
+        healthy = all([self._check_one(server) for server in running])
         self.were_healthy |= healthy
         return healthy
 
@@ -107,7 +109,6 @@ class ServerSupervisor:
             port.release()
 
     def _check_one(self, server: "_Server") -> bool:
-        assert server.process is not None, "start() comes before check()"
         if server.starts_again_at is not None:
             if time.monotonic() >= server.starts_again_at:
                 server.start(self._settings.startup_timeout_s)

@@ -1,6 +1,7 @@
 """The trainer's handle: the same answers across the process border, every failure reported, no child left behind."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -168,6 +169,31 @@ def test_a_controller_that_is_stuck_tells_what_it_waits_for_and_is_named_at_the_
         handle._call_timeout_s = 0.5
         with pytest.raises(RolloutError, match=rf"pid {handle.pid}\) has not answered state_dict for 0.5 s; see .*log"):
             handle.state_dict()
+
+
+class StandIn:
+    """A controller's process, of which only the pipe matters."""
+
+    pid = 1
+
+    def is_alive(self):
+        return True
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_call(folder, monkeypatch):
+    """After a deadline the trainer saves its last step, and asks for the state to save."""
+    monkeypatch.setattr(handle_module, "_POLL_S", 0.01)
+    ours, theirs = multiprocessing.Pipe()
+    handle = RolloutHandle(make_config(folder, ["http://a:1"]), StandIn(), ours, folder / "controller.log")
+    theirs.send(("ok", None))
+    handle.wait_ready()
+    handle._call_timeout_s = 0.02
+    with pytest.raises(RolloutError, match="has not answered next_batch for 0.02 s"):
+        handle.next_batch(1, 1)
+    theirs.send(("ok", "a batch"))
+    with pytest.raises(RolloutError, match="has not answered next_batch in time and is asked no more; see .*log"):
+        handle.state_dict()
+    assert theirs.recv()[0] == "next_batch" and not theirs.poll(0)
 
 
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])

@@ -1,5 +1,9 @@
 """The list of servers: a watched file that others write while it is read."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from megatron_dapo.config import UserError
@@ -35,3 +39,24 @@ def test_a_malformed_line_is_named_and_a_run_that_goes_on_keeps_its_servers(tmp_
     assert "line 2" in caplog.messages[0] and "is not there" in caplog.messages[1]
     file.write_text("http://a:1\nhttp://b:2\n")
     assert servers.now() == ["http://a:1", "http://b:2"]
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.ENOENT, "is not there"), (errno.ESTALE, "cannot be read")])
+def test_a_file_that_goes_while_it_is_looked_at_drops_no_server(tmp_path, monkeypatch, caplog, number, words):
+    """Between two looks, as on a network file system."""
+    file = tmp_path / "servers.txt"
+    file.write_text("http://a:1\n")
+    servers = ServerList(file=file)
+    assert servers.now() == ["http://a:1"]
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        assert servers.now() == servers.now() == ["http://a:1"]
+        patch.setattr(Path, "stat", fail)
+        assert servers.now() == ["http://a:1"]
+    assert len(caplog.messages) == 1 and words in caplog.messages[0]
+    file.write_text("http://b:2\n")
+    assert servers.now() == ["http://b:2"]

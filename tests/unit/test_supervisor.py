@@ -54,6 +54,18 @@ def test_every_server_answers_at_its_url_and_none_is_left_after_stop(tmp_path):
     servers.stop()  # harmless
 
 
+def test_servers_that_were_not_started_or_were_stopped_are_not_called_healthy(tmp_path):
+    servers = supervisor(tmp_path, "serves")
+    with pytest.raises(AssertionError, match="start"):
+        servers.check()
+    assert not servers.were_healthy
+    servers.start()
+    servers.stop()
+    with pytest.raises(AssertionError, match="stop"):
+        servers.check()
+    assert not servers.were_healthy
+
+
 def test_a_dead_server_comes_back_at_the_same_url(tmp_path, caplog):
     servers = supervisor(tmp_path, "serves", "max_restarts=1")
     servers.start()
