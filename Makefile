@@ -8,6 +8,7 @@ ARGS ?=
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q
+TWO_AT_A_TIME := -n 2 --dist loadfile
 LAYER = @printf '\n== %s\n' "$(1)"
 
 export OMP_NUM_THREADS := 1
@@ -53,11 +54,11 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,tests with a real SGLang server)
 	@$(PYTEST) tests/e2e
 	$(call LAYER,jobs on a Slurm of virtual nodes)
-	@$(PYTEST) tests/slurm
+	@$(PYTEST) -n 2 --dist loadgroup tests/slurm
 
 test-unit: setup ## Unit tests only (under three minutes)
 	$(call LAYER,unit tests)
-	@$(PYTEST) tests/unit
+	@$(PYTEST) $(TWO_AT_A_TIME) tests/unit
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu

@@ -1,4 +1,4 @@
-"""One Slurm cluster of three nodes for all tests of this folder, and what they ask of a job.
+"""One Slurm cluster of three nodes for the tests of this folder, and what they ask of a job.
 
 The cluster is real (see local_slurm.sh), the scripts are the users', and so are trainer and servers.
 """
@@ -22,6 +22,16 @@ from tests.helpers import REPOSITORY
 LOCAL_SLURM = Path(__file__).with_name("local_slurm.sh")
 TAIL = 2500  # characters of each log that a failure shows
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+_JOBS = ("interrupted", "preempted", "taken", "chain")  # fixtures, of which several tests look at one job
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers (`--dist loadgroup`) take the jobs in turn, each on a cluster of its own: a job mostly waits."""
+    for item in items:
+        job = next((name for name in _JOBS if name in item.fixturenames), None)
+        item.add_marker(pytest.mark.xdist_group(job or item.path.stem))
 
 
 @pytest.fixture(scope="session")
