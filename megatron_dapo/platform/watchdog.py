@@ -4,12 +4,12 @@ Each rank notes where it is (`phase`, `beat`: an assignment, no more). Two threa
 others and hears from them, through a store on rank 0; the other judges by its own clock, so that a store that does not
 answer stops nothing. A rank that makes no progress for the limit of its phase raises the alarm, and so does one that
 does not hear from another. Then every rank that still can writes its stacks, and the process ends: a thread in a
-collective cannot be interrupted.
+collective cannot be interrupted. Nothing keeps it from ending: a file system that hangs is one of the reasons for it.
 """
 
+import dis
 import faulthandler
 import json
-import linecache
 import os
 import socket
 import sys
@@ -30,8 +30,10 @@ from megatron_dapo.platform.ranks import Ranks
 
 TELL_INTERVAL_S = 1.0
 _JUDGE_INTERVAL_S = 0.25
-_ANSWERS_S = 6.0  # for every rank to notice an alarm and write its stacks
-_FAREWELL_S = 4.0  # for every rank to have read the others' answers
+_ANSWERS_S = 6.0  # for every rank to notice an alarm
+_WRITING_S = 20.0  # for the stacks, from the alarm on
+_FAREWELL_S = 4.0  # after that, for every rank to have said where it is
+_LAST_RESORT_S = 60.0  # the process ends by then, whatever holds it
 _STORE_TIMEOUT_S = 60.0
 _LONGEST_STEP_S = 2.0  # of the judge's clock: time in which the whole process was stopped counts for no more
 _SHOWN_RANKS = 8
@@ -249,23 +251,34 @@ class Watchdog:
         return None
 
     def _end(self, why: str) -> None:
-        """The last thing this process does."""
+        """The last thing this process does: it ends, even where the log does not take the last line."""
+        try:
+            _in_thread(_end_after, _LAST_RESORT_S)
+            self._last_words(why)
+        finally:
+            os._exit(HANG_EXIT_CODE)
+
+    def _last_words(self, why: str) -> None:
+        """Tell the others, write the stacks, say who is missing. Whatever may never return has a thread of its own."""
+        began = time.monotonic()
         frame = sys._current_frames().get(self._main_thread)
         mine = self._place(at=_line_of(frame), waits=_is_waiting(frame))
-        self._write_stacks()
-        self.on_alarm()
         places, last = {self._rank: mine}, {rank: place for rank, (_, place) in self._heard.items()}
         # as long as the store does not answer, rank 0 is the one who does not
         silent = {0} if self._rank else set(range(1, self._world))
-        asking = threading.Thread(target=self._exchange, args=(why, mine, places, last, silent), daemon=True)
-        asking.start()
-        asking.join(_ANSWERS_S + _FAREWELL_S + 1.0)
+        asking = _in_thread(self._ask, why, mine, places, last, silent)
+        writing = [_in_thread(self.on_alarm), _in_thread(self._write_stacks)]
+        asking.join(_ANSWERS_S + 1.0)
+        for thread in writing:
+            thread.join(max(0.0, began + _WRITING_S - time.monotonic()))
+        if any(thread.is_alive() for thread in writing):
+            print(f"{self._folder} took no stacks within {_WRITING_S:g} s.", file=sys.stderr)
         print(sentence(why, dict(places), dict(last), set(silent), self._folder), file=sys.stderr, flush=True)
-        os._exit(HANG_EXIT_CODE)
+        if not asking.is_alive():
+            until = began + _WRITING_S + _FAREWELL_S * (2 if self._rank == 0 else 1)
+            _in_thread(self._part, set(places) - {self._rank}, until).join(max(0.0, until + 1.0 - time.monotonic()))
 
-    def _exchange(
-        self, why: str, mine: Place, places: dict[int, Place], last: dict[int, Place], silent: set[int]
-    ) -> None:
+    def _ask(self, why: str, mine: Place, places: dict[int, Place], last: dict[int, Place], silent: set[int]) -> None:
         """Tells the others, and fills in what they answer. Never returns where the store does not answer."""
         store, others = self._own_store, set(range(self._world)) - {self._rank}
         try:
@@ -283,24 +296,47 @@ class Watchdog:
                     places[rank] = Place(**json.loads(store.get(f"stopped/{rank}")))
                     silent.discard(rank)
                 time.sleep(_JUDGE_INTERVAL_S)
-            store.set(f"done/{self._rank}", "1")
-            deadline = time.monotonic() + _FAREWELL_S
-            while self._rank == 0 and time.monotonic() < deadline:  # the others ask its store
-                if store.check([f"done/{rank}" for rank in others - silent]):
+        except dist.DistError:  # rank 0 has ended meanwhile
+            return
+
+    def _part(self, others: set[int], until: float) -> None:
+        """Returns when the others that answered have done their part too: the first process that ends may be the sign
+        for a launcher to kill them. Rank 0, which takes the store with it, goes last."""
+        try:
+            for word in ("done", "left"):
+                self._own_store.set(f"{word}/{self._rank}", "1")
+                if word == "left" and self._rank != 0:
                     return
-                time.sleep(_JUDGE_INTERVAL_S)
+                keys = [f"{word}/{rank}" for rank in others]
+                while time.monotonic() < until and not self._own_store.check(keys):
+                    time.sleep(_JUDGE_INTERVAL_S)
         except dist.DistError:  # rank 0 has ended meanwhile
             return
 
     def _write_stacks(self) -> None:
         try:
+            # in memory first: faulthandler lets no other thread run while it writes
+            with open(os.memfd_create("stacks"), "w+b") as stacks:
+                faulthandler.dump_traceback(stacks, all_threads=True)
+                stacks.seek(0)
+                text = stacks.read()
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"rank-{self._rank}.txt").open("w") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
+            (self._folder / f"rank-{self._rank}.txt").write_bytes(text)
             for recorder, trace in _flight_records():
                 write_whole(self._folder / f"flight-{recorder}-rank-{self._rank}.json", trace)
-        except OSError as error:  # a full disk must not keep the job alive
+        except (OSError, RuntimeError) as error:  # a full disk, or torch, must not keep the job alive
             print(f"The stacks cannot be written to {self._folder}: {error}", file=sys.stderr, flush=True)
+
+
+def _in_thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(HANG_EXIT_CODE)
 
 
 def _flight_records() -> Iterator[tuple[str, bytes]]:
@@ -313,11 +349,16 @@ def _flight_records() -> Iterator[tuple[str, bytes]]:
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread's innermost Python code is a collective of torch, or the wait for one."""
+    """Whether a thread's innermost Python code is a collective of torch, or the wait for one. Reads no source: the file
+    system may be what hangs."""
     if frame is None:
         return False
-    name = frame.f_code.co_filename
-    return f"torch{os.sep}distributed" in name or ".wait(" in linecache.getline(name, frame.f_lineno)
+    code = frame.f_code
+    return f"torch{os.sep}distributed" in code.co_filename or any(
+        step.argval == "wait" and step.positions.lineno == frame.f_lineno
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_METHOD", "LOAD_ATTR")
+    )
 
 
 def _line_of(frame: FrameType | None) -> str:

@@ -19,7 +19,7 @@ from megatron_dapo.platform import Watchdog, watchdog
 from megatron_dapo.platform.watchdog import TELL_INTERVAL_S
 from tests.helpers import free_port
 
-WORLD, LIMIT_S, DEADLINE_S = 2, 5.0, 60.0
+WORLD, LIMIT_S, DEADLINE_S, WRITING_S = 2, 5.0, 60.0, 8.0
 
 
 class Ranks:
@@ -59,12 +59,14 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "rank 0 sleeps in rollout": sleep_before_update,
     "rank 1 is stopped": stop(1),
     "rank 0 is stopped": stop(0),
+    "no file is written": sleep_in_update,
     "nobody hangs": leave_late,
 }
 
 
 def train(rank: int, trouble: Callable[[int], None], folder: Path) -> None:
     """Three steps, in the last of which there is trouble; rank 1 leaves at once, rank 0 after more than the limit."""
+    watchdog._WRITING_S = WRITING_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
     ranks = Ranks()
     ranks.rank = rank
@@ -125,6 +127,10 @@ def main() -> None:
     for name, trouble in SCENARIOS.items():
         folder, port = root / name.replace(" ", "-"), free_port()
         folder.mkdir()
+        if name == "no file is written":  # as where the storage hangs: nobody reads, so that none is ever opened
+            (folder / "hang").mkdir()
+            for rank in range(WORLD):
+                os.mkfifo(folder / "hang" / f"rank-{rank}.txt")
         jobs[name] = [start(rank, trouble, folder, port) for rank in range(WORLD)]
     stopped = {name: int(name.split()[1]) for name in SCENARIOS if "stopped" in name}
     codes: dict[str, list[int | None]] = {}

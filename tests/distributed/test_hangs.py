@@ -76,6 +76,18 @@ def test_the_stacks_and_the_flight_record_show_who_waits_and_who_does_not(hangs)
     assert counts[0] == counts[1] + 1  # the all-reduce that rank 1 did not come to
 
 
+def test_storage_that_hangs_keeps_no_rank_from_ending_and_saying_who_is_missing(hangs):
+    """Those that wait for their files answer all the same: none is taken for the missing one."""
+    job = "no file is written"
+    assert hangs[1][job] == [HANG_EXIT_CODE, HANG_EXIT_CODE]
+    for rank in range(2):
+        *_, before, said = read(hangs, job, f"rank-{rank}.log").splitlines()
+        assert before.endswith("took no stacks within 8 s.")
+        missing = said.partition("missing: ")[2]
+        assert missing.startswith("rank 1 ") and "is in `update` of step 3 at " + WORKER in missing
+        assert "rank 0" not in missing
+
+
 FILES = [("rank-0", "txt"), ("rank-1", "txt"), ("flight-gloo-rank-0", "json"), ("flight-gloo-rank-1", "json")]
 
 
@@ -90,6 +102,7 @@ def test_the_last_words_are_spoken_by_every_rank_that_lives(hangs):
         "rank 0 sleeps in rollout": [0, 1],
         "rank 1 is stopped": [0],
         "rank 0 is stopped": [1],
+        "no file is written": [0, 1],
         "nobody hangs": [],
     }
 

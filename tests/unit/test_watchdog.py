@@ -1,10 +1,18 @@
-"""Who is blamed for a hang, and what counts as silence."""
+"""Who is blamed for a hang, what counts as silence, and that nothing keeps a process from its end."""
 
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.platform import watchdog
+from megatron_dapo.config import HANG_EXIT_CODE
+from megatron_dapo.platform import Watchdog, watchdog
 from megatron_dapo.platform.watchdog import Place, missing, sentence
 
 pytestmark = pytest.mark.unit
@@ -70,3 +78,95 @@ def test_a_phase_within_a_phase_gives_way_to_the_outer_one_again():
             assert (here.phase, here.entered, here.beats) == ("weight_sync", began + 1, 1)
         assert (here.phase, here.entered, here.beats) == ("rollout", began + 2, 0)
     assert here.phase == ""
+
+
+def test_a_rank_that_waits_is_known_without_its_source_which_may_be_on_a_file_system_that_hangs():
+    seen = []
+    look = lambda: seen.append(watchdog._is_waiting(sys._getframe(1)))  # noqa: E731
+    code = compile("def run(work):\n    work.wait()\n    work.go()\n", "/not/there.py", "exec")
+    exec(code, scope := {})
+    scope["run"](SimpleNamespace(wait=look, go=look))
+    assert seen == [True, False]
+    assert not watchdog._is_waiting(None)
+
+
+def last_words(folder: Path, log: int, trouble: Callable[[Watchdog], None]) -> int | None:
+    """Exit code of a process that finds a hang, a fork of this one; none where it had to be killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(log, 2)
+            sys.stderr = os.fdopen(2, "w")
+            threading.excepthook = threading.__excepthook__  # and not pytest's
+            ranks = SimpleNamespace(rank=0, gather=lambda mine: [mine])
+            dog = Watchdog(ranks, 1, folder / "hang", {}, default_s=60.0, silence_s=60.0)
+            trouble(dog)
+            dog._end("why")
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def blocks(dog: Watchdog) -> None:
+    """Nobody reads: opening it never returns, as on a file system that hangs."""
+    watchdog._WRITING_S = 0.1
+    dog._folder.mkdir()
+    os.mkfifo(dog._folder / "rank-0.txt")
+
+
+def no_record(dog: Watchdog) -> None:
+    def fail() -> None:
+        raise RuntimeError("no record")
+
+    watchdog._flight_records = fail
+
+
+def no_controller(dog: Watchdog) -> None:
+    def fail() -> None:
+        raise ProcessLookupError
+
+    dog.on_alarm = fail
+
+
+def no_patience(dog: Watchdog) -> None:
+    watchdog._LAST_RESORT_S = 0.1
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [(blocks, "took no stacks within 0.1 s"), (no_record, "no record"), (no_controller, "ProcessLookupError")],
+)
+def test_what_fails_or_hangs_at_the_end_keeps_no_rank_from_saying_who_is_missing(tmp_path, trouble, told):
+    with (tmp_path / "log").open("w") as log:
+        assert last_words(tmp_path, log.fileno(), trouble) == HANG_EXIT_CODE
+    *others, last = (tmp_path / "log").read_text().splitlines()
+    assert last.startswith("Hang: why; missing: rank 0 ") and told in "\n".join(others)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_log_that_hangs_or_is_gone_keeps_no_rank_from_its_end(tmp_path, is_full):
+    reader, writer = os.pipe()
+    try:
+        if is_full:
+            os.set_blocking(writer, False)
+            while True:
+                try:
+                    os.write(writer, bytes(4096))
+                except BlockingIOError:
+                    break
+            os.set_blocking(writer, True)
+        else:
+            os.close(reader)
+        assert last_words(tmp_path, writer, no_patience) == HANG_EXIT_CODE
+    finally:
+        os.close(writer)
+        if is_full:
+            os.close(reader)
