@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dapo.config import load_config
@@ -66,9 +67,20 @@ async def name_weights(url: str, version: int) -> None:
 
 
 async def pause(url: str) -> None:
-    """From now on requests wait."""
+    """From now on requests wait, as in a push."""
     async with SGLangClient(url) as client:
         await client.pause()
+
+
+async def set_going(url: str) -> None:
+    async with SGLangClient(url) as client:
+        await client.continue_()
+
+
+def freeze_behind(pid: int) -> None:
+    """From now on requests wait, and the server does not say so: its HTTP side answers, its scheduler is stopped."""
+    for child in psutil.Process(pid).children(recursive=True):
+        child.suspend()
 
 
 def supervise(servers: ServerSupervisor, work: Future):
@@ -112,10 +124,14 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
         assert metrics == handle.evaluate(1, 1)  # greedy
 
         asyncio.run(pause(url))
+        assert handle.next_batch(2, 1).needs_sync  # as after a push whose last call did not reach it
+        asyncio.run(set_going(url))
+
+        (pid,) = servers.pids()
+        freeze_behind(pid)
         step = threads.submit(handle.next_batch, 2, 1)
         time.sleep(3)  # the requests are at the server by then
         assert not step.done()
-        (pid,) = servers.pids()
         os.kill(pid, signal.SIGKILL)
         assert supervise(servers, step).needs_sync
         assert servers.pids() != [pid] and servers.urls == [url]
