@@ -27,6 +27,7 @@ _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _JOBS = ("interrupted", "preempted", "taken", "chain")  # fixtures, of which several tests look at one job
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers (`--dist loadgroup`) take the jobs in turn, each on a cluster of its own: a job mostly waits."""
     for item in items:
