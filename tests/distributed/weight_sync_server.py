@@ -164,7 +164,7 @@ def application(server: FakeServer) -> web.Application:
         return web.json_response(await server.generate(await request.json()))
 
     async def ready(_: web.Request) -> web.Response:
-        return web.json_response({})
+        return web.json_response({}, status=503 if server.paused else 200)
 
     async def model_info(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": server.version})
