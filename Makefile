@@ -54,7 +54,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,tests with a real SGLang server)
 	@$(PYTEST) tests/e2e
 	$(call LAYER,jobs on a Slurm of virtual nodes)
-	@$(PYTEST) -n 2 --dist loadgroup tests/slurm
+	@$(PYTEST) -n 2 --dist loadscope tests/slurm
 
 test-unit: setup ## Unit tests only (under three minutes)
 	$(call LAYER,unit tests)

@@ -1,4 +1,4 @@
-"""One Slurm cluster of three nodes for the tests of this folder, and what they ask of a job.
+"""One Slurm cluster of three nodes for the tests of this folder (one per worker), and what they ask of a job.
 
 The cluster is real (see local_slurm.sh), the scripts are the users', and so are trainer and servers.
 """
@@ -24,17 +24,6 @@ TAIL = 2500  # characters of each log that a failure shows
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
-_JOBS = ("interrupted", "preempted", "taken", "chain")  # fixtures, of which several tests look at one job
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers (`--dist loadgroup`) take the jobs in turn, each on a cluster of its own: a job mostly waits."""
-    for item in items:
-        job = next((name for name in _JOBS if name in item.fixturenames), None)
-        item.add_marker(pytest.mark.xdist_group(job or item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Cluster"]:
     if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
@@ -47,54 +36,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Cluster"]:
         assert process.stdout.readline() == "ready\n", "the cluster did not start; what it said is above"
         yield Cluster(folder)
     assert process.returncode == 0
-
-
-@pytest.fixture(scope="session")
-def interrupted(cluster: "Cluster") -> "Job":
-    """A training of six steps with tensor parallelism over two nodes and a server on the third. After two steps it gets
-    the signal that Slurm sends before the time limit; then it is left alone."""
-    job = cluster.submit(
-        "interrupted",
-        "trainer.total_training_steps=6",
-        "trainer.dump_batches=true",
-        flags=("--nodes=3",),
-        TRAINER_NODES="2",
-        RANKS_PER_NODE="1",
-    )
-    job.wait_for_steps(2)
-    job.signal("USR1")
-    job.exit_code()
-    return job
-
-
-# Stands for apptainer, which runs a command in an image: notes the command and runs it here.
-_APPTAINER = """#!/bin/bash
-while [[ $1 != image.sif ]]; do shift; done
-shift
-echo "$*" >>"${0%/*}/contained"
-exec "$@"
-"""
-
-
-@pytest.fixture(scope="session")
-def preempted(cluster: "Cluster") -> "Job":
-    """A training of five steps on a trainer node and a server node, as the script is, in a container. After
-    its first step another job takes all nodes for a moment; then it is left alone."""
-    programs = cluster.folder / "programs"
-    programs.mkdir()
-    (programs / "apptainer").write_text(_APPTAINER)
-    (programs / "apptainer").chmod(0o755)
-    job = cluster.submit(
-        "preempted",
-        "trainer.total_training_steps=5",
-        CONTAINER="apptainer",
-        IMAGE="image.sif",
-        PATH=f"{programs}:{os.environ['PATH']}",
-    )
-    job.wait_for_steps(1)
-    cluster.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
-    job.exit_code()
-    return job
 
 
 class Cluster:

@@ -1,13 +1,17 @@
-"""What may happen to a job of `sbatch slurm/demo.sh`, and what then does. Of each: exit code, the last line of the log,
-which names the cause, that no step and no process is left, and that nothing is requeued that should not be.
+"""`sbatch slurm/demo.sh`: the demo's training over nodes, each with a network of its own, and what may happen to it. Of
+each thing: exit code, the last line of the log, which names the cause, that no step and no process is left, and that
+nothing is requeued that should not be.
 
-Where a start of servers can be saved, one job goes through several of these things; its fixture says in which order.
+To save starts of servers a job goes through several of these things, in the order of its class. The classes share
+nothing: `make test` has two workers run them.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,181 +23,243 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 SERVER = "actor_rollout_ref.rollout.server"
 
 
-def test_usr1_in_mid_run_saves_requeues_and_goes_on_at_the_saved_step(interrupted):
-    assert interrupted.exit_code() == 0, interrupted.report()
-    assert interrupted.last_line().startswith("DONE: step 6 of 6")
-    assert interrupted.fact("Restarts") == "1"
-    assert interrupted.leaves_nothing()
-    saved = interrupted.saved_step()
-    told = (
-        f"SAVED: step {saved} of 6 is saved in {interrupted.run_folder.path}; requeued on USR1, restart 1 of at most 20"
-    )
-    assert interrupted.last_lines()[0] == told and 2 <= saved < 6
-    assert f"Resumed after step {saved} from" in interrupted.attempt_log(1, "trainer-node1")
-    assert [line["step"] for line in interrupted.metrics()] == [1, 2, 3, 4, 5, 6]
+def assert_it_trained(job, server_node: str) -> None:
+    assert all(0 < line["reward/mean"] < 1 for line in job.metrics())
+    assert (job.run_folder.path / "servers.txt").read_text().startswith(f"http://{server_node}:")
+    # after every push the server computes the trainer's log-probs: the bound is explained in tests/e2e/test_program.py
+    assert all(line["actor/rollout_abs_diff_max"] < 5e-4 for line in job.metrics() if "actor/rollout_kl" in line)
+    latest = (job.run_folder.logs / "latest").resolve()
+    assert len(list(latest.glob("trainer-rank-*.log"))) == 2
 
 
-def test_its_metrics_are_those_of_an_undisturbed_run_on_the_same_batches_bit_for_bit(interrupted, tmp_path):
-    on_one_machine = {
-        "trainer.run_dir": tmp_path / "run",
-        "trainer.log_dir": "null",
-        "trainer.nnodes": 1,
-        "trainer.n_procs_per_node": 2,
-        f"{SERVER}.nnodes": 0,
-        "actor_rollout_ref.rollout.server_urls_file": "null",
-        "trainer.replay": interrupted.run_folder.batches,
-    }
-    command = [sys.executable, "-m", "launch.local", "--config", interrupted.attempt() / "config.yaml"]
-    overrides = [f"{key}={value}" for key, value in on_one_machine.items()]
-    subprocess.run([*command, *overrides], cwd=REPOSITORY, check=True, timeout=300)
-    undisturbed = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
-    assert len(undisturbed) == 6
-    for ours, theirs in zip(interrupted.metrics(), undisturbed, strict=True):
-        same = {name for name in ours.keys() & theirs.keys() if not name.startswith("time")}
-        assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= same
-        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+class TestOnThreeNodesWithTensorParallelismOverTwo:
+    """Six steps with a server on the third node. After two steps comes the signal that Slurm sends before the limit."""
+
+    @pytest.fixture(scope="class")
+    def job(self, cluster):
+        job = cluster.submit(
+            "interrupted",
+            "trainer.total_training_steps=6",
+            "trainer.dump_batches=true",
+            flags=("--nodes=3",),
+            TRAINER_NODES="2",
+            RANKS_PER_NODE="1",
+        )
+        job.wait_for_steps(2)
+        job.signal("USR1")
+        job.exit_code()
+        return job
+
+    def test_it_trains_to_the_end(self, job):
+        assert job.exit_code() == 0, job.report()
+        assert job.last_line() == f"DONE: step 6 of 6 in {job.run_folder.path}"
+        assert "TP 2, PP 1, DP 1" in job.log() and "2 ranks (2 nodes x 1)" in job.log()
+        assert_it_trained(job, server_node="node3")
+
+    def test_usr1_in_mid_run_saves_requeues_and_goes_on_at_the_saved_step(self, job):
+        assert job.fact("Restarts") == "1" and job.leaves_nothing()
+        saved = job.saved_step()
+        told = f"SAVED: step {saved} of 6 is saved in {job.run_folder.path}; requeued on USR1, restart 1 of at most 20"
+        assert job.last_lines()[0] == told and 2 <= saved < 6
+        assert f"Resumed after step {saved} from" in job.attempt_log(1, "trainer-node1")
+        assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5, 6]
+
+    def test_its_metrics_are_those_of_an_undisturbed_run_on_the_same_batches_bit_for_bit(self, job, tmp_path):
+        on_one_machine = {
+            "trainer.run_dir": tmp_path / "run",
+            "trainer.log_dir": "null",
+            "trainer.nnodes": 1,
+            "trainer.n_procs_per_node": 2,
+            f"{SERVER}.nnodes": 0,
+            "actor_rollout_ref.rollout.server_urls_file": "null",
+            "trainer.replay": job.run_folder.batches,
+        }
+        command = [sys.executable, "-m", "launch.local", "--config", job.attempt() / "config.yaml"]
+        overrides = [f"{key}={value}" for key, value in on_one_machine.items()]
+        subprocess.run([*command, *overrides], cwd=REPOSITORY, check=True, timeout=300)
+        undisturbed = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
+        assert len(undisturbed) == 6
+        for ours, theirs in zip(job.metrics(), undisturbed, strict=True):
+            same = {name for name in ours.keys() & theirs.keys() if not name.startswith("time")}
+            assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= same
+            assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+
+    def test_its_tensorboard_is_one_run(self, job):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(job.run_folder.tensorboard)).Reload()
+        assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_its_tensorboard_is_one_run(interrupted):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(interrupted.run_folder.tensorboard)).Reload()
-    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_preemption_saves_and_requeues_and_the_servers_serve_until_then(preempted):
-    assert preempted.exit_code() == 0, preempted.report()
-    assert preempted.fact("Restarts") == "1" and preempted.leaves_nothing()
-    saved = preempted.saved_step()
-    assert preempted.last_lines()[0].endswith("; requeued on TERM, restart 1 of at most 20") and 1 <= saved < 5
-    assert f"Resumed after step {saved} from" in preempted.attempt_log(1, "trainer-node1")
-    assert [line["step"] for line in preempted.metrics()] == [1, 2, 3, 4, 5]
-    assert "restart" not in preempted.attempt_log(0, "servers-node2")
+# Stands for apptainer, which runs a command in an image: notes the command and runs it here.
+APPTAINER = """#!/bin/bash
+while [[ $1 != image.sif ]]; do shift; done
+shift
+echo "$*" >>"${0%/*}/contained"
+exec "$@"
+"""
 
 
-@pytest.fixture(scope="module")
-def taken(cluster):
-    """After two steps one of its nodes is set down; it goes on on others, and is cancelled there in mid-run."""
-    job = cluster.submit("taken", "trainer.total_training_steps=1000", "trainer.save_interval=1", "data.val_files=[]")
-    job.wait_for_steps(2)
-    cluster.set_node("node2", "down")
-    job.wait(lambda: job.fact("Restarts") == "1" and job.fact("JobState") == "RUNNING", "it is requeued and runs again")
-    cluster.set_node("node2", "resume")
-    job.wait(lambda: "Resumed after step" in job.attempt_log(1, "trainer-node1"), "it has resumed on another node")
-    job.wait_for_steps(len(job.metrics()) + 1)
-    return job
+class TestOnTwoNodesInAContainer:
+    """Five steps, as the script is. After the first one another job takes all nodes for a moment."""
+
+    @pytest.fixture(scope="class")
+    def programs(self, cluster) -> Path:
+        folder = cluster.folder / "programs"
+        folder.mkdir()
+        (folder / "apptainer").write_text(APPTAINER)
+        (folder / "apptainer").chmod(0o755)
+        return folder
+
+    @pytest.fixture(scope="class")
+    def job(self, cluster, programs):
+        path = f"{programs}:{os.environ['PATH']}"
+        container = {"CONTAINER": "apptainer", "IMAGE": "image.sif", "PATH": path}
+        job = cluster.submit("preempted", "trainer.total_training_steps=5", **container)
+        job.wait_for_steps(1)
+        cluster.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+        job.exit_code()
+        return job
+
+    def test_it_trains_to_the_end(self, job):
+        assert job.exit_code() == 0, job.report()
+        assert job.last_line() == f"DONE: step 5 of 5 in {job.run_folder.path}"
+        assert_it_trained(job, server_node="node2")
+
+    def test_all_that_runs_python_runs_in_the_container(self, job, programs):
+        commands = (programs / "contained").read_text()
+        for asked in ("plan --config", "node preflight", "node servers", "wait-servers", "node trainer", "end"):
+            assert f"-m launch.slurm {asked} " in commands
+
+    def test_a_preemption_saves_and_requeues_and_the_servers_serve_until_then(self, job):
+        assert job.fact("Restarts") == "1" and job.leaves_nothing()
+        saved = job.saved_step()
+        assert job.last_lines()[0].endswith("; requeued on TERM, restart 1 of at most 20") and 1 <= saved < 5
+        assert f"Resumed after step {saved} from" in job.attempt_log(1, "trainer-node1")
+        assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5]
+        assert "restart" not in job.attempt_log(0, "servers-node2")
 
 
-def test_a_node_set_down_ends_the_attempt_and_the_job_goes_on_on_other_nodes(taken):
-    first, _ = taken.last_lines()
-    assert first == "FAILED (143): Slurm took the job from its nodes during trainer: node2 is down"
-    assert taken.fact("NodeList") == "node[1,3]"
-    saved = int(re.search(r"Resumed after step (\d+) from", taken.attempt_log(1, "trainer-node1"))[1])
-    assert saved >= 1
-    steps = [line["step"] for line in taken.metrics()]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) > saved
+class TestANodeIsSetDown:
+    """After two steps. The job goes on on other nodes, and is cancelled there in mid-run."""
+
+    @pytest.fixture(scope="class")
+    def job(self, cluster):
+        steps = ("trainer.total_training_steps=1000", "trainer.save_interval=1", "data.val_files=[]")
+        job = cluster.submit("taken", *steps)
+        job.wait_for_steps(2)
+        cluster.set_node("node2", "down")
+        runs = "it is requeued and runs again"
+        job.wait(lambda: job.fact("Restarts") == "1" and job.fact("JobState") == "RUNNING", runs)
+        cluster.set_node("node2", "resume")
+        resumed = "it has resumed on another node"
+        job.wait(lambda: "Resumed after step" in job.attempt_log(1, "trainer-node1"), resumed)
+        job.wait_for_steps(len(job.metrics()) + 1)
+        return job
+
+    def test_the_attempt_ends_and_the_job_goes_on_on_other_nodes(self, job):
+        first, _ = job.last_lines()
+        assert first == "FAILED (143): Slurm took the job from its nodes during trainer: node2 is down"
+        assert job.fact("NodeList") == "node[1,3]"
+        saved = int(re.search(r"Resumed after step (\d+) from", job.attempt_log(1, "trainer-node1"))[1])
+        assert saved >= 1
+        steps = [line["step"] for line in job.metrics()]
+        assert steps == list(range(1, len(steps) + 1)) and len(steps) > saved
+
+    def test_scancel_ends_the_job_for_good(self, job):
+        job.cancel()
+        assert job.exit_code() == 143
+        assert job.fact("JobState") == "CANCELLED" and job.fact("Restarts") == "1"
+        assert job.last_line().startswith("FAILED (143): the job was cancelled")
+        assert job.leaves_nothing()
 
 
-def test_scancel_ends_the_job_for_good(taken):
-    taken.cancel()
-    assert taken.exit_code() == 143
-    assert taken.fact("JobState") == "CANCELLED" and taken.fact("Restarts") == "1"
-    assert taken.last_line().startswith("FAILED (143): the job was cancelled")
-    assert taken.leaves_nothing()
+class TestAChainOfTwoJobs:
+    """In the first one a reward worker hangs on the first response, and after two steps its time is nearly up; in the
+    second the server is killed, and then a trainer rank."""
+
+    @pytest.fixture(scope="class")
+    def chain(self, cluster):
+        hung = json.dumps({"has_hung": str(cluster.folder / "has_hung")})
+        overrides = (
+            "trainer.total_training_steps=1000",
+            "data.val_files=[]",
+            "actor_rollout_ref.rollout.dump_samples=100",
+            "reward.function=tests.slurm.hanging_reward:score",
+            f"reward.kwargs={hung}",
+            "reward.timeout_s=2",
+        )
+        flags = ("--job-name=chain", "--dependency=singleton")
+        return [cluster.submit("chain", *overrides, flags=flags, REQUEUE="off") for _ in range(2)]
+
+    def test_a_reward_worker_that_hangs_costs_one_sample(self, chain):
+        first, second = chain
+        first.wait_for_steps(2)
+        assert [line["reward/num_timeouts"] for line in first.metrics()[:2]] == [1, 0]
+        assert "timeout" in first.attempt_log(0, "controller")
+        assert second.fact("JobState") == "PENDING"
+
+    def test_near_its_time_limit_a_job_saves_and_the_next_one_goes_on(self, chain):
+        first, second = chain
+        first.shorten()
+        assert first.exit_code() == 85, first.report()
+        step = len(first.metrics())
+        told = f"SAVED: step {step} of 1000 is saved in {first.run_folder.path}; the same command goes on from there"
+        assert first.last_lines()[0] == told and "] USR1: the trainer saves" in first.log()
+        assert first.fact("Restarts") == "0" and first.leaves_nothing()
+        second.wait_for_steps(step + 1)
+        assert f"Resumed after step {step} from" in second.attempt_log(0, "trainer-node1")
+
+    def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(self, chain):
+        job = chain[1]
+        done = len(job.metrics())
+        [server] = job.processes("sglang.launch_server")
+        server.kill()
+        job.wait_for_steps(done + 3)
+        assert "restart 1 of" in job.attempt_log(0, "servers-node2")
+        for line in job.metrics():
+            assert job.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
+            assert line.get("actor/rollout_abs_diff_max", 0) < 5e-4
+
+    def test_a_trainer_rank_that_is_killed_is_the_first_cause(self, chain):
+        job = chain[1]
+        [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
+        rank.kill()
+        assert job.exit_code() == 12, job.report()
+        log = job.attempt() / "trainer-rank-1.log"
+        assert job.last_line().startswith("FAILED (12): rank 1 on node1 ") and str(log) in job.last_line()
+        assert job.fact("Restarts") == "0"
+        assert job.leaves_nothing()
 
 
-@pytest.fixture(scope="module")
-def chain(cluster):
-    """Two jobs of one run, one after the other. In the first one a reward worker hangs on the first response, and
-    after two steps its time is nearly up; in the second the server is killed, and then a trainer rank."""
-    hung = json.dumps({"has_hung": str(cluster.folder / "has_hung")})
-    overrides = (
-        "trainer.total_training_steps=1000",
-        "data.val_files=[]",
-        "actor_rollout_ref.rollout.dump_samples=100",
-        "reward.function=tests.slurm.hanging_reward:score",
-        f"reward.kwargs={hung}",
-        "reward.timeout_s=2",
-    )
-    flags = ("--job-name=chain", "--dependency=singleton")
-    return [cluster.submit("chain", *overrides, flags=flags, REQUEUE="off") for _ in range(2)]
+class TestItDoesNotGetToTheTrainer:
+    def test_a_server_that_never_gets_healthy_fails_the_job(self, cluster):
+        job = cluster.submit("unhealthy", f"{SERVER}.startup_timeout_s=2", f"{SERVER}.max_restarts=0")
+        assert job.exit_code() == 11, job.report()
+        assert job.last_line().startswith("FAILED (11): ") and "node2" in job.last_line()
+        assert f"{job.attempt()}" in job.last_line()
+        assert job.fact("Restarts") == "0" and not list(job.attempt().glob("trainer-*"))
+        assert job.leaves_nothing()
 
+    def test_a_preflight_that_fails_on_one_node_names_it_and_nothing_starts(self, cluster):
+        """The run folder of that node is another one: its file system is not mounted there."""
+        (cluster.folder / "unseen").mkdir()
+        cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(cluster.folder / "unseen"))
+        job = cluster.submit("unseen")
+        assert job.exit_code() == 10, job.report()
+        assert job.last_line().startswith("FAILED (10): ") and "node2" in job.last_line()
+        assert job.fact("Restarts") == "0" and not list(job.attempt().glob("servers-*"))
+        assert job.leaves_nothing()
+        cluster.on("node2", "umount", str(cluster.folder / "unseen"))
 
-def test_a_reward_worker_that_hangs_costs_one_sample(chain):
-    first, second = chain
-    first.wait_for_steps(2)
-    assert [line["reward/num_timeouts"] for line in first.metrics()[:2]] == [1, 0]
-    assert "timeout" in first.attempt_log(0, "controller")
-    assert second.fact("JobState") == "PENDING"
+    def test_gpus_that_slurm_counts_and_torch_does_not_see_fail_the_preflight(self, cluster):
+        job = cluster.submit("no-gpus", flags=("--gpus-per-node=2",))
+        assert job.exit_code() == 10, job.report()
+        assert re.match(r"FAILED \(10\): preflight: node[12]: Slurm gives it GPUs, and its torch", job.last_line())
+        assert job.leaves_nothing()
 
-
-def test_near_its_time_limit_a_job_saves_and_the_next_one_of_its_chain_goes_on(chain):
-    first, second = chain
-    first.shorten()
-    assert first.exit_code() == 85, first.report()
-    step = len(first.metrics())
-    told = f"SAVED: step {step} of 1000 is saved in {first.run_folder.path}; the same command goes on from there"
-    assert first.last_lines()[0] == told and "] USR1: the trainer saves" in first.log()
-    assert first.fact("Restarts") == "0" and first.leaves_nothing()
-    second.wait_for_steps(step + 1)
-    assert f"Resumed after step {step} from" in second.attempt_log(0, "trainer-node1")
-
-
-def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(chain):
-    job = chain[1]
-    done = len(job.metrics())
-    [server] = job.processes("sglang.launch_server")
-    server.kill()
-    job.wait_for_steps(done + 3)
-    assert "restart 1 of" in job.attempt_log(0, "servers-node2")
-    for line in job.metrics():
-        assert job.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
-        assert line.get("actor/rollout_abs_diff_max", 0) < 5e-4
-
-
-def test_a_trainer_rank_that_is_killed_is_the_first_cause(chain):
-    job = chain[1]
-    [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
-    rank.kill()
-    assert job.exit_code() == 12, job.report()
-    log = job.attempt() / "trainer-rank-1.log"
-    assert job.last_line().startswith("FAILED (12): rank 1 on node1 ") and str(log) in job.last_line()
-    assert job.fact("Restarts") == "0"
-    assert job.leaves_nothing()
-
-
-def test_a_server_that_never_gets_healthy_fails_the_job_before_a_trainer_starts(cluster):
-    job = cluster.submit("unhealthy", f"{SERVER}.startup_timeout_s=2", f"{SERVER}.max_restarts=0")
-    assert job.exit_code() == 11, job.report()
-    assert job.last_line().startswith("FAILED (11): ") and "node2" in job.last_line()
-    assert f"{job.attempt()}" in job.last_line()
-    assert job.fact("Restarts") == "0" and not list(job.attempt().glob("trainer-*"))
-    assert job.leaves_nothing()
-
-
-def test_a_preflight_that_fails_on_one_node_names_it_and_nothing_starts(cluster):
-    """The run folder of that node is another one: its file system is not mounted there."""
-    (cluster.folder / "unseen").mkdir()
-    cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(cluster.folder / "unseen"))
-    job = cluster.submit("unseen")
-    assert job.exit_code() == 10, job.report()
-    assert job.last_line().startswith("FAILED (10): ") and "node2" in job.last_line()
-    assert job.fact("Restarts") == "0" and not list(job.attempt().glob("servers-*"))
-    assert job.leaves_nothing()
-    cluster.on("node2", "umount", str(cluster.folder / "unseen"))
-
-
-def test_gpus_that_slurm_counts_and_torch_does_not_see_fail_the_preflight(cluster):
-    job = cluster.submit("no-gpus", flags=("--gpus-per-node=2",))
-    assert job.exit_code() == 10, job.report()
-    assert re.match(
-        r"FAILED \(10\): preflight: node[12]: Slurm gives it GPUs, and its torch knows the CPU", job.last_line()
-    )
-    assert job.leaves_nothing()
-
-
-def test_more_ranks_than_gpus_are_refused_before_anything_starts(cluster):
-    job = cluster.submit("few-gpus", flags=("--gpus-per-node=1",))
-    assert job.exit_code() == 2, job.report()
-    assert "n_procs_per_node is 2, but Slurm gave 1 GPUs per node" in job.last_line()
-    assert not job.attempt().exists() and job.leaves_nothing()
+    def test_more_ranks_than_gpus_are_refused_before_anything_starts(self, cluster):
+        job = cluster.submit("few-gpus", flags=("--gpus-per-node=1",))
+        assert job.exit_code() == 2, job.report()
+        assert "n_procs_per_node is 2, but Slurm gave 1 GPUs per node" in job.last_line()
+        assert not job.attempt().exists() and job.leaves_nothing()
