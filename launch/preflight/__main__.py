@@ -15,7 +15,7 @@ from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, par
 from launch.preflight import all_reduce, gpus, http, machine
 from launch.preflight.nodes import LOOPBACK, Finding, Nodes, PreflightError
 from launch.preflight.report import table
-from megatron_dapo.config import Config, RunFolder, UserError
+from megatron_dapo.config import Config, RunFolder, UserError, servers_per_node, starts_servers
 from megatron_dapo.rollout import ServerList
 
 FAILED_EXIT_CODE = 1
@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         + ", ".join(f"{floor:g} with {backend}" for backend, floor in all_reduce.FLOOR_GB_S.items()),
     )
     made.add_argument("--timeout", type=float, default=120.0, metavar="S", help="deadline of every wait (120)")
+    made.add_argument(
+        "--meeting-timeout", type=float, default=600.0, metavar="S", help="but of the first, until all nodes came (600)"
+    )
     return made
 
 
@@ -94,7 +97,8 @@ class Preflight:
         count, names = arguments.num_nodes, arguments.node_names
         guessed = names if len(names) == count else [f"node {index}" for index in range(count)]
         name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self._nodes = Nodes(arguments.node_index, name, guessed, arguments.rendezvous, arguments.timeout)
+        limits = arguments.timeout, arguments.meeting_timeout
+        self._nodes = Nodes(arguments.node_index, name, guessed, arguments.rendezvous, *limits)
         self._findings: list[Finding] = []
 
     def run(self) -> int:
@@ -139,10 +143,13 @@ class Preflight:
             "gpus": gpus.are_expected(),
             "token": secrets.token_hex(4),
         }
-        everybodys = nodes.gather("the meeting", mine)
+        everybodys = nodes.meet(mine)
         nodes.names[:] = [theirs["name"] for theirs in everybodys]
         self._trainers = [index for index, theirs in enumerate(everybodys) if theirs["role"] != "server"]
         self._servers = [index for index, theirs in enumerate(everybodys) if theirs["role"] != "trainer"]
+        # what a Slurm job's nodes read names the servers that the job starts in a file, as it would given ones
+        has_server_nodes = any(theirs["role"] == "server" for theirs in everybodys)
+        self._starts_servers = has_server_nodes or starts_servers(self._config)
         self._token = everybodys[0]["token"]
         self._uses_gpus = any(theirs["gpus"] for theirs in everybodys)
         self._folder = machine.SharedFolder(shared, self._token)
@@ -151,13 +158,15 @@ class Preflight:
 
     def _check_roles(self) -> None:
         config, nodes = self._config, self._nodes
-        wanted = config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes
+        num_servers = config.actor_rollout_ref.rollout.server.nnodes if self._starts_servers else 0
+        wanted = config.trainer.nnodes, num_servers
         there = len(self._trainers), len(self._servers)
         if there[0] != wanted[0] or (wanted[1] and there[1] != wanted[1]):
+            servers = f"actor_rollout_ref.rollout.server.nnodes = {num_servers}" if num_servers else "no server nodes"
             raise nodes.stop(
                 nodes.names[0],
                 f"there are {there[0]} trainer and {there[1]} server nodes, the config wants trainer.nnodes = "
-                f"{wanted[0]} and actor_rollout_ref.rollout.server.nnodes = {wanted[1]}; start as many.",
+                f"{wanted[0]} and {servers}; start as many.",
             )
 
     def _machine(self) -> None:
@@ -178,9 +187,10 @@ class Preflight:
             self._add("disk", machine.disk(config, RunFolder.of(config.trainer).path))
         self._add("scratch", machine.scratch())
         self._add("limits", machine.limits(config, self._uses_gpus))
-        servers = gpus.servers_here(config) if arguments.role != "trainer" else 0
+        serves = self._starts_servers and arguments.role != "trainer"
+        servers = servers_per_node(config) if serves else 0
         numbers = list(machine.all_ports(arguments.http_port, servers, arguments.ports))
-        self._add("ports", machine.ports(self._host() if arguments.role != "trainer" else "", numbers))
+        self._add("ports", machine.ports(self._host() if serves else "", numbers))
 
     def _gpus(self) -> machine.Result:
         if self._uses_gpus and not gpus.are_expected():
@@ -205,7 +215,7 @@ class Preflight:
     def _http(self) -> None:
         """Every trainer node fetches a page from every server node, at the servers' first port."""
         nodes = self._nodes
-        if not gpus.starts_servers(self._config):
+        if not self._starts_servers:
             self._given_servers()
             return
         if not self._servers:

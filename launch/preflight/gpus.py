@@ -6,30 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from launch.preflight.machine import Result
-from megatron_dapo.config import Config, has_given_servers
+from megatron_dapo.config import Config, servers_per_node, starts_servers
 
 NVML_PACKAGE = "nvidia-ml-py"
 _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
 def needed(config: Config, role: str) -> int:
-    """GPUs that a node of this role uses: trainer, server, or both."""
+    """GPUs that a node of this role uses: trainer, server (it is there to start some), or both."""
     count = config.trainer.n_procs_per_node if role != "server" else 0
-    if role != "trainer" and starts_servers(config):
-        count += servers_here(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    if role == "server" or (role == "both" and starts_servers(config)):
+        count += servers_per_node(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     return count
-
-
-def starts_servers(config: Config) -> bool:
-    """Whether the run starts servers: on nodes of their own, or where none are given."""
-    given = has_given_servers(config) and not config.actor_rollout_ref.rollout.server.nnodes
-    return not given and not config.trainer.replay
-
-
-def servers_here(config: Config) -> int:
-    """Servers on one server node."""
-    server = config.actor_rollout_ref.rollout.server
-    return server.num_servers // max(1, server.nnodes)
 
 
 def are_expected() -> bool:

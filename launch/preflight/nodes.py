@@ -35,33 +35,49 @@ class PreflightError(Exception):
 class Nodes:
     """This node among the others. names: of all, in the order of their indices; guessed until they have told them."""
 
-    def __init__(self, index: int, name: str, names: Sequence[str], rendezvous: str | None, timeout_s: float) -> None:
-        """Join the others. rendezvous: HOST:PORT of node 0; none = a single node. timeout_s: of every wait.
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        names: Sequence[str],
+        rendezvous: str | None,
+        timeout_s: float,
+        meeting_timeout_s: float | None = None,
+    ) -> None:
+        """Join the others. rendezvous: HOST:PORT of node 0; none = a single node. timeout_s: of every wait, but for the
+        first one, which nodes may reach at different times: meeting_timeout_s (None: timeout_s as well).
 
         Raises PreflightError where node 0 is not reached, or cannot listen.
         """
         self.index, self.name, self.names = index, name, [*names]
         self.names[index] = name
         self.timeout_s = timeout_s
+        self._meeting_timeout_s = timeout_s if meeting_timeout_s is None else meeting_timeout_s
         host, _, port = (rendezvous or f"{LOOPBACK}:0").rpartition(":")
         self.store = self._connect(host.strip("[]"), int(port))
+        self.store.set_timeout(timedelta(seconds=timeout_s))
         self.address = (host.strip("[]"), self.store.port)
 
     @property
     def count(self) -> int:
         return len(self.names)
 
-    def gather(self, what: str, mine: Any) -> list:
+    def meet(self, mine: Any) -> list:
+        """The first `gather`."""
+        return self.gather("the meeting", mine, self._meeting_timeout_s)
+
+    def gather(self, what: str, mine: Any, timeout_s: float | None = None) -> list:
         """What every node brings to `what`, in order. JSON-able. Raises PreflightError naming who did not come, or
-        what another node reported to have failed."""
+        what another node reported to have failed, and that at once."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self.store.set(f"{what}/{self.index}", json.dumps(mine))
         keys = [f"{what}/{index}" for index in range(self.count)]
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + timeout_s
         while missing := [index for index, key in enumerate(keys) if not self.store.check([key])]:
             if self.store.check(["stop"]):
                 raise PreflightError(*json.loads(self.store.get("stop")))
             if time.monotonic() > deadline:
-                raise self.stop(", ".join(self.names[index] for index in missing), self._missing(what))
+                raise self.stop(", ".join(self.names[index] for index in missing), self._missing(what, timeout_s))
             time.sleep(_POLL_S)
         return [json.loads(self.store.get(key)) for key in keys]
 
@@ -82,10 +98,10 @@ class Nodes:
         except dist.DistError:  # node 0 is gone, and with it the store
             return
 
-    def _missing(self, what: str) -> str:
+    def _missing(self, what: str, timeout_s: float) -> str:
         host, port = self.address
         return (
-            f"not heard of within {self.timeout_s:g} s at `{what}`; look at its log, and whether it reaches "
+            f"not heard of within {timeout_s:g} s at `{what}`; look at its log, and whether it reaches "
             f"{self.names[0]} at {host}:{port}."
         )
 
@@ -96,7 +112,7 @@ class Nodes:
                 port,
                 is_master=self.index == 0,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=self.timeout_s),
+                timeout=timedelta(seconds=self._meeting_timeout_s),
             )
         except dist.DistError as error:
             if self.index == 0:
@@ -106,6 +122,6 @@ class Nodes:
                 ) from None
             raise PreflightError(
                 self.name,
-                f"{self.names[0]} (node 0) is not reached at {host}:{port} within {self.timeout_s:g} s; is it up, does "
-                "its name resolve here, and does a firewall let the port through?",
+                f"{self.names[0]} (node 0) is not reached at {host}:{port} within {self._meeting_timeout_s:g} s; is it "
+                "up, does its name resolve here, and does a firewall let the port through?",
             ) from None

@@ -19,11 +19,13 @@ from launch.preflight import machine
 from tests.helpers import free_port
 
 ONE_SERVER_NODE = ("trainer.nnodes=2", "actor_rollout_ref.rollout.server.nnodes=1")
-FOUR_TRAINERS = (
-    "trainer.nnodes=4",
+NO_TENSOR_PARALLEL = (
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
     "actor_rollout_ref.actor.megatron.sequence_parallel=false",
 )
+FOUR_TRAINERS = ("trainer.nnodes=4", *NO_TENSOR_PARALLEL)
+RECIPE_WITH_A_SERVER_NODE = (*NO_TENSOR_PARALLEL, "trainer.nnodes=1", "actor_rollout_ref.rollout.server.nnodes=1")
+GIVEN_SERVER = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:1]"
 
 
 def other_sglang() -> None:
@@ -67,9 +69,13 @@ JOBS = {
     "folder": Job(
         "tts", ONE_SERVER_NODE, troubles={1: impatient}, of_node={1: ("--shared", "/tmp/preflight-elsewhere")}
     ),
-    "missing": Job("tts", ONE_SERVER_NODE, ("--timeout", "8", "--node-names", "node0,node1,node2"), absent=(1,)),
+    "missing": Job(
+        "tts", ONE_SERVER_NODE, ("--meeting-timeout", "8", "--node-names", "node0,node1,node2"), absent=(1,)
+    ),
     "http": Job("tts", ONE_SERVER_NODE, ("--server-hosts", "127.0.0.2")),
     "roles": Job("ttt", ("trainer.nnodes=2",)),
+    "given": Job("t", (*RECIPE_WITH_A_SERVER_NODE, GIVEN_SERVER), ()),
+    "replay": Job("t", (*RECIPE_WITH_A_SERVER_NODE, "trainer.replay=batches"), ()),
     "interface": Job("tttt", FOUR_TRAINERS, (), {2: wrong_interface}),
     "slow": Job("tttt", FOUR_TRAINERS, ("--min-bandwidth", "0.02"), {1: slow_network}),
     "all slow": Job("tts", ONE_SERVER_NODE, ("--server-hosts", "127.0.0.1", "--min-bandwidth", "1e6")),

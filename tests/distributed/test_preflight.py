@@ -47,6 +47,7 @@ def test_nodes_that_are_fit_are_told_in_a_table_and_nothing_is_left_behind(prefl
         ("folder", "node1", "does not see /tmp/preflight-elsewhere/", "must be on storage that all nodes mount"),
         ("missing", "node1", "not heard of within 8 s", "look at its log, and whether it reaches node0 at 127.0.0.1:"),
         ("http", "node2", "HTTP fails (node0 -> node2: [Errno 111] Connection refused", "look at its firewall"),
+        ("given", "node0", "does not reach http://127.0.0.1:1 ([Errno 111] Connection refused)", "start them"),
         ("roles", "node0", "there are 3 trainer and 0 server nodes", "start as many"),
         ("interface", "node2", "the all-reduce of 4 ranks failed (ifa != nullptr", "set GLOO_SOCKET_IFNAME"),
         ("slow", "node1", "reaches 0.0", "it is so with every node that was tried"),
@@ -61,6 +62,11 @@ def test_the_node_that_has_a_trouble_is_named_by_all_with_the_cure(preflights, j
     assert verdict.startswith(f"preflight: {node}: {what}") or verdict.startswith(f"preflight: {node}: the all-reduce")
     assert what in verdict and cure in verdict
     assert all(log.count("preflight: ") == 1 for log in logs), logs  # nobody else is blamed
+
+
+def test_dumped_batches_need_no_server_nodes_whatever_the_recipe_says(preflights):
+    assert preflights[1]["replay"] == [0]
+    assert "HTTP" not in said(preflights, "replay", 0)
 
 
 def test_where_all_nodes_are_slow_alike_all_are_named(preflights):

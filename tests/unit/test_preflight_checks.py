@@ -4,13 +4,15 @@ how much room checkpoints need."""
 import itertools
 import os
 import socket
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from launch.preflight import all_reduce, gpus, http, machine
-from launch.preflight.nodes import Finding
+from launch.preflight.nodes import Finding, Nodes, PreflightError
 from launch.preflight.report import table
 from megatron_dapo.config import load_config, process_plan, starts_servers
 from tests.helpers import REPOSITORY
@@ -135,16 +137,38 @@ def test_a_gpu_that_is_not_fit_is_told_from_one_that_is(answers, fault):
 
 
 def test_the_gpus_that_a_node_needs_follow_from_its_role():
-    config = load_config(
-        None,
-        [
-            "trainer.n_procs_per_node=8",
-            "actor_rollout_ref.rollout.server.num_servers=8",
-            "actor_rollout_ref.rollout.server.nnodes=4",
-            "actor_rollout_ref.rollout.server.tensor_model_parallel_size=4",
-        ],
-    )
-    assert [gpus.needed(config, role) for role in ("trainer", "server", "both")] == [8, 8, 16]
+    sizes = ["trainer.n_procs_per_node=8", f"{SERVER}.num_servers=8", f"{SERVER}.nnodes=4"]
+    sizes.append(f"{SERVER}.tensor_model_parallel_size=4")
+
+    def needed(*more: str) -> list[int]:
+        return [gpus.needed(load_config(None, [*sizes, *more]), role) for role in ("trainer", "server", "both")]
+
+    assert needed() == [8, 8, 16]
+    assert needed(FROM_FILE) == [8, 8, 8]  # as a Slurm job's server nodes read it
+    assert needed(GIVEN)[2] == needed(REPLAY)[2] == 8
+
+
+def test_a_node_that_comes_late_is_waited_for_and_one_that_reports_a_fault_is_not():
+    def meet(other: Callable[[Nodes], object]) -> list | PreflightError:
+        """What node 0 learns, which is first."""
+        first = Nodes(0, "a", ["a", "b"], "127.0.0.1:0", timeout_s=0.05, meeting_timeout_s=60.0)
+        learned = []
+
+        def wait() -> None:
+            try:
+                learned.append(first.meet(0))
+            except PreflightError as error:
+                learned.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        waiting.join(0.1)  # longer than all other waits may take
+        other(Nodes(1, "b", ["a", "b"], f"127.0.0.1:{first.address[1]}", timeout_s=10.0))
+        waiting.join(30.0)
+        return learned[0]
+
+    assert meet(lambda late: late.meet(1)) == [0, 1]
+    assert str(meet(lambda faulty: faulty.stop("b", "broken"))) == "b: broken"
 
 
 def test_gpus_that_slurm_gives_to_a_torch_of_the_cpu_are_a_problem(monkeypatch):
