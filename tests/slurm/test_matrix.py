@@ -36,7 +36,8 @@ class TestOnThreeNodesWithTensorParallelismOverTwo:
     """Six steps with a server on the third node. After two steps comes the signal that Slurm sends before the limit."""
 
     @pytest.fixture(scope="class")
-    def job(self, cluster):
+    @classmethod
+    def job(cls, cluster):
         job = cluster.submit(
             "interrupted",
             "trainer.total_training_steps=6",
@@ -104,7 +105,8 @@ class TestOnTwoNodesInAContainer:
     """Five steps, as the script is. After the first one another job takes all nodes for a moment."""
 
     @pytest.fixture(scope="class")
-    def programs(self, cluster) -> Path:
+    @classmethod
+    def programs(cls, cluster) -> Path:
         folder = cluster.folder / "programs"
         folder.mkdir()
         (folder / "apptainer").write_text(APPTAINER)
@@ -112,7 +114,8 @@ class TestOnTwoNodesInAContainer:
         return folder
 
     @pytest.fixture(scope="class")
-    def job(self, cluster, programs):
+    @classmethod
+    def job(cls, cluster, programs):
         path = f"{programs}:{os.environ['PATH']}"
         container = {"CONTAINER": "apptainer", "IMAGE": "image.sif", "PATH": path}
         job = cluster.submit("preempted", "trainer.total_training_steps=5", **container)
@@ -139,12 +142,19 @@ class TestOnTwoNodesInAContainer:
         assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5]
         assert "restart" not in job.attempt_log(0, "servers-node2")
 
+    def test_the_same_command_finds_that_nothing_is_left_to_do(self, job, cluster):
+        again = cluster.submit("preempted", "trainer.total_training_steps=5")
+        assert again.exit_code() == 0, again.report()
+        assert again.last_line() == f"DONE: step 5 of 5 in {job.run_folder.path} already; nothing is left to do"
+        assert not again.attempt().exists() and again.leaves_nothing()
+
 
 class TestANodeIsSetDown:
     """After two steps. The job goes on on other nodes, and is cancelled there in mid-run."""
 
     @pytest.fixture(scope="class")
-    def job(self, cluster):
+    @classmethod
+    def job(cls, cluster):
         steps = ("trainer.total_training_steps=1000", "trainer.save_interval=1", "data.val_files=[]")
         job = cluster.submit("taken", *steps)
         job.wait_for_steps(2)
@@ -179,7 +189,8 @@ class TestAChainOfTwoJobs:
     second the server is killed, and then a trainer rank."""
 
     @pytest.fixture(scope="class")
-    def chain(self, cluster):
+    @classmethod
+    def chain(cls, cluster):
         hung = json.dumps({"has_hung": str(cluster.folder / "has_hung")})
         overrides = (
             "trainer.total_training_steps=1000",
@@ -230,6 +241,17 @@ class TestAChainOfTwoJobs:
         assert job.last_line().startswith("FAILED (12): rank 1 on node1 ") and str(log) in job.last_line()
         assert job.fact("Restarts") == "0"
         assert job.leaves_nothing()
+
+
+def test_of_two_trainer_nodes_the_rank_that_was_killed_is_named_and_not_its_peer(cluster):
+    overrides = ("trainer.total_training_steps=1000", "data.val_files=[]")
+    job = cluster.submit("killed", *overrides, flags=("--nodes=3",), TRAINER_NODES="2", RANKS_PER_NODE="1")
+    job.wait_for_steps(1)
+    [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
+    rank.kill()
+    assert job.exit_code() == 12, job.report()
+    assert job.last_line().startswith("FAILED (12): rank 1 on node2 was killed by SIGKILL; see ")
+    assert job.fact("Restarts") == "0" and job.leaves_nothing()
 
 
 class TestItDoesNotGetToTheTrainer:
