@@ -218,7 +218,7 @@ def test_the_log_ratio_is_clamped_and_has_no_gradient_beyond(log_ratio, clamped)
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     result = policy_loss(new, zero, advantage * one, one, torch.tensor(1), Clip(0.2, 0.28, None))
     result.loss_sum.backward()
-    assert float(result.loss_sum) == pytest.approx(-advantage * math.exp(clamped))
+    assert float(result.loss_sum.detach()) == pytest.approx(-advantage * math.exp(clamped))
     assert float(new.grad) == 0.0
     assert finalize(result.sums)["actor/ppo_kl"] == pytest.approx(-clamped)
 
@@ -287,7 +287,7 @@ def test_a_batch_where_nothing_counts_gives_zeros():
         batch = batch_of(case, mode)
         result = dapo_loss(TokenOutputs(new, case["entropy"]), batch, FULL)
         result.loss_sum.backward()
-        assert float(result.loss_sum) == 0.0 and int(batch.count) == 0 and not new.grad.any()
+        assert float(result.loss_sum.detach()) == 0.0 and int(batch.count) == 0 and not new.grad.any()
         assert finalize(result.sums, result.maxima) == {"actor/ratio_max": 0.0, "actor/rollout_abs_diff_max": 0.0}
 
 
