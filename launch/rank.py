@@ -2,7 +2,8 @@
 
 python -m launch.rank --log-dir DIR MODULE [argument ...]
 
-Standard error, and standard output of all but rank 0, which shows the steps, go to DIR/trainer-rank-N.log.
+Standard error, and standard output of all but rank 0, which shows the steps, go to DIR/trainer-rank-N.log. Ends with
+its launcher, however that ends.
 """
 
 import os
@@ -10,8 +11,11 @@ import runpy
 import sys
 from pathlib import Path
 
+from megatron_dapo.parent_death import end_with_parent
+
 
 def main() -> None:
+    end_with_parent(os.getppid())
     option, folder, module, *arguments = sys.argv[1:]
     assert option == "--log-dir", option
     rank = int(os.environ["RANK"])

@@ -1,6 +1,7 @@
 """Make .venv from a lock. Run by setup.sh with the Python that .venv shall have; needs nothing but that Python.
 
     python requirements/install.py [cpu|cuda]       # default: what .venv was made for, else cpu
+    python requirements/install.py check            # whether .venv has what the lock names; changes nothing
 
 torch comes first, alone, with what its wheel asks for (its CUDA libraries, where pip's index gives a CUDA build); then
 the lock, which names every package, without any resolving; then this project, in place. A stamp written last says what
@@ -123,7 +124,15 @@ def strangers(platform: str) -> list[str]:
     return sorted(n for n in names - OWN - pinned(platform).keys() if not n.startswith(("nvidia-", "cuda-")))
 
 
+def check() -> int:
+    """For jobs, which install nothing into a .venv that others may be using."""
+    stamp = read_stamp()
+    return 0 if stamp and stamp["lock"] == wanted(stamp["platform"])["lock"] else 1
+
+
 def main(platform: str) -> int:
+    if platform == "check":
+        return check()
     platform = platform or read_stamp().get("platform", "cpu")
     if platform not in PLATFORMS:
         print(f"setup: PLATFORM={platform} is not one of {', '.join(PLATFORMS)}.", file=sys.stderr)

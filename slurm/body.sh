@@ -8,7 +8,7 @@
 #   CONFIG          the recipe; the scripts set it
 #   CONTAINER       none (default) | pyxis | apptainer
 #   IMAGE, MOUNTS   its image, and what it sees of the file systems as from:to,from:to (default: this folder)
-#   PYTHON          interpreter (default: .venv/bin/python, which is brought up to date here, once; in a container python3)
+#   PYTHON          interpreter (default: .venv/bin/python, made here once if it is missing; in a container python3)
 #   REQUEUE         auto (default): save and requeue before the time limit | off: save and end with 85,
 #                   for chains: for i in 1 2 3; do REQUEUE=off sbatch --dependency=singleton slurm/dapo_32b.sh; done
 #   MAX_RESTARTS    requeues of one job (default 20)
@@ -24,11 +24,13 @@ set -euo pipefail
 : "${CONFIG:?names the recipe, e.g. CONFIG=configs/dapo_7b.yaml}"
 CONTAINER=${CONTAINER:-none} IMAGE=${IMAGE:-} MOUNTS=${MOUNTS:-$PWD:$PWD}
 REQUEUE=${REQUEUE:-auto} MAX_RESTARTS=${MAX_RESTARTS:-20} DRY_RUN=${DRY_RUN:-0}
+HAS_SPOKEN=''
 GRACE_S=60 # for a step that was asked to end
 
 stamp() { printf '[%(%F %T)T] %s\n' -1 "$*"; }
 
 die() { # CODE SENTENCE
+    HAS_SPOKEN=1
     echo "FAILED ($1): $2" >&2
     exit "$1"
 }
@@ -57,9 +59,12 @@ PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN
 
 prepare() { # what this node does for all
     local words
-    if [ -n "$OWN_VENV" ]; then
-        [ -x "$PYTHON" ] || export PLATFORM=${SLURM_GPUS_ON_NODE:+cuda}
-        make setup || die 2 "$PYTHON is missing or not what requirements/ names: run make setup where packages can be downloaded"
+    if [ -n "$OWN_VENV" ] && [ -x "$PYTHON" ]; then # never changed here: other jobs may be using it
+        "$PYTHON" requirements/install.py check ||
+            die 2 "$PYTHON has not the packages of requirements/: run make setup, while no job uses it"
+    elif [ -n "$OWN_VENV" ]; then
+        make setup ${SLURM_GPUS_ON_NODE:+PLATFORM=cuda} ||
+            die 2 "there is no $PYTHON: run make setup where packages can be downloaded"
     fi
     read -ra words <<<"${PREPARE:-}"
     ((${#words[@]} == 0)) || "${HERE[@]}" "${words[@]}"
@@ -159,11 +164,14 @@ finish() { # whatever ends this script: no step is left, and the last line says 
         exit 143
     fi
     if [ "$PHASE" = plan ]; then
-        case $code in
-            2 | 13) [ -z "$told" ] || echo "${told##*$'\n'}" ;; # the planner's last words; without a plan others have spoken
-            76) echo "$told" && code=0 ;;
-            *) echo "FAILED ($code): the plan could not be made; see above" ;;
-        esac
+        if [ "$code" = 76 ]; then
+            echo "$told"
+            code=0
+        elif [[ ($code = 2 || $code = 13) && -n $told ]]; then
+            echo "${told##*$'\n'}" # the planner's last words
+        elif [ -z "$HAS_SPOKEN" ]; then
+            echo "FAILED ($code): the plan could not be made; see above"
+        fi
         exit "$code"
     fi
     for role in trainer servers preflight; do end_step "$role"; done

@@ -1,7 +1,6 @@
 """An all-reduce over the trainer's ranks, as training will do it: does it work, is it right, is it fast enough; and
 where it is not, which node is to blame."""
 
-import ctypes
 import multiprocessing
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 
 from launch.preflight.machine import Result
 from launch.preflight.nodes import Nodes
+from megatron_dapo.parent_death import end_with_parent
 
 FLOOR_GB_S = {"nccl": 5.0, "gloo": 0.005}
 """Bus bandwidth (GB/s) below which a network is taken for broken: NCCL that fell back to a management network of
@@ -24,7 +24,6 @@ NUM_BYTES = {"nccl": 256 * 2**20, "gloo": 4 * 2**20}
 _NUM_ROUNDS = 4  # the first joins the peers; the best of the others counts
 _PAIR_ROUNDS = 3
 _POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -209,11 +208,9 @@ def _receive(process: Any, connection: Connection) -> float | str:
 
 
 def _serve(connection: Connection, parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with its parent, however that ends
+    end_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    if os.getppid() != parent:
-        os._exit(1)
     job = connection.recv()
     try:
         answer = _all_reduce(job)

@@ -12,10 +12,13 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from launch.slurm.plan import TRAINER, Plan
-from megatron_dapo.config import SAVED_EXIT_CODE, write_whole
+from launch.command_line import USER_ERROR_EXIT_CODE
+from launch.slurm.plan import KILLED_TOGETHER, TRAINER, Plan
+from megatron_dapo.config import SAVED_EXIT_CODE, UserError, write_whole
+from megatron_dapo.parent_death import end_with_parent
 
 ENDS, CANCELLED = "ends", "cancelled"  # in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
@@ -30,26 +33,37 @@ def run(plan: Plan, role: str) -> int:
     which may still be at it, for any other code."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     orders = Orders(Path(plan.logs), role, node)
+    try:
+        code = orders.obey(start(plan, role, node))
+    except UserError as error:
+        print(error.report(), flush=True)
+        code = USER_ERROR_EXIT_CODE
+    code = code if code >= 0 else 128 - code
+    write_whole(Path(plan.logs) / ENDS / f"{role}-{node}.json", json.dumps({"code": code, "time": time.time()}))
+    if role == TRAINER and code == SAVED_EXIT_CODE:
+        return 0
+    if role in KILLED_TOGETHER and code:
+        wait_for_peers(plan, role, orders)
+    return code
+
+
+def start(plan: Plan, role: str, node: str) -> subprocess.Popen:
+    """The role's program. Raises UserError where this node is not fit for it."""
     peers = [name for name in plan.nodes if name != node]
     interface = interface_towards(peers[0]) if peers else None
     environment = node_environment(os.environ, interface, cache_folder(os.environ))
     limits = raise_limits()
     print(f"{node}: {role}, interface {interface or 'none needed'}, {limits}", flush=True)
-    code = orders.obey(subprocess.Popen(plan.command(role, node), env=environment, start_new_session=True))
-    code = code if code >= 0 else 128 - code
-    write_whole(Path(plan.logs) / ENDS / f"{role}-{node}.json", json.dumps({"code": code, "time": time.time()}))
-    if role == TRAINER and code == SAVED_EXIT_CODE:
-        return 0
-    if role == TRAINER and code:
-        wait_for_peers(plan, orders)
-    return code
+    # Slurm ends all of a task's processes where it keeps them in cgroups; elsewhere the task alone
+    preparation = {"start_new_session": True, "preexec_fn": partial(end_with_parent, os.getpid())}
+    return subprocess.Popen(plan.command(role, node), env=environment, **preparation)
 
 
-def wait_for_peers(plan: Plan, orders: "Orders") -> None:
-    """Until the trainer has ended on all nodes: Slurm ends the others at once when the task of one fails, and the first
+def wait_for_peers(plan: Plan, role: str, orders: "Orders") -> None:
+    """Until the role has ended on all nodes: Slurm ends the others at once when the task of one fails, and the first
     to fail may be one that lost a peer, which has not told yet what it died of."""
     deadline = time.monotonic() + _LAST_WORDS_S
-    while len(ends(plan, TRAINER)) < len(plan.trainer_nodes) and time.monotonic() < deadline:
+    while len(ends(plan, role)) < len(plan.of_role(role)) and time.monotonic() < deadline:
         if orders.is_to_end():
             return
         time.sleep(_POLL_INTERVAL_S)
@@ -140,7 +154,9 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise SystemExit(f"error: {folder} is not a folder that only {getpass.getuser()} can write; set TMPDIR")
+        raise UserError(
+            f"{folder} is not a folder that only {getpass.getuser()} can write; set TMPDIR to another place."
+        )
     return folder
 
 

@@ -174,14 +174,14 @@ def _not_launched(plan: Plan, role: str) -> Iterator[str]:
 
 
 def _last_words(plan: Plan, role: str) -> Iterator[str]:
-    """Where no program told more: Slurm's own words, then the end of a node's log."""
-    for line in _lines(Path(plan.logs) / f"srun-{role}.log"):
-        if "error: " in line:
-            yield f"{role}: {line} ({plan.logs}/{role}-*.log)"
+    """Where no program told more: the end of a node's log, then Slurm's own words."""
     codes = ends(plan, role)
     for node in (node for node, code in codes.items() if code):
         log = Path(plan.logs) / f"{role}-{node}.log"
         yield f"{role} on {node} ended with exit code {codes[node]}: {last_error(_lines(log))}; see {log}"
+    for line in _lines(Path(plan.logs) / f"srun-{role}.log"):
+        if "error: " in line:
+            yield f"{role}: {line} ({plan.logs}/{role}-*.log)"
 
 
 def last_error(lines: list[str]) -> str:

@@ -11,6 +11,7 @@ from megatron_dapo.config import Config, RunFolder, UserError, servers_per_node,
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)
+KILLED_TOGETHER = (PREFLIGHT, TRAINER)  # whose tasks wait for one another, and need none that is alone
 PLAN_FILE = "plan.json"
 LOOPBACK = "127.0.0.1"
 
@@ -98,7 +99,7 @@ class Plan:
 
         --overlap and --mem=0: a second step on a node that has one. --cpu-bind=none: one task starts many processes.
         --wait=0: a task that has ended ends no other, whatever WaitTime the cluster sets.
-        A trainer that fails takes its step with it at once; of several nodes of servers the others go on.
+        A trainer or preflight that fails takes its step with it; of several nodes of servers the others go on.
         """
         nodes = self.of_role(role)
         return [
@@ -108,7 +109,7 @@ class Plan:
             "--ntasks-per-node=1",
             f"--nodelist={','.join(nodes)}",
             *("--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--wait=0"),
-            f"--kill-on-bad-exit={1 if role == TRAINER else 0}",
+            f"--kill-on-bad-exit={1 if role in KILLED_TOGETHER else 0}",
             f"--output={self.logs}/{role}-%N.log",
         ]
 

@@ -122,7 +122,8 @@ class SGLangClient:
             await self._request("GET", other, None, timeout_s)
 
     async def is_paused(self, timeout_s: float = 5.0) -> bool:
-        """Whether requests would wait until `continue_`. SGLang before 0.5.20 does not say it: there this is False."""
+        """Whether it takes no requests now: paused until `continue_`, or ill, which SGLang tells by one status. Before
+        0.5.20 it tells neither: there this is False."""
         try:
             await self._request("GET", "/ready", None, timeout_s)
         except ServerError as error:

@@ -274,7 +274,7 @@ class ServerPool:
         if self.version is not None and version != self.version:
             self.mark_stale(server, f"it holds version {version}, the trainer {self.version}")
         elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
-            self.mark_stale(server, "it is paused")
+            self.mark_stale(server, "it is paused, or ill: it takes no requests")
         else:
             self._set_state(server, State.CURRENT)
 

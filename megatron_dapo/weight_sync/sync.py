@@ -43,8 +43,8 @@ PROBE_SHARE = 0.25
 CLEANUP_SHARE = 0.4
 
 LAST_SHARE = 0.2
-"""Of the reserve: what servers get at least to close their sessions, and to go on, when sending took all the time. Two
-of these, or one and the probe, end before CLEANUP_SHARE begins."""
+"""Of the reserve: what servers get at least to close their sessions, and to go on, when sending took all the time. Three
+of these, or one and the probe, end where CLEANUP_SHARE begins."""
 
 ENTER_S = 20.0
 """Who has not paused and opened a session by then is left out of a push. At most a quarter of the deadline."""
@@ -305,13 +305,15 @@ class WeightSync:
         return list(versions)
 
     def _checksums(self, urls: Sequence[str], deadline: Deadline) -> dict[str, list[dict[str, str]]]:
-        sums, failures = self._calls.ask(urls, lambda server: server.checksums(), deadline.left() / 2)
+        sums, failures = self._calls.ask(urls, lambda server: server.checksums(), self._at_least(deadline.left() / 2))
         self._left_out("verify", failures)
         return sums
 
     def _verify(self, version: int, urls: Sequence[str], phases: Phases, deadline: Deadline) -> int:
         """Compare a sample of parameters on every server with the trainer's; how many."""
         sums = phases.step("verify (read)", self._lead(partial(self._checksums, urls), deadline))[0]
+        if not sums:
+            return 0
         counts = phases.step("verify (compare)", partial(self._compare, version, sums) if self._gathers else None)
         return sum(count for count in counts if count is not None)
 

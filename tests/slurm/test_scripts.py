@@ -173,8 +173,32 @@ def test_a_mistake_in_the_config_is_the_last_line_also_where_srun_adds_words_of_
     assert done.returncode == 2 and done.stdout.splitlines()[-1].startswith("FAILED (2): Unknown key trainer.sed"), done
 
 
-def test_a_venv_that_is_not_up_to_date_and_cannot_be_made_so_ends_the_job_before_it_begins(stubs):
-    done = stubs({"make": "#!/bin/bash\necho no network >&2\nexit 1\n", "scontrol": NODES})
-    lines = done.stdout.splitlines()
-    assert done.returncode == 2 and lines[-2] == "no network" and lines[-1].startswith("FAILED (2): ")
-    assert lines[-1].endswith("run make setup where packages can be downloaded")
+@pytest.mark.parametrize(
+    ("venv", "sentence"),
+    [
+        (False, "there is no {python}: run make setup where packages can be downloaded"),
+        (True, "{python} has not the packages of requirements/: run make setup, while no job uses it"),
+    ],
+    ids=["missing", "of another lock"],
+)
+def test_a_job_makes_a_venv_that_is_missing_and_changes_none(venv, sentence, tmp_path):
+    """Other jobs may be using it. No network here: what would be made fails."""
+    for name in ("slurm/body.sh", "requirements/install.py", "requirements/cpu.txt", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    (tmp_path / "make").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "make").chmod(0o755)
+    python = tmp_path / ".venv" / "bin" / "python"
+    if venv:
+        python.parent.mkdir(parents=True)
+        python.symlink_to(sys.executable)
+        (tmp_path / ".venv" / "setup.json").write_text('{"platform": "cpu", "lock": "another"}')
+    settings = {"CONFIG": "none.yaml", "DRY_RUN": "1", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = run("bash", "-c", f"cd {tmp_path} && exec bash slurm/body.sh", **settings)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == f"FAILED (2): {sentence.format(python=python)}"
+
+
+def test_what_the_planner_does_not_understand_is_told_on_the_last_line(stubs):
+    done = stubs({"scontrol": NODES}, PYTHON=sys.executable, MIN_BANDWIDTH="fast")
+    assert done.returncode == 2 and "invalid float value: 'fast'" in done.stdout
+    assert done.stdout.splitlines()[-1] == "FAILED (2): the plan could not be made; see above"

@@ -17,6 +17,7 @@ from launch.slurm import node, servers
 from launch.slurm.node import ends, interface_of, node_environment
 from launch.slurm.plan import SERVERS, TRAINER, Plan
 from launch.slurm.servers import wait_for_servers
+from megatron_dapo.config import UserError
 
 pytestmark = pytest.mark.unit
 
@@ -46,12 +47,12 @@ def test_compiled_code_is_read_from_no_folder_that_others_can_write(tmp_path):
     folder = node.cache_folder({"TMPDIR": str(tmp_path)})
     assert folder.stat().st_mode & 0o777 == 0o700 and node.cache_folder({"TMPDIR": str(tmp_path)}) == folder
     folder.chmod(0o777)
-    with pytest.raises(SystemExit, match="set TMPDIR"):
+    with pytest.raises(UserError, match="set TMPDIR"):
         node.cache_folder({"TMPDIR": str(tmp_path)})
     folder.rmdir()
     (tmp_path / "theirs").mkdir()
     folder.symlink_to(tmp_path / "theirs")
-    with pytest.raises(SystemExit, match="set TMPDIR"):
+    with pytest.raises(UserError, match="set TMPDIR"):
         node.cache_folder({"TMPDIR": str(tmp_path)})
 
 
@@ -121,7 +122,7 @@ def test_a_trainer_that_failed_waits_until_its_peers_have_told_of_their_end(plan
     folder = Path(plan.logs) / "ends"
     folder.mkdir()
     (folder / "trainer-t1.json").write_text('{"code": 1, "time": 0}')
-    waiting = threading.Thread(target=node.wait_for_peers, args=(plan, orders))
+    waiting = threading.Thread(target=node.wait_for_peers, args=(plan, TRAINER, orders))
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
@@ -130,7 +131,7 @@ def test_a_trainer_that_failed_waits_until_its_peers_have_told_of_their_end(plan
     assert not waiting.is_alive()
     (folder / "trainer-t2.json").unlink()
     monkeypatch.setattr(node, "_LAST_WORDS_S", 0.0)
-    node.wait_for_peers(plan, orders)  # not for ever
+    node.wait_for_peers(plan, TRAINER, orders)  # not for ever
 
 
 @pytest.mark.parametrize("role", [TRAINER, SERVERS])
@@ -175,6 +176,17 @@ def test_of_a_cancelled_job_what_does_not_end_is_killed_with_all_that_it_started
     os.killpg(process.pid, signal.SIGTERM)
     assert process.stdout.read() == "", "the end of the pipe that all of them had"
     assert process.wait() == (-signal.SIGKILL) % 256
+
+
+def test_a_node_that_is_not_fit_says_why_and_that_it_ended(plan, monkeypatch, capsys):
+    def unfit(_: object) -> Path:
+        raise UserError("The folder is not yours; set TMPDIR.")
+
+    monkeypatch.setattr(node, "cache_folder", unfit)
+    monkeypatch.setattr(node.Orders, "SIGNALS", ())
+    monkeypatch.setenv("SLURMD_NODENAME", "s1")
+    assert node.run(plan, SERVERS) == 2 and ends(plan, SERVERS) == {"s1": 2}
+    assert "The folder is not yours; set TMPDIR." in capsys.readouterr().out
 
 
 def test_the_wait_for_servers_ends_when_all_are_healthy(plan, capsys, monkeypatch):

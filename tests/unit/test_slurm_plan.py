@@ -60,7 +60,7 @@ HEAD_NODE=a1
 NUM_SERVER_NODES=1
 PREFLIGHT_STEP=(--job-name=preflight --nodes=3 --ntasks=3 --ntasks-per-node=1 --nodelist=a1,a2,b1 \
 --overlap --mem=0 --cpu-bind=none --mpi=none --input=none --wait=0 \
---kill-on-bad-exit=0 --output=/run/logs/attempt-4711-2/preflight-%N.log)
+--kill-on-bad-exit=1 --output=/run/logs/attempt-4711-2/preflight-%N.log)
 SERVERS_STEP=(--job-name=servers --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=b1 \
 --overlap --mem=0 --cpu-bind=none --mpi=none --input=none --wait=0 \
 --kill-on-bad-exit=0 --output=/run/logs/attempt-4711-2/servers-%N.log)

@@ -4,7 +4,6 @@ Megatron's own writer reports through a queue whose server process imports the w
 and a rank that fails leaves the others waiting. Here every outcome travels over the job's own process group.
 """
 
-import ctypes
 import gc
 import math
 import multiprocessing
@@ -26,10 +25,10 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_dapo.parent_death import end_with_parent
 from megatron_dapo.platform import ParallelLayout, describe
 
 FILE_BYTES = 2**28  # about; a tensor is never cut
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,18 +134,10 @@ def _write_and_report(planned: PlannedWrite, sender: Connection, parent: int) ->
         signal.SIGUSR1,
     ):  # sent to all processes of a job: the trainer decides
         signal.signal(number, signal.SIG_IGN)
-    _end_with_parent(parent)
+    end_with_parent(parent)  # a killed trainer leaves no writer behind, in a folder that its successor uses
     try:
         answer = planned.write(), ""
     except Exception as error:  # noqa: BLE001  every failure is the parent's to report
         answer = [], describe(error)
     sender.send(answer)
     sender.close()
-
-
-def _end_with_parent(parent: int) -> None:
-    """A killed trainer must not leave a writer behind, in a folder that its successor uses."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
