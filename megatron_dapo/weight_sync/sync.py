@@ -43,8 +43,8 @@ PROBE_SHARE = 0.25
 CLEANUP_SHARE = 0.4
 
 LAST_SHARE = 0.2
-"""Of the reserve: what servers get at least to close their sessions, and to go on, when sending took all the time. Three
-of these, or one and the probe, end where CLEANUP_SHARE begins."""
+"""Of the reserve: what servers get at least to close their sessions, to be compared and to go on, when sending took all
+the time. Three of these, or one and the probe, end where CLEANUP_SHARE begins."""
 
 ENTER_S = 20.0
 """Who has not paused and opened a session by then is left out of a push. At most a quarter of the deadline."""

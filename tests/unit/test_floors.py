@@ -10,10 +10,8 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
-    (
-        "errors",
-        "parent_death",
-    ),  # beside config, whose schema takes longer to import than a reward or environment process to start
+    # beside config, whose schema takes longer to import than a reward or environment process to start
+    ("errors", "parent_death"),
     ("config", "algorithms"),
     ("data", "kernels", "platform"),
     ("models", "rewards"),
