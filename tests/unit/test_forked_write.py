@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+import torch
 
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, describe
 
@@ -73,6 +74,27 @@ def test_it_ends_with_a_killed_trainer():
     trainer.kill()
     trainer.join()
     assert until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+
+
+def _trainer_of_two_threads(sender) -> None:
+    torch.set_num_threads(2)
+    values = torch.ones(2**20)
+    values.add_(1)  # a loop of this size makes OpenMP's team of two
+    forked = ForkedWrite(Planned(lambda: values.clone()[:2].tolist()))
+    sender.send(forked.result())
+
+
+def test_a_trainer_with_several_threads_has_a_writer_that_ends():
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    trainer = context.Process(target=_trainer_of_two_threads, args=(sender,))
+    trainer.start()
+    try:
+        assert receiver.poll(10), "the writer did not end in 10 s"
+        assert receiver.recv() == [2, 2]
+    finally:
+        trainer.kill()
+        trainer.join()
 
 
 def test_full_disk_is_called_a_full_disk():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -128,6 +129,7 @@ class ForkedWrite:
 
 def _write_and_report(planned: PlannedWrite, sender: Connection, parent: int) -> None:
     gc.disable()  # collecting the parent's GPU objects here would touch the GPU
+    torch.set_num_threads(1)  # a fork has the parent's OpenMP team without its threads: two would wait for ever
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
