@@ -144,20 +144,23 @@ until [ -e "$run/stop" ]; do sleep 0.1; done
 mkdir -p "$logs/ends" "$run/checkpoints/step_000003"
 for node in n1 n2; do echo '{"code": 85, "time": 0}' >"$logs/ends/trainer-$node.json"; done
 """
-SCONTROL_THAT_FAILS = """#!/bin/bash
+SCONTROL = """#!/bin/bash
 [ "$1 $2" != "show hostnames" ] || exec printf 'n1\nn2\n'
+[ "$1 $2 ${STATE:+known}" != "show job known" ] || exec echo "JobId=1 JobName=dapo JobState=$STATE Reason=None"
 echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
 exit 1
 """
 
 
-def test_where_slurm_answers_no_more_the_signal_is_obeyed_and_the_job_says_what_is_saved(stubs, tmp_path):
+@pytest.mark.parametrize("state", ["", "RUNNING", "SIGNALING", "SUSPENDED"])
+def test_a_job_that_runs_obeys_the_signal_and_says_what_is_saved_where_slurm_answers_no_more(state, stubs, tmp_path):
+    """state: what Slurm calls the job ("": it does not answer); at a signal that is SIGNALING for a moment."""
     failing = "#!/bin/bash\nexit 1\n"
-    programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL_THAT_FAILS, "squeue": failing, "scancel": failing}
+    programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL, "squeue": failing, "scancel": failing}
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "step_000040.json.gz").touch()
     overrides = [f"trainer.replay={tmp_path / 'batches'}", "trainer.nnodes=2", "trainer.n_procs_per_node=1"]
-    done = stubs(programs, *overrides, PYTHON=sys.executable, RUN_FOLDER=str(tmp_path / "run"))
+    done = stubs(programs, *overrides, PYTHON=sys.executable, RUN_FOLDER=str(tmp_path / "run"), STATE=state)
     assert done.returncode == 85, done
     lines = [line for line in done.stdout.splitlines() if not line.startswith("slurm_load_jobs")]
     assert "SAVED: step 3 of 40 is saved in" in lines[-2] and "requeued on USR1" in lines[-2]
