@@ -15,6 +15,7 @@ import torch
 from megatron_dapo.config import WeightSyncConfig
 from megatron_dapo.weight_sync import WeightSync, WeightSyncError, sync
 from megatron_dapo.weight_sync import servers as servers_module
+from megatron_dapo.weight_sync.checksum import checksum
 from megatron_dapo.weight_sync.sender import Sender
 
 pytestmark = pytest.mark.unit
@@ -72,6 +73,10 @@ class Server:
         await self._request("end_weight_update")
         self.open = False
 
+    async def checksums(self) -> list[dict[str, str]]:
+        await self._request("checksums")
+        return [{"model.norm.weight": checksum(torch.zeros(2, 2))}]
+
     async def close(self) -> None:
         pass
 
@@ -127,7 +132,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(servers_module, "time", world)
     monkeypatch.setattr(sync, "Agreement", OneRank)
     monkeypatch.setattr(sync, "Sender", lambda *_: world)
-    spec = SimpleNamespace(name="weight", shape=(2, 2), dtype=torch.float32)
+    spec = SimpleNamespace(name="model.norm.weight", shape=(2, 2), dtype=torch.float32)
     source = SimpleNamespace(specs=lambda: [spec], gather=lambda specs: [torch.zeros(2, 2)])
     layout = SimpleNamespace(rank=0, pp_rank=0, pp=1, gathers=True, is_source=True)
     world.sync = WeightSync(
@@ -135,7 +140,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         lambda: list(world.servers),
         lambda url: world.servers[url],
         layout,
-        WeightSyncConfig(timeout_s=TIMEOUT_S),
+        WeightSyncConfig(timeout_s=TIMEOUT_S, verify=True),
         torch.device("cpu"),
     )
     yield world
@@ -151,6 +156,18 @@ def test_a_server_that_fails_after_the_last_bucket_generates_again(world, route)
     assert not other.paused and not other.open
     assert server.going.wait(SOON_S), "it bears the version, so nobody else would set it going"
     assert not server.open
+
+
+@pytest.mark.parametrize("names", [["server"], ["server", "lost"]])
+def test_weights_are_compared_on_the_servers_that_answer(world, names):
+    for name in names:
+        world.add(name).failures += ["checksums"] * (name == "lost")
+    assert world.sync.push(1).num_verified == 1
+
+
+def test_without_a_server_that_answers_nothing_is_compared(world):
+    world.add("lost").failures.append("checksums")
+    assert world.sync.push(1).num_verified == 0
 
 
 def test_servers_that_took_the_last_bucket_at_the_deadline_confirm_and_go_on(world):
