@@ -97,9 +97,11 @@ def install(platform: str) -> None:
         run("new .venv", [sys.executable, "-m", "venv", "--clear", VENV])
     STAMP.unlink(missing_ok=True)
     lock = lock_of(platform)
-    # without torch itself: pip reports a torch that it cannot find as a conflict with the constraint
+    # Without torch itself: pip reports a torch that it cannot find as a conflict with the constraint. Without triton:
+    # a CUDA build of torch insists on the one it was made with; the lock then puts its own in its place.
     others = VENV / "constraints.txt"
-    others.write_text("".join(line for line in lock.read_text().splitlines(True) if not line.startswith("torch==")))
+    lines = lock.read_text().splitlines(True)
+    others.write_text("".join(line for line in lines if not line.startswith(("torch==", "triton=="))))
     run(f"torch {packages['torch']}", [*pip, f"torch=={packages['torch']}", "--constraint", others])
     run(f"{len(packages)} packages of {lock.relative_to(ROOT)}", [*pip, "--no-deps", "--requirement", lock])
     run("this project, in place", [*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,6 +56,18 @@ def test_the_cpu_lock_has_no_cuda_packages(python):
         n for n in names if n.startswith(("nvidia-", "cuda-", "flash", "sgl-", "sglang-")) or n == "torchvision"
     ]
     assert not unwanted
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_both_pythons_get_the_megatron_that_the_tests_run_with(platform):
+    assert pins(platform, "3.11")["megatron-core"] == pins(platform, "3.12")["megatron-core"]
+
+
+def test_triton_is_locked_whichever_one_torch_insists_on():
+    """A CUDA build of torch, pip's usual one, names another: resolved together they are a conflict."""
+    resolved, alone = load(ROOT / "requirements" / "relock.py").read_inputs("cpu")
+    assert f"triton=={pins('cpu', '3.12')['triton']}" in alone
+    assert not [line for line in resolved if line.startswith("triton")]
 
 
 def test_this_environment_is_the_locks():
@@ -125,6 +138,29 @@ def empty_environment(checkout: Path) -> None:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     for path in Path(sysconfig.get_path("purelib")).glob("pip*"):
         (packages / path.name).symlink_to(path)
+
+
+def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
+    """A package without any module."""
+    info = f"{name}-{version}.dist-info"
+    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {n}" for n in needs)]
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", "\n".join([*metadata, ""]))
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_triton_beside_it(checkout):
+    """A CUDA build on a machine without a GPU: what pip's usual index has."""
+    empty_environment(checkout)
+    (checkout / "requirements" / "cpu.txt").write_text("torch==2.13.0\ntriton==3.8.0\n")
+    wheel(checkout, "torch", "2.13.0", "triton==3.7.1")
+    wheel(checkout, "triton", "3.7.1")
+    wheel(checkout, "triton", "3.8.0")
+    done = setup(checkout, PYTHON=sys.executable)
+    failed = [line for line in done.stdout.splitlines() if line.endswith("FAILED")]
+    assert len(failed) == 1 and "this project, in place" in failed[0], done.stderr  # there is no setuptools
+    assert list(checkout.glob(".venv/lib/*/site-packages/triton-3.8.0.dist-info"))
 
 
 def test_a_download_that_fails_says_what_to_do(checkout):
