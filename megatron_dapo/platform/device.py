@@ -13,7 +13,10 @@ def is_gpu() -> bool:
 
 def device() -> torch.device:
     """This process's device. Under a launcher each local rank owns one GPU."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if is_gpu() else torch.device("cpu")
+    if not is_gpu():
+        return torch.device("cpu")
+    # a launcher that shows each process its own GPU alone (`srun --gpus-per-task=1`) leaves no other number than 0
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
 
 
 def collective_backend() -> str:

@@ -42,6 +42,14 @@ def test_on_a_gpu_the_adaptation_is_not_even_imported(monkeypatch):
     assert megatron_cpu.__name__ not in sys.modules
 
 
+@pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0)])  # all of the node's GPUs, or this process's alone
+def test_a_local_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(visible, index, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert platform.device() == torch.device("cuda", index)
+
+
 def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is():
     """In a process of its own, where nothing is adapted yet: all rows of the table, then one that does not fit."""
     code = """
