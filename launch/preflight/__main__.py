@@ -183,6 +183,7 @@ class Preflight:
             self._folder.clean()
         self._add("files", files := machine.files(config))
         self._add("GPUs", self._gpus())
+        self._add("compiler", gpus.compiler(self._uses_gpus))
         if nodes.index == 0 and not files.problem:
             self._add("disk", machine.disk(config, RunFolder.of(config.trainer).path))
         self._add("scratch", machine.scratch())

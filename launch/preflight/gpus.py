@@ -1,6 +1,10 @@
 """The GPUs of a node: as many as the config needs, and healthy by what the driver's library (NVML) tells."""
 
 import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,7 @@ from launch.preflight.machine import Result
 from megatron_dapo.config import Config, servers_per_node, starts_servers
 
 NVML_PACKAGE = "nvidia-ml-py"
+_COMPILE_S = 60.0
 _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
@@ -64,6 +69,39 @@ def check(config: Config, role: str) -> Result:
             f"{len(faults)} faults", f"{'; '.join(faults)}; take the node out of the job, or cure that first."
         )
     return Result(f"{there} x {name}, {count} used, driver {pynvml.nvmlSystemGetDriverVersion()}, healthy")
+
+
+def compiler(uses_gpus: bool) -> Result:
+    """Whether a C program with Python's headers compiles here. Triton compiles one at its first kernel on a machine;
+    where it cannot, the fused log-prob head switches itself off, and the servers do not start."""
+    if not uses_gpus:
+        return Result("none needed: torch runs on the CPU here")
+    command = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # Triton's choice
+    needs = "Triton's kernels need a C compiler and Python's headers"
+    if command is None:
+        return Result("none", f"has no C compiler: {needs}; install gcc, or set CC.")
+    headers = Path(sysconfig.get_paths(scheme=_scheme())["include"])
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text("#include <Python.h>\n")
+        flags = ["-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
+        try:
+            done = subprocess.run([command, str(source), *flags], capture_output=True, text=True, timeout=_COMPILE_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Result("fails", f"cannot run {command} ({error}): {needs}; install gcc, or set CC.")
+    if done.returncode == 0:
+        return Result(command)
+    if not (headers / "Python.h").is_file():
+        package = f"python{sysconfig.get_python_version()}-dev"
+        return Result("no headers", f"has no {headers}/Python.h: {needs}; install {package} (or -devel).")
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return Result("fails", f"{command} does not compile ({last}): {needs}; mend it, or set CC to another.")
+
+
+def _scheme() -> str:
+    """Debian's own Python names a scheme whose headers' folder is empty; Triton passes over it too."""
+    scheme = sysconfig.get_default_scheme()
+    return "posix_prefix" if scheme == "posix_local" else scheme
 
 
 def _handle(nvml: Any, gpu: str) -> Any:

@@ -33,7 +33,8 @@ def test_nodes_that_are_fit_are_told_in_a_table_and_nothing_is_left_behind(prefl
     rows = {line[6:20].strip(): line for line in lines[1:-1]}
     assert all(line.startswith("  ok  ") for line in lines[1:-1])
     assert list(rows) == [
-        *("versions", "shared folder", "files", "GPUs", "disk", "scratch", "limits", "ports", "all-reduce", "HTTP")
+        *("versions", "shared folder", "files", "GPUs", "compiler", "disk", "scratch", "limits", "ports"),
+        *("all-reduce", "HTTP"),
     ]
     assert "all 3" in rows["versions"] and "node0, node1" in rows["all-reduce"] and "2 ranks" in rows["all-reduce"]
     assert [said(preflights, "well", index) for index in (1, 2)] == ["preflight: ok\n"] * 2

@@ -4,9 +4,11 @@ how much room checkpoints need."""
 import itertools
 import os
 import socket
+import sysconfig
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +180,54 @@ def test_gpus_that_slurm_gives_to_a_torch_of_the_cpu_are_a_problem(monkeypatch):
     assert gpus.check(config, "trainer").problem is None
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     assert "make setup PLATFORM=cuda" in gpus.check(config, "trainer").problem
+
+
+def test_a_node_that_can_compile_what_triton_compiles_passes(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    if gpus.shutil.which("gcc") is None or not headers().is_file():
+        pytest.skip("needs gcc and Python's headers")
+    result = gpus.compiler(uses_gpus=True)
+    assert (result.found, result.problem) == (gpus.shutil.which("gcc"), None)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "told"),
+    [
+        (None, "has no C compiler"),
+        ("/nowhere/gcc", "cannot run /nowhere/gcc"),
+        ("exit 1", "does not compile (exit code 1)"),
+        ("echo note >&2; echo cannot find crt1.o >&2; exit 1", "does not compile (cannot find crt1.o)"),
+    ],
+)
+def test_a_compiler_that_is_not_fit_is_told_with_the_cure(compiler, told, tmp_path, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    monkeypatch.setattr(gpus.sysconfig, "get_paths", lambda **_: {"include": str(tmp_path / "include")})
+    if compiler and compiler.startswith("/"):
+        monkeypatch.setenv("CC", compiler)
+    elif compiler:
+        script(tmp_path / "gcc", compiler)
+    problem = gpus.compiler(uses_gpus=True).problem
+    assert told in problem and problem.endswith(".") and "set CC" in problem
+
+
+def test_missing_headers_are_told_with_their_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus.sysconfig, "get_paths", lambda **_: {"include": str(tmp_path)})
+    monkeypatch.setenv("CC", script(tmp_path / "cc", "exit 1"))
+    problem = gpus.compiler(uses_gpus=True).problem
+    assert f"has no {tmp_path}/Python.h" in problem and "-dev (or -devel)" in problem
+
+
+def script(file: Path, line: str) -> str:
+    file.write_text(f"#!/bin/sh\n{line}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def headers() -> Path:
+    return Path(sysconfig.get_paths()["include"], "Python.h")
 
 
 def demo(*overrides: str):
