@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, describe
+from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
@@ -74,6 +77,43 @@ def test_it_ends_with_a_killed_trainer():
     trainer.kill()
     trainer.join()
     assert until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+
+
+# a program of its own, since the end of a process that multiprocessing started runs other handlers
+FAILING_TRAINER = """
+import os, sys, time
+from types import SimpleNamespace
+from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
+begun, says = os.pipe()
+forked = ForkedWrite(SimpleNamespace(write=lambda: os.write(says, b"x") and time.sleep(3600)))
+os.read(begun, 1)
+print(forked._process.pid, flush=True)
+raise RuntimeError("out of memory, say")
+"""
+
+
+def test_a_trainer_that_fails_does_not_wait_at_its_end_for_a_write_that_hangs():
+    trainer = subprocess.Popen([sys.executable, "-c", FAILING_TRAINER], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    try:
+        writer = psutil.Process(int(trainer.stdout.readline()))
+        assert trainer.wait(20) == 1
+        assert until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def test_that_no_process_can_be_started_is_told_as_a_write_that_failed(monkeypatch):
+    """Not raised at once: the other ranks would wait for this one."""
+
+    def no_memory() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", no_memory)
+    forked = ForkedWrite(Planned(list))
+    assert forked.is_done()
+    with pytest.raises(OSError, match=r"no process can be started to write \(.*Cannot allocate memory\)"):
+        forked.result()
 
 
 def _trainer_of_two_threads(sender) -> None:

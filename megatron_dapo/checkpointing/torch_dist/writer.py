@@ -4,12 +4,12 @@ Megatron's own writer reports through a queue whose server process imports the w
 and a rank that fails leaves the others waiting. Here every outcome travels over the job's own process group.
 """
 
+import atexit
 import gc
 import math
 import multiprocessing
 import os
 import signal
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -101,30 +101,45 @@ def _num_bytes(item: WriteItem) -> int:
 
 
 class ForkedWrite:
-    """Writes in a child process, which has this process's memory as it is now: training may change it at once."""
+    """Writes in a child process, which has this process's memory as it is now: training may change it at once.
+
+    The child ends with this process, which does not wait for it: what it has written by then counts for nothing.
+    """
 
     def __init__(self, planned: PlannedWrite) -> None:
+        """Raises nothing: that there is no memory for a child, say, is told by `result`, like any write that failed."""
         context = multiprocessing.get_context("fork")
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_write_and_report, args=(planned, sender, os.getpid()), daemon=True)
-        sys.stdout.flush(), sys.stderr.flush()
-        self._process.start()
+        self._error = ""
+        try:
+            self._receiver, sender = context.Pipe(duplex=False)
+            self._process = context.Process(target=_write_and_report, args=(planned, sender, os.getpid()), daemon=True)
+            self._process.start()
+        except OSError as error:
+            self._error = f"no process can be started to write ({describe(error)})"
+            return
         sender.close()  # then the child's end is the only one, and its death ends the pipe
+        atexit.register(self._process.kill)  # before multiprocessing's own, which would wait for storage that hangs
 
     def is_done(self) -> bool:
-        return self._receiver.poll()  # also true at the end of the pipe
+        return bool(self._error) or self._receiver.poll()  # also true at the end of the pipe
 
     def result(self) -> list[WriteResult]:
         """Waits. Raises OSError with the child's error, or saying how it ended."""
+        if self._error:
+            raise OSError(self._error)
         try:
             results, error = self._receiver.recv()
         except EOFError:
-            self._process.join()
+            self._join()
             raise OSError(f"the writing process ended with exit code {self._process.exitcode}") from None
-        self._process.join()
+        self._join()
         if error:
             raise OSError(error)
         return results
+
+    def _join(self) -> None:
+        self._process.join()
+        atexit.unregister(self._process.kill)
 
 
 def _write_and_report(planned: PlannedWrite, sender: Connection, parent: int) -> None:
