@@ -1,6 +1,7 @@
 """The command line: python -m megatron_dapo COMMAND."""
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
@@ -21,6 +22,8 @@ ROLLOUT_FAILED_EXIT_CODE = 1
 USER_ERROR_EXIT_CODE = 2
 # launchers end all ranks when the first one fails: that should be the one that says why
 _FOR_RANK_0_S = 5.0
+# of a process that has failed, to end
+_END_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,5 +107,17 @@ def _config_reference(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_and_end() -> None:
+    """`main`, and the end of this process, whatever it failed of: a thread that waits for storage which hangs, or a
+    library, may hold up the end of the interpreter for ever, and with it the other ranks and the launcher."""
+    code = 1
+    try:
+        code = main()
+    finally:
+        if code not in (0, SAVED_EXIT_CODE) and sys.stderr is not None:
+            faulthandler.dump_traceback_later(_END_S, exit=True)  # on standard error, and then exit code 1
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_end()

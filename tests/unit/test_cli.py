@@ -149,6 +149,26 @@ def test_the_config_reference_in_docs_is_current():
     assert current == config_reference(), "run: python -m megatron_dapo config-reference > docs/config.md"
 
 
+A_THREAD_THAT_WAITS_FOR_EVER = """
+import sys, threading
+import megatron_dapo.__main__ as program
+def fail():
+    threading.Thread(target=threading.Event().wait, name="stuck").start()
+    if sys.argv[1] == "raises":
+        raise RuntimeError("out of memory, say")
+    return 2
+program._END_S, program.main = 0.5, fail
+program.run_and_end()
+"""
+
+
+@pytest.mark.parametrize("how", ["raises", "returns"])
+def test_a_run_that_failed_ends_whatever_holds_up_the_interpreter(how):
+    result = command("-c", A_THREAD_THAT_WAITS_FOR_EVER, how)
+    assert result.returncode == 1 and "Timeout" in result.stderr and "in wait" in result.stderr
+    assert ("out of memory, say" in result.stderr) == (how == "raises")
+
+
 def test_the_config_reference_is_printed(capsys):
     assert main(["config-reference"]) == 0
     assert capsys.readouterr().out == config_reference()
