@@ -5,6 +5,7 @@ A kill at any moment leaves every checkpoint that was there. Who writes the tens
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -138,7 +139,9 @@ class Saver:
         retire(saving.final, self._retention.keep_last, self._retention.keep_every)
 
     def _give_up(self, staged: Path) -> None:
-        """Nothing partial stays behind."""
+        """Nothing partial stays behind. Where it cannot be deleted, because another process still writes into it, the
+        next start does that: what failed is the error to be told."""
         self._saving = None
         if self._ranks.rank == 0:
-            discard(staged)
+            with suppress(OSError):
+                discard(staged)

@@ -7,17 +7,20 @@ from megatron_dapo.checkpointing.stop_signals import StopSignals
 from megatron_dapo.platform import Ranks
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ONE_REQUEST_S = 5.0
+"""Between the scheduler's own signal to a rank and the one that a busy launcher passes on to it."""
 
 
 class StopRequest:
-    """While entered, the signals do not end the process: they are remembered. A second SIGTERM ends it at once.
+    """While entered, the signals do not end the process: they are remembered. A SIGTERM that comes later than
+    ONE_REQUEST_S after the first signal ends it at once.
 
     file: looked for by rank 0 alone. Outside the main thread signals are left as they are.
     """
 
     def __init__(self, file: Path, ranks: Ranks) -> None:
         self._file, self._ranks = file, ranks
-        self._signals = StopSignals(STOP_SIGNALS, ends_at_once=signal.SIGTERM)
+        self._signals = StopSignals(STOP_SIGNALS, ends_at_once=signal.SIGTERM, one_request_s=ONE_REQUEST_S)
 
     def __enter__(self) -> "StopRequest":
         self._signals.__enter__()

@@ -2,19 +2,30 @@
 
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 
 
 class StopSignals:
-    """While entered, remembers the first of the signals, and how many came. Outside the main thread it changes nothing:
-    signals go there."""
+    """While entered, remembers the first of the signals, and how many requests came. Outside the main thread it changes
+    nothing: signals go there."""
 
-    def __init__(self, numbers: Sequence[signal.Signals], ends_at_once: signal.Signals | None = None) -> None:
-        """ends_at_once: ends the process, as it would without this, where it is not the first signal."""
+    def __init__(
+        self,
+        numbers: Sequence[signal.Signals],
+        ends_at_once: signal.Signals | None = None,
+        one_request_s: float = 0.5,
+    ) -> None:
+        """ends_at_once: ends the process, as it would without this, where it is not of the first request.
+
+        one_request_s: what comes within this of the first signal is the same request: service managers send SIGHUP
+        right after SIGTERM, and each of them to the launcher and to the ranks, to which the launcher passes it on.
+        """
         self.received: signal.Signals | None = None
         self.num_received = 0
-        self._numbers, self._ends_at_once = numbers, ends_at_once
+        self._numbers, self._ends_at_once, self._one_request_s = numbers, ends_at_once, one_request_s
+        self._first_at = 0.0
         self._previous: dict = {}
 
     def __enter__(self) -> "StopSignals":
@@ -33,8 +44,12 @@ class StopSignals:
         return 128 + self.received
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None and number == self._ends_at_once:
+        if self.received is None:
+            self.received, self.num_received, self._first_at = signal.Signals(number), 1, time.monotonic()
+            return
+        if time.monotonic() - self._first_at < self._one_request_s:
+            return
+        if number == self._ends_at_once:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.received = self.received or signal.Signals(number)
         self.num_received += 1

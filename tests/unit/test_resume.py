@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from megatron_dapo.checkpointing import newest_first, verify, write_manifest
+from megatron_dapo.checkpointing import StopSignals, newest_first, verify, write_manifest
 from megatron_dapo.checkpointing.config_changes import config_changes, config_hash, config_to_plain, matters
+from megatron_dapo.checkpointing.folders import remove_leftovers
 from megatron_dapo.checkpointing.resume import CONTENTS, Start, not_kept, report_lines
 from megatron_dapo.checkpointing.resume import find_start as find_start_of
 from megatron_dapo.checkpointing.rollout_state import restore_rollout
@@ -333,6 +334,20 @@ def test_a_state_that_cannot_be_written_is_an_error_that_names_the_checkpoint(tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_cannot_be_deleted_of_a_write_that_failed_does_not_hide_why_it_failed(tmp_path, monkeypatch):
+    """Another process may still write into the folder: the next start deletes it."""
+
+    def not_empty(folder) -> None:
+        raise OSError(39, "Directory not empty", str(folder))
+
+    monkeypatch.setattr("megatron_dapo.checkpointing.saver.discard", not_empty)
+    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0, fails=True), Retention())
+    saver.start(tmp_path / "step_000002", trainer_state(2), dict)
+    with pytest.raises(OSError, match="no space left"):
+        saver.finish()
+    assert remove_leftovers(tmp_path) == [".staging_step_000002"]
+
+
 class ThreeRanks:
     """The others' answers are given."""
 
@@ -367,6 +382,55 @@ def test_a_signal_is_remembered_until_the_step_ends(tmp_path, number):
         os.kill(os.getpid(), number)
         assert stop.agreed() == number.name
     assert signal.getsignal(number) == before
+
+
+def end_of(stop, *numbers: signal.Signals) -> int | None:
+    """Exit code of a process that enters `stop` and gets the signals, 0.1 s apart; none = it goes on."""
+    context = multiprocessing.get_context("fork")
+
+    def work(sender) -> None:
+        with stop:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(0.1)
+            sender.send("lives")
+            time.sleep(60)
+
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(sender,))
+    process.start()
+    sender.close()
+    try:
+        assert receiver.poll(10)
+        receiver.recv()
+        return None
+    except EOFError:
+        process.join()
+        return process.exitcode
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+def test_sigterm_to_a_rank_that_its_launcher_passes_on_as_well_is_one_request(tmp_path, first):
+    """Where every process of a group is told, a rank hears it twice: it saves all the same."""
+    assert end_of(StopRequest(tmp_path / "stop", SingleRank()), first, signal.SIGTERM) is None
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_later_sigterm_does_not_wait_for_the_end_of_the_step(tmp_path, monkeypatch, first):
+    monkeypatch.setattr("megatron_dapo.checkpointing.stop.ONE_REQUEST_S", 0.05)
+    assert end_of(StopRequest(tmp_path / "stop", SingleRank()), first, signal.SIGTERM) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("one_request_s", "num_received"), [(60.0, 1), (0.0, 2)])
+def test_signals_at_once_are_one_request_of_a_launcher_too(one_request_s, num_received):
+    """A service manager sends SIGHUP right after SIGTERM."""
+    with StopSignals((signal.SIGTERM, signal.SIGHUP), one_request_s=one_request_s) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert (stop.received, stop.num_received) == (signal.SIGTERM, num_received)
 
 
 def test_a_signal_to_any_rank_stops_all(tmp_path):
