@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_dapo.config import Config, RunFolder, UserError, write_whole
+from megatron_dapo.platform import fall_silent, say
 from megatron_dapo.telemetry.console import StepTable, progress, validation_line
 
 
@@ -35,7 +36,8 @@ class Console:
 
     def __init__(self, total_steps: int) -> None:
         self._table = StepTable(total_steps)
-        self._progress = progress(total_steps) if sys.stdout.isatty() else None
+        # none: closed by whoever started us
+        self._progress = progress(total_steps) if sys.stdout is not None and sys.stdout.isatty() else None
 
     def write(self, record: Record) -> None:
         if record.is_validation:
@@ -47,13 +49,19 @@ class Console:
 
     def close(self) -> None:
         if self._progress is not None:
-            self._progress.stop()
+            try:
+                self._progress.stop()
+            except OSError:  # the terminal is gone
+                fall_silent()
 
     def _print(self, text: str) -> None:
         if self._progress is None:
-            print(text, flush=True)
-        else:
+            say(text)
+            return
+        try:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        except OSError:
+            fall_silent()
 
 
 class JsonLines:

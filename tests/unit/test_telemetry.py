@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import pty
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +13,7 @@ from megatron_dapo.config import RunFolder, UserError, load_config, validate, wr
 from megatron_dapo.telemetry import NullTelemetry, Summary, Telemetry, closing_table, read_metrics
 from megatron_dapo.telemetry.console import StepTable, duration
 from megatron_dapo.telemetry.timers import PhaseTimers
+from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
@@ -167,6 +171,37 @@ def test_only_the_sinks_of_trainer_logger_are_used(tmp_path, capsys):
     run(telemetry(tmp_path, "console"), steps=2)
     assert "held out, after step 2: accuracy 0.750" in capsys.readouterr().out
     assert not RunFolder(tmp_path).metrics.exists()
+
+
+# the reader goes after the first line; as many lines come as a pipe's buffer would hold back to the end
+OUTLIVES_ITS_READER = """
+import sys
+from megatron_dapo.config import RunFolder, load_config
+from megatron_dapo.telemetry import Telemetry
+log = Telemetry(load_config(None, ["trainer.logger=[console, jsonl]"]), RunFolder(sys.argv[1]))
+log.log(1, {"reward/mean": 0.5})
+sys.stdin.readline()
+for step in range(2, 6):
+    log.log(step, {"reward/mean": 0.5})
+log.close()
+sys.exit(85)
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal", "closed"])
+def test_a_run_goes_on_and_keeps_its_exit_code_when_nobody_reads_what_it_says(tmp_path, kind):
+    ours, its = pty.openpty() if kind == "terminal" else os.pipe()
+    command = [sys.executable, "-c", OUTLIVES_ITS_READER, str(tmp_path)]
+    if kind == "closed":
+        command = ["bash", "-c", 'exec "$@" >&-', "bash", *command]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=its, cwd=REPOSITORY, text=True)
+    os.close(its)
+    while kind != "closed" and b"1/" not in os.read(ours, 4096):
+        pass
+    os.close(ours)
+    process.communicate("go on\n", timeout=60)
+    assert process.returncode == 85
+    assert [record["step"] for record in read_metrics(RunFolder(tmp_path).metrics)] == [1, 2, 3, 4, 5]
 
 
 def test_console_lines_stay_aligned_and_show_missing_values_as_dashes():
