@@ -153,8 +153,19 @@ class Job:
         with self.telemetry.phase("checkpoint"):
             return self.checkpoints.after_step(step, _optimizer_steps(metrics))
 
-    def save_model(self) -> None:
-        """The trained model as a Hugging Face checkpoint in the run folder."""
+    def finish(self) -> None:
+        """After the last step: waits for the checkpoint that is still being written, then saves the model, which is
+        also done where that checkpoint could not be written. Raises JobError, or UserError, on all ranks."""
+        try:
+            with self.telemetry.phase("checkpoint"):
+                self.checkpoints.finish()
+        except JobError:
+            self._save_model()
+            raise
+        self._save_model()
+
+    def _save_model(self) -> None:
+        """As a Hugging Face checkpoint in the run folder."""
         with self.telemetry.phase("save_model"):
             model = self.policy.model
             export_hf(model, self.layout, ModelFolder.of(self.config.actor_rollout_ref.model.path).hf, self.run.model)

@@ -26,7 +26,7 @@ def train(config: Config) -> bool:
                     job.validate(step)
                 if job.save(step, actor_metrics):  # where due; was it asked to stop?
                     return False
-        job.save_model()
+            job.finish()  # a signal that comes now does not end it
     return True
 
 

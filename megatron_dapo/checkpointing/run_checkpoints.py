@@ -15,7 +15,7 @@ from megatron_dapo.checkpointing.torch_dist import load, save
 from megatron_dapo.config import Config, ModelFolder, RunFolder
 from megatron_dapo.config.model_folder import HF
 from megatron_dapo.models import ModelParts, copy_companions, export_hf
-from megatron_dapo.platform import ParallelLayout, tell
+from megatron_dapo.platform import ParallelLayout, say, tell
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -65,8 +65,8 @@ def choose_start(config: Config, run: RunFolder, layout: ParallelLayout) -> Star
 
 
 class RunCheckpoints:
-    """Every method is collective over all ranks. To be entered around the loop: requests to stop are heard inside, and
-    a checkpoint that is still being written is finished at the end, unless an error ends the loop."""
+    """Every method is collective over all ranks. To be entered around the loop and `finish`: requests to stop are heard
+    inside."""
 
     def __init__(self, config: Config, run: RunFolder, layout: ParallelLayout, trained: Trained, start: Start) -> None:
         self._config, self._run, self._layout, self._trained, self._start = config, run, layout, trained, start
@@ -128,16 +128,16 @@ class RunCheckpoints:
                 self._report([f"Step {step} is saved in {self._run.checkpoint(step)}: the run fails"])
         self._saver.finish()
 
+    def finish(self) -> None:
+        """Waits until the checkpoint that is being written is in its place. Raises JobError on all ranks."""
+        self._saver.finish()
+
     def __enter__(self) -> "RunCheckpoints":
         self._stop.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._saver.finish()
-        finally:
-            self._stop.__exit__()
+    def __exit__(self, *_: object) -> None:
+        self._stop.__exit__()
 
     def _save(self, step: int) -> None:
         trained, rollout = self._trained, self._trained.rollout
@@ -205,7 +205,7 @@ class RunCheckpoints:
         return restore_rollout(self._trained.rollout, read_controller_state(self._start.folder), may_begin_anew)
 
     def _report(self, lines: list[str]) -> None:
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines))
         with self._run.log("checkpoints").open("a", encoding="utf-8") as log:
             log.write("\n".join(lines) + "\n")
 
