@@ -241,7 +241,7 @@ class Watchdog:
     def _verdict(self, clock: _Clock) -> str | None:
         limit = self._limits.get(_here.phase, self._default_s)
         if clock.age("progress", (_here.entered, _here.beats)) > limit:
-            return f"rank {self._rank} made no progress for {limit:g} s in `{_here.phase}` of step {_here.step}"
+            return f"rank {self._rank} made no progress for {limit:g} s {self._place()}"
         if self._rank != 0 and clock.age("store", self._num_exchanges) > self._silence_s:
             return f"rank {self._rank} could not reach rank 0 for {self._silence_s:g} s"
         for rank in self._watched:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.platform import Watchdog, watchdog
+from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
+from megatron_dapo.platform import Watchdog, together, watchdog
 from megatron_dapo.platform.watchdog import TELL_INTERVAL_S
 from tests.helpers import free_port
 
@@ -50,6 +52,15 @@ def stop(number: int) -> Callable[[int], None]:
     return stop_rank
 
 
+def write_for_ever(rank: int) -> None:
+    """As where the storage of one node hangs: the process that writes its part of a checkpoint never ends."""
+    ranks = Ranks()
+    ranks.rank = rank
+    planned = SimpleNamespace(write=lambda: time.sleep(3600 if rank == 1 else 0) or [])
+    with watchdog.phase("checkpoint"):
+        together(ranks, "writing", ForkedWrite(planned).result)
+
+
 def leave_late(rank: int) -> None:
     """The other rank leaves, and nobody hears of it any more for longer than the limit."""
 
@@ -60,6 +71,7 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "rank 1 is stopped": stop(1),
     "rank 0 is stopped": stop(0),
     "no file is written": sleep_in_update,
+    "rank 1 writes for ever": write_for_ever,
     "nobody hangs": leave_late,
 }
 

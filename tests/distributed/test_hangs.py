@@ -88,6 +88,18 @@ def test_storage_that_hangs_keeps_no_rank_from_ending_and_saying_who_is_missing(
         assert "rank 0" not in missing
 
 
+def test_a_checkpoint_whose_writer_never_ends_is_waited_for_no_longer_than_a_phase_may_take(hangs):
+    """At the next save, at a stop or at the end of the run: the rank whose files are missing is named."""
+    job = "rank 1 writes for ever"
+    assert hangs[1][job] == [HANG_EXIT_CODE, HANG_EXIT_CODE]
+    for rank in range(2):
+        said = read(hangs, job, f"rank-{rank}.log").splitlines()[-1]
+        assert "no progress for 10 s in `checkpoint` of step 3" in said
+        missing = said.partition("missing: ")[2]
+        place = "is in `checkpoint` of step 3 at megatron_dapo/checkpointing/torch_dist/writer.py:"
+        assert missing.startswith("rank 1 ") and place in missing and "rank 0" not in missing
+
+
 FILES = [("rank-0", "txt"), ("rank-1", "txt"), ("flight-gloo-rank-0", "json"), ("flight-gloo-rank-1", "json")]
 
 
@@ -103,6 +115,7 @@ def test_the_last_words_are_spoken_by_every_rank_that_lives(hangs):
         "rank 1 is stopped": [0],
         "rank 0 is stopped": [1],
         "no file is written": [0, 1],
+        "rank 1 writes for ever": [0, 1],
         "nobody hangs": [],
     }
 
