@@ -40,6 +40,8 @@ def prepare_megatron() -> None:
         return
     # megatron.core warns once per absent CUDA extension (Transformer Engine, apex ...): none can exist here
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+    # and it imports this, which says in every process what is known: a CUDA build of torch and a toolkit, but no GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from megatron_dapo.platform import megatron_cpu
 
     megatron_cpu.apply()

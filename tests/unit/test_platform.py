@@ -1,5 +1,6 @@
 """The CPU adaptation of Megatron-core is a documented table, and fails by name when it no longer fits."""
 
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -48,6 +49,21 @@ def test_a_local_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(visible, in
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert platform.device() == torch.device("cuda", index)
+
+
+def test_a_cuda_build_of_torch_beside_a_toolkit_without_a_gpu_is_no_news(tmp_path):
+    """A login node, or pip's usual torch on a developer's machine: torch would warn in each rank."""
+    code = """
+import torch
+torch.version.cuda, torch.cuda._is_compiled, torch.cuda.is_available = "13.0", lambda: True, lambda: False
+import megatron_dapo.models
+from torch.utils import cpp_extension
+assert cpp_extension.CUDA_HOME
+"""
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "CUDA runtime" not in done.stderr
 
 
 def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is():
