@@ -22,7 +22,10 @@ from megatron_dapo.parent_death import end_with_parent
 
 ENDS, CANCELLED = "ends", "cancelled"  # in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
-_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "FLASHINFER_WORKSPACE_BASE")
+_CACHES = (
+    *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
+    *("FLASHINFER_WORKSPACE_BASE", "SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR"),  # else below ~, built under a lock
+)
 _POLL_INTERVAL_S = 0.5
 _CANCEL_GRACE_S = 10.0  # Slurm's KillWait, after which it kills, is 30 as it comes
 _LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it tells which one failed

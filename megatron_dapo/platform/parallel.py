@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.platform import nccl
 from megatron_dapo.platform.device import collective_backend, device, is_gpu, prepare_megatron
 
 
@@ -110,6 +111,7 @@ class ParallelLayout:
         if not dist.is_initialized():
             alone = "RANK" not in os.environ
             if is_gpu():
+                nccl.prepare()
                 torch.cuda.set_device(device())
             dist.init_process_group(
                 collective_backend(),

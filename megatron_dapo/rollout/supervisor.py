@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,7 +164,7 @@ class ServerSupervisor:
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
     """How an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
-    from megatron_dapo.platform import is_gpu, model_dtype  # imports torch, which the controller does without
+    from megatron_dapo.platform import is_gpu, model_dtype, nccl  # imports torch, which the controller does without
 
     rollout, model = config.actor_rollout_ref.rollout, ModelFolder.of(config.actor_rollout_ref.model.path)
     settings = rollout.server
@@ -180,7 +180,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     if model.megatron:  # only the trainer reads such weights; its first push comes before the first sample
         arguments += ("--load-format", "dummy")
     if is_gpu():
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         arguments += _given(
             ("--max-total-tokens", settings.max_total_tokens),
             ("--max-running-requests", settings.max_running_requests),
@@ -192,7 +192,21 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         environment = sglang_cpu.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
         arguments += sglang_cpu.server_arguments(settings.max_total_tokens, settings.max_running_requests)
     command = (sys.executable, "-m", "sglang.launch_server", *arguments, *settings.extra_args)
-    return ServerCommand(command, dict(environment))
+    return ServerCommand(command, environment | _own_tools(environment) | _no_proxy(environment, host))
+
+
+def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:
+    """Our Python's programs come first, as where its environment is activated: a GPU server compiles kernels when it
+    starts, and runs `ninja` for that."""
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])}
+
+
+def _no_proxy(environment: Mapping[str, str], host: str) -> dict[str, str]:
+    """A server asks itself for its first answer, and ends if none comes: not through the cluster's proxy, please."""
+    given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    if given.strip() == "*":  # alone it means all hosts
+        return {}
+    return {"no_proxy": ",".join([*filter(None, [given]), *dict.fromkeys(["127.0.0.1", "localhost", "::1", host])])}
 
 
 class _Server:

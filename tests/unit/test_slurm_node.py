@@ -33,7 +33,12 @@ def test_sockets_use_the_interface_on_which_the_other_nodes_are():
     assert interface_of("10.9.9.9", interfaces) is None
     made = node_environment({}, "ib0", Path("/scratch"))
     assert made["NCCL_SOCKET_IFNAME"] == "=ib0" and made["GLOO_SOCKET_IFNAME"] == "ib0"
-    assert made["TRITON_CACHE_DIR"].startswith("/scratch/")
+
+
+@pytest.mark.parametrize("cache", ["TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "SGLANG_JIT_CACHE_DIR"])
+def test_compiled_code_lies_on_the_nodes_own_disk(cache):
+    """Not in a home that all nodes share: there it is built under a lock of the file system, by one node at a time."""
+    assert node_environment({}, None, Path("/scratch"))[cache].startswith("/scratch/")
 
 
 def test_what_the_user_has_set_stays():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
+import torch
 
 from megatron_dapo.config import Config, UserError, load_config
 from megatron_dapo.rollout import ReservedPort, ServerCommand, ServerFailure, ServerSupervisor, sglang_command
@@ -135,6 +137,47 @@ def test_the_command_of_a_cpu_server_serves_fp32_on_its_port_with_the_cpu_adapta
     assert "--load-format" not in words
     assert made.environment["PYTHONPATH"].split(":")[0].endswith("platform/sglang_cpu/site")
     assert made.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_command_of_a_gpu_server_is_sglangs_own_with_its_gpus_and_the_trainers_nccl(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    sizes = [f"{SERVER}.tensor_model_parallel_size=2", f"{SERVER}.mem_fraction_static=0.7"]
+    config = load_config(None, ["actor_rollout_ref.model.path=some/model", *sizes])
+    made = sglang_command(config, "0.0.0.0", 31000, ["4", "5"])
+    words = "-m sglang.launch_server --model-path some/model --host 0.0.0.0 --port 31000 --tp-size 2 --dtype bfloat16"
+    assert " ".join(made.command[1:]) == f"{words} --log-level-http warning --mem-fraction-static 0.7"
+    wanted = {"CUDA_VISIBLE_DEVICES": "4,5", "NCCL_IB_HCA": "mlx5", "NCCL_CUMEM_ENABLE": "0"}
+    assert wanted.items() <= made.environment.items()
+    assert "sglang_cpu" not in made.environment.get("PYTHONPATH", "")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    made = sglang_command(config, "0.0.0.0", 31000, ["4", "5"])
+    assert made.environment["NCCL_CUMEM_ENABLE"] == "1", "what the user sets, the trainer has too"
+
+
+def test_a_server_finds_the_programs_of_our_python_though_its_environment_is_not_activated(monkeypatch):
+    """A GPU server compiles with `ninja`, which lies beside our Python."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    config = load_config(None, ["actor_rollout_ref.model.path=some/model"])
+    made = sglang_command(config, "127.0.0.1", 31000, [])
+    assert made.environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
+
+
+@pytest.mark.parametrize("given", ["", "intern.example", "*"])
+def test_a_server_asks_itself_through_no_proxy(monkeypatch, given):
+    """SGLang's warm-up is done with `requests`, which obeys the environment."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    if given:
+        monkeypatch.setenv("NO_PROXY", given)
+    config = load_config(None, ["actor_rollout_ref.model.path=some/model"])
+    environment = sglang_command(config, "10.1.0.3", 31000, []).environment
+    monkeypatch.setattr(os, "environ", environment)
+    for host in ("127.0.0.1", "10.1.0.3", *filter(None, [given.replace("*", "any.example")])):
+        assert not requests.utils.get_environ_proxies(f"http://{host}:31000/model_info"), host
+    assert given == "*" or requests.utils.get_environ_proxies("http://elsewhere.example/")
 
 
 def test_servers_of_a_checkpoint_of_ours_start_without_weights(tmp_path):
