@@ -1,5 +1,6 @@
 """The trainer's end of the process group it shares with the servers."""
 
+import logging
 import queue
 import socket
 import threading
@@ -13,6 +14,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_dapo.platform import nccl
+
+log = logging.getLogger(__name__)
 
 
 def address_towards(urls: Sequence[str]) -> str:
@@ -28,9 +33,6 @@ def address_towards(urls: Sequence[str]) -> str:
     return "127.0.0.1"
 
 
-NCCL_MARGIN_S = 60.0
-
-
 class BroadcastGroup:
     """Rank 0 of a group whose other ranks are server processes. Opening starts the rendezvous; `ready` tells its end.
 
@@ -39,8 +41,11 @@ class BroadcastGroup:
     constructed instead, on the store keys which that helper uses: they are public, enter no global table that would
     outlive a dead server, and can be given up one by one.
 
-    The backend lives in a thread of its own, since joining, NCCL's first broadcast and a gloo broadcast to a frozen
+    The backend lives in a thread of its own, since joining, a broadcast over NCCL and a gloo broadcast to a frozen
     peer all block in C++ until their time-out. The caller waits on futures and can give up at its own deadline.
+
+    torch's watchdog of NCCL groups ends the whole process when an operation fails or times out, as it does where a
+    server dies: this group has none, and an error is the future's.
     """
 
     def __init__(self, name: str, address: str, world_size: int, device: torch.device, timeout_s: float) -> None:
@@ -49,7 +54,8 @@ class BroadcastGroup:
         self.ready: Future[None] = Future()
         self._device = device
         self._tasks: queue.SimpleQueue[Callable[[object], None] | None] = queue.SimpleQueue()
-        self._abort: Callable[[], None] | None = None
+        self._nccl: dist.ProcessGroup | None = None  # once joined
+        self._stream: torch.cuda.Stream | None = None
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout_s)
@@ -69,24 +75,26 @@ class BroadcastGroup:
         done: Future[None] = Future()
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = self._limit(timeout_s)
-        produced = torch.cuda.Event() if self._device.type == "cuda" else None
-        if produced is not None:
-            produced.record()
+        options.timeout = limit = timedelta(seconds=timeout_s)
 
         def send(backend: dist.ProcessGroup) -> None:
             for work in [backend.broadcast([tensor], options) for tensor in tensors]:
                 work.wait()
 
-        def send_on_own_stream(backend: dist.ProcessGroup) -> None:
-            # waiting on a stream of its own never holds up the caller's, which goes on gathering
-            stream = torch.cuda.Stream(self._device)
-            with torch.cuda.stream(stream):
-                stream.wait_event(produced)
-                send(backend)
-            stream.synchronize()
+        if self.backend == "gloo":
+            self._tasks.put(partial(_fulfil, done, send))
+            return done
+        produced = torch.cuda.Event()
+        produced.record()
 
-        self._tasks.put(partial(_fulfil, done, send_on_own_stream if produced is not None else send))
+        def send_on_own_stream(backend: dist.ProcessGroup) -> None:
+            # a stream of its own never holds up the caller's, which goes on gathering
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(produced)
+                for work in [backend.broadcast([tensor], options) for tensor in tensors]:
+                    work.wait(limit)  # NCCL heeds no limit in the options
+
+        self._tasks.put(partial(_fulfil, done, send_on_own_stream))
         return done
 
     def close(self) -> None:
@@ -94,13 +102,11 @@ class BroadcastGroup:
         under way is aborted (NCCL) or ends by its time-out (gloo); then the connections close, which frees servers
         that wait for the rest."""
         self._rendezvous = None
-        if self._abort is not None:
-            self._abort()
+        if self._nccl is not None:
+            # waits for the end of what is under way, for as long as a broadcast may take
+            threading.Thread(target=_abort, args=(self._nccl,), name=f"leave-{self.name}", daemon=True).start()
+            self._nccl = None
         self._tasks.put(None)
-
-    def _limit(self, timeout_s: float) -> timedelta:
-        # NCCL's watchdog ends the whole process when an operation times out; the caller's abort must come before it
-        return timedelta(seconds=timeout_s + (NCCL_MARGIN_S if self.backend == "nccl" else 0.0))
 
     def _run(self, timeout_s: float) -> None:
         try:
@@ -111,7 +117,7 @@ class BroadcastGroup:
             self.ready.set_exception(error)
             return
         if self.backend == "nccl":
-            self._abort = backend.abort
+            self._nccl = backend
         self.ready.set_result(None)
         while (task := self._tasks.get()) is not None:
             task(backend)
@@ -121,13 +127,22 @@ class BroadcastGroup:
         device_type = {"nccl": "cuda", "gloo": "cpu"}[self.backend]
         for prefix in (self.name, f"{self.name}/", f"{device_type}/"):
             store = dist.PrefixStore(prefix, store)
-        timeout = self._limit(timeout_s)
+        limit = timedelta(seconds=timeout_s)
         if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, self.world_size, timeout)
+            return dist.ProcessGroupGloo(store, 0, self.world_size, limit)
         torch.cuda.set_device(self._device)
+        self._stream = torch.cuda.Stream(self._device)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+        options._timeout = limit
+        with nccl.without_watchdog():
+            return dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+
+
+def _abort(backend: dist.ProcessGroup) -> None:
+    try:
+        backend.abort()
+    except Exception as error:  # nobody waits for it
+        log.info("weight sync: a group of NCCL did not end in order: %s", error)
 
 
 def _fulfil(future: Future[None], send: Callable[[dist.ProcessGroup], None], backend: dist.ProcessGroup) -> None:

@@ -1,0 +1,132 @@
+"""What the trainer asks of NCCL and torch, and when, where the servers are on GPUs; with a stand-in for both."""
+
+import os
+import threading
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from megatron_dapo.platform import ParallelLayout, nccl
+from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup
+
+pytestmark = pytest.mark.unit
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+CUDA = torch.device("cuda", 0)
+WAIT_S = 20.0  # for what takes milliseconds
+
+
+class Nccl:
+    """In place of torch's process group: notes how it was made and what is asked of it."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+        self.store, self.rank, self.size, self.options = store, rank, size, options
+        self.blocking_wait = os.environ.get(BLOCKING_WAIT)
+        self.limits: list[timedelta] = []
+        self.may_end, self.has_ended = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def broadcast(self, tensors: list, options: dist.BroadcastOptions) -> "Nccl":
+        assert len(tensors) == 1 and options.rootRank == 0
+        return self
+
+    def wait(self, limit: timedelta) -> None:
+        self.limits.append(limit)
+        if self.error:
+            raise self.error
+
+    def abort(self) -> None:
+        assert self.may_end.wait(WAIT_S)
+        self.has_ended.set()
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Nccl]:
+    """The groups of NCCL that were made."""
+    groups: list[Nccl] = []
+
+    class Noted(Nccl):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            groups.append(self)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Noted, raising=False)
+    nothing = SimpleNamespace(record=lambda: None, wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: nothing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(os, "environ", {})
+    nccl.prepare()
+    yield groups
+    for group in groups:
+        group.may_end.set()
+
+
+def test_no_watchdog_ends_the_trainer_for_a_server_that_dies(made):
+    """torch reads the setting when a group is made: this one has it, the trainer's others have not."""
+    group = BroadcastGroup("weights-0", "127.0.0.1", 5, CUDA, 7.0)
+    group.ready.result(WAIT_S)
+    assert (made[0].blocking_wait, os.environ[BLOCKING_WAIT]) == ("1", "0")
+    assert (made[0].rank, made[0].size, made[0].options._timeout) == (0, 5, timedelta(seconds=7))
+    group.broadcast([torch.zeros(2), torch.zeros(3)], 11.0).result(WAIT_S)
+    assert made[0].limits == [timedelta(seconds=11)] * 2, "each push has its own limit, not that of the join"
+    made[0].error = RuntimeError("remote process exited")
+    failed = group.broadcast([torch.zeros(2)], 11.0)
+    assert "remote process exited" in str(failed.exception(WAIT_S))
+    group.close()
+
+
+def test_a_group_is_left_at_once_though_nccl_takes_long_to_abort_it(made):
+    group = BroadcastGroup("weights-0", "127.0.0.1", 2, CUDA, 7.0)
+    group.ready.result(WAIT_S)
+    group.close()
+    assert not made[0].has_ended.is_set(), "close waited for it"
+    made[0].may_end.set()
+    assert made[0].has_ended.wait(WAIT_S)
+    group.close()  # harmless
+
+
+@pytest.mark.parametrize(("name", "device"), [("nccl", CUDA), ("gloo", torch.device("cpu"))])
+def test_trainer_and_servers_meet_under_the_keys_of_torchs_own_helper(made, monkeypatch, name, device):
+    """SGLang joins through torch, which puts the first device of the backend into the keys."""
+    stores = []
+    if name == "gloo":
+        monkeypatch.setattr(dist, "ProcessGroupGloo", lambda store, *_: stores.append(store))
+    group = BroadcastGroup("weights-1", "127.0.0.1", 2, device, 7.0)
+    group.ready.result(WAIT_S)
+    store = stores[0] if stores else made[0].store
+    store.set("0", "id")
+    theirs = dist.TCPStore("127.0.0.1", group.port, is_master=False, wait_for_workers=False)
+    first = next(iter(BackendConfig(Backend(name)).get_device_backend_map()))
+    for prefix in ("weights-1", "weights-1/", f"{first}/"):
+        theirs = dist.PrefixStore(prefix, theirs)
+    assert theirs.check(["0"]) and theirs.get("0") == b"id"
+    group.close()
+
+
+def test_the_trainer_prepares_nccl_before_it_joins_and_what_the_user_set_stays(monkeypatch):
+    seen = []
+
+    def join(*_: object, **__: object) -> None:
+        seen.append({name: os.environ.get(name) for name in (*nccl.ENVIRONMENT, BLOCKING_WAIT)})
+        raise InterruptedError
+
+    monkeypatch.setattr("megatron_dapo.platform.parallel.prepare_megatron", lambda: None)
+    monkeypatch.setattr("megatron_dapo.platform.parallel.is_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    for given in ({}, dict.fromkeys((*nccl.ENVIRONMENT, BLOCKING_WAIT), "1")):
+        monkeypatch.setattr(os, "environ", given)
+        with pytest.raises(InterruptedError):
+            ParallelLayout.initialize()
+    assert seen[0] == {"NCCL_CUMEM_ENABLE": "0", BLOCKING_WAIT: "0"}
+    assert set(seen[1].values()) == {"1"}
