@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_dapo.child_environment import COMMON
 from megatron_dapo.config import SAVED_EXIT_CODE
 from megatron_dapo.errors import exit_phrase
 
@@ -31,6 +32,7 @@ _LEFT_TO_TORCHRUN = "SIGINT,SIGHUP,SIGQUIT"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the first rank of this node that did not end with 0; 128 + signal where a signal ended it."""
+    os.environ.update(COMMON)  # for the ranks; before torch is imported, whose threads would be bound
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megatron_dapo.child_environment import COMMON, places_to_write
 from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder
 from megatron_dapo.platform import is_gpu
 from megatron_dapo.rollout import ChildProcess, ReservedPort, visible_gpus
@@ -91,7 +92,7 @@ class TrainerRanks:
         }
         if is_gpu():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[: self._world])
-        return {"OMP_NUM_THREADS": "1"} | environment
+        return {"OMP_NUM_THREADS": "1"} | environment | COMMON | places_to_write(environment)
 
 
 def trainer_command(config_file: str, overrides: Sequence[str]) -> list[str]:

@@ -1,13 +1,11 @@
 """A role's task on one node: interface, limits and cache folders of this node, then the role's program, then how it
 ended, in a file that the others see."""
 
-import getpass
 import json
 import os
 import resource
 import signal
 import socket
-import stat
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +15,7 @@ from pathlib import Path
 
 from launch.command_line import USER_ERROR_EXIT_CODE
 from launch.slurm.plan import KILLED_TOGETHER, TRAINER, Plan
+from megatron_dapo.child_environment import COMMON, cache_folder
 from megatron_dapo.config import SAVED_EXIT_CODE, UserError, write_whole
 from megatron_dapo.parent_death import end_with_parent
 
@@ -143,24 +142,12 @@ def ends(plan: Plan, role: str) -> dict[str, int]:
 
 
 def node_environment(given: Mapping[str, str], interface: str | None, caches: Path) -> dict[str, str]:
-    """The program's environment; what the user has set stays."""
+    """The program's environment; what the user has set stays, if COMMON does not say otherwise."""
     made = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     made |= {name: str(caches / name.lower()) for name in _CACHES}
     if interface:  # of NCCL's sockets and its bootstrap; which InfiniBand adapters there are, NCCL finds out
         made |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
-    return made | dict(given)
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """On this node's own disk, kept for later jobs of the same user, and no one else's: what lies in it is run."""
-    folder = Path(environment.get("TMPDIR") or "/tmp") / f"megatron_dapo-{getpass.getuser()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise UserError(
-            f"{folder} is not a folder that only {getpass.getuser()} can write; set TMPDIR to another place."
-        )
-    return folder
+    return made | dict(given) | COMMON
 
 
 def interface_towards(host: str) -> str | None:

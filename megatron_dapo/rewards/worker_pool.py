@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from megatron_dapo.child_environment import COMMON, ONE_THREAD
 from megatron_dapo.errors import UserError
 from megatron_dapo.rewards.worker_process import Message
 
@@ -217,4 +218,5 @@ def _clean_environment() -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not any(word in name.upper() for word in _SECRET_WORDS)
     }
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return kept | COMMON | ONE_THREAD | {"PYTHONPATH": paths}

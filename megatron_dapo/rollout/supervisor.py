@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dapo.child_environment import COMMON, places_to_write
 from megatron_dapo.config import Config, ModelFolder, UserError, servers_per_node
 from megatron_dapo.errors import exit_phrase
 from megatron_dapo.rollout.child_process import ChildProcess
@@ -192,7 +193,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         environment = sglang_cpu.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
         arguments += sglang_cpu.server_arguments(settings.max_total_tokens, settings.max_running_requests)
     command = (sys.executable, "-m", "sglang.launch_server", *arguments, *settings.extra_args)
-    return ServerCommand(command, environment | _own_tools(environment) | _no_proxy(environment, host))
+    environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
+    return ServerCommand(command, environment)
 
 
 def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:

@@ -46,6 +46,9 @@ def test_what_the_user_has_set_stays():
     made = node_environment(given, "eth0", Path("/scratch"))
     assert given.items() <= made.items()
     assert "NCCL_SOCKET_IFNAME" not in node_environment({}, None, Path("/scratch"))
+    assert node_environment({"OMP_PROC_BIND": "true"}, None, Path("/scratch"))["OMP_PROC_BIND"] == "false", (
+        "all ranks of the node would be bound to its first core"
+    )
 
 
 def test_compiled_code_is_read_from_no_folder_that_others_can_write(tmp_path):

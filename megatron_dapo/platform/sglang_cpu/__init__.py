@@ -21,6 +21,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_dapo.child_environment import ONE_THREAD
+
 SITE = Path(__file__).parent / "site"
 
 MAX_TOTAL_TOKENS = 16384
@@ -36,11 +38,8 @@ def server_environment(environ: dict[str, str] | None = None, tensor_model_paral
     if tensor_model_parallel_size > 1:  # without it SGLang wants a NUMA node per rank
         cores = (str(rank % (os.cpu_count() or 1)) for rank in range(tensor_model_parallel_size))
         environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
-    return environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",  # two threads spin on barriers and take 2.3 times the CPU
-    }
+    # two threads spin on barriers and take 2.3 times the CPU, and a process that has some cannot be forked
+    return environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
 
 
 def server_arguments(max_total_tokens: int | None = None, max_running_requests: int | None = None) -> list[str]:

@@ -1,0 +1,138 @@
+"""What a user's environment holds keeps no process of ours from starting, nor several from working together."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.child_environment import cache_folder, places_to_write
+from megatron_dapo.config import UserError, load_config
+from megatron_dapo.platform import sglang_cpu
+from megatron_dapo.rewards import RewardPool, RewardRequest
+from megatron_dapo.rollout import sglang_command
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+NO_HOME = "/dev/null/home"
+SOCKET_NAME = "tmp01234567"  # as tempfile makes them
+
+
+def python(code: str, environment: dict[str, str], *arguments: str) -> str:
+    """What it prints."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.check_output(command, env=environment, cwd=REPOSITORY, text=True, timeout=60)
+
+
+def server_environment(host: str = "127.0.0.1") -> dict[str, str]:
+    config = load_config(None, ["actor_rollout_ref.model.path=some/model"])
+    return sglang_command(config, host, 31000, []).environment
+
+
+def test_a_cpu_server_can_fork_though_the_user_gave_libraries_threads():
+    """OpenBLAS starts them when numpy is imported, which SGLang does before it makes its processes."""
+    environment = sglang_cpu.server_environment({**os.environ, "OPENBLAS_NUM_THREADS": "4"})
+    assert python("import numpy, os; print(len(os.listdir('/proc/self/task')))", environment).split() == ["1"]
+
+
+def test_a_reward_process_has_one_thread_and_reads_utf_8_whatever_the_user_set(tmp_path, monkeypatch):
+    """A thread of OpenBLAS takes tens of megabytes of the address space that a worker is allowed."""
+    code = """
+        import numpy, os, sys
+        def score(data_source, response, ground_truth, extra_info):
+            return {"score": float(len(os.listdir("/proc/self/task"))), "correct": sys.flags.utf8_mode == 1}
+    """
+    (tmp_path / "threads_of.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, value in {"OPENBLAS_NUM_THREADS": "4", "PYTHONUTF8": "0", "LC_ALL": "C"}.items():
+        monkeypatch.setenv(name, value)
+
+    async def judge():
+        pool = RewardPool("threads_of:score", {}, num_workers=1, timeout_s=30.0, memory_limit_mb=2048)
+        await pool.start()
+        try:
+            return await pool.score(RewardRequest("mine", "5", "5", {}))
+        finally:
+            await pool.close()
+
+    result = asyncio.run(judge())
+    assert result.correct and result.score == 2  # itself, and the one that watches its pipe
+
+
+def test_a_server_reads_utf_8_in_any_locale(monkeypatch):
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    monkeypatch.setenv("LC_ALL", "C")
+    shown = python("import locale; print(locale.getencoding(), open('/dev/null').encoding)", server_environment())
+    assert shown.lower().split()[-1] == "utf-8"
+
+
+@pytest.mark.parametrize("home", [NO_HOME, None])
+def test_a_server_of_a_user_without_a_home_keeps_its_caches_elsewhere(monkeypatch, tmp_path, home):
+    """As in a container that is run with the number of a user whom it does not know."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("SGLANG_JIT_CACHE_DIR", "/mine")
+    if home is None:
+        for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    else:
+        monkeypatch.setenv("HOME", home)
+    made = server_environment()
+    folder = Path(made["SGLANG_CACHE_DIR"])
+    folder.mkdir()
+    assert folder.is_relative_to(tmp_path) and folder.parent.stat().st_mode & 0o777 == 0o700
+    assert Path(made["TRITON_CACHE_DIR"]).is_relative_to(tmp_path)
+    assert made["SGLANG_JIT_CACHE_DIR"] == "/mine"
+    assert not (REPOSITORY / "~").exists()
+
+
+def test_a_home_that_can_be_written_is_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert places_to_write({}) == {} and not any(tmp_path.iterdir())
+
+
+def test_where_nothing_can_be_written_the_cure_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made.*set TMPDIR"):
+        cache_folder({"TMPDIR": str(tmp_path / "file")})
+
+
+def test_a_server_has_a_folder_for_temporary_files_that_sockets_can_lie_in(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        for num_more, is_left in ((0, True), (1, False)):
+            longest = Path(short, "x" * (107 - len(f"{short}//{SOCKET_NAME}") + num_more))
+            longest.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(longest))
+            monkeypatch.setenv("TMPDIR", str(longest))
+            made = server_environment()["TMPDIR"]
+            assert (made == str(longest)) == is_left
+            with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirectory(dir=short):
+                server.bind(str(Path(longest if is_left else short, SOCKET_NAME)))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
+@pytest.mark.parametrize("setting", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}, {"GOMP_CPU_AFFINITY": "0-7"}])
+def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path, setting):
+    """Each would bind itself to the first core when it imports torch, and with it all that it starts."""
+    affinity = "import os, torch; print(len(os.sched_getaffinity(0)), flush=True)"
+    (tmp_path / "rank.py").write_text(affinity)
+    code = """
+        import sys
+        from launch import local, torchrun
+        from megatron_dapo.config import load_config
+        given = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]"
+        local.checked_config = lambda *_: load_config(None, [f"trainer.run_dir={sys.argv[1]}/run", given])
+        local.process_plan, run_local = lambda _: "", local.run_local
+        local.run_local = lambda config: run_local(config, [sys.executable, f"{sys.argv[1]}/rank.py"])
+        {"local": local, "torchrun": torchrun}[sys.argv[2]].main(sys.argv[3:])
+    """
+    started = {"local": [], "torchrun": ["--standalone", "--nproc-per-node=1", f"{tmp_path}/rank.py"]}
+    for launcher, arguments in started.items():
+        shown = python(code, os.environ | setting, str(tmp_path), launcher, *arguments).split()
+        assert shown == [str(len(os.sched_getaffinity(0)))], launcher
