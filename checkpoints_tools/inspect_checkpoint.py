@@ -17,6 +17,7 @@ from checkpoints_tools.command_line import exit_code, rank
 from checkpoints_tools.contents import Contents
 from checkpoints_tools.tensor_diff import Diff, diff
 from megatron_dapo.config import UserError
+from megatron_dapo.standard_streams import say
 
 DIFFERS_EXIT_CODE = 1  # also: damaged
 
@@ -45,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     contents = Contents.of(options.checkpoint, verify=options.verify)
     if options.json:
-        print(json.dumps(contents.as_json(options.only), indent=2))
+        say(json.dumps(contents.as_json(options.only), indent=2))
     else:
-        print("\n".join(_lines(contents, options)))
+        say("\n".join(_lines(contents, options)))
     return DIFFERS_EXIT_CODE if contents.damage else 0
 
 
@@ -58,9 +59,9 @@ def _diff(options: argparse.Namespace) -> int:
             raise UserError(f"{side.path}: {'; '.join(side.damage)}; compare whole checkpoints.")
     found = diff(*sides, pattern=options.only)
     if options.json:
-        print(json.dumps(found.as_json(), indent=2))
+        say(json.dumps(found.as_json(), indent=2))
     else:
-        print("\n".join(_diff_lines(found, options.diff)))
+        say("\n".join(_diff_lines(found, options.diff)))
     return 0 if found.is_empty else DIFFERS_EXIT_CODE
 
 

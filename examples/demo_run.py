@@ -11,6 +11,7 @@ from examples.cache import ROOT, cache_folder
 from launch.command_line import USER_ERROR_EXIT_CODE, checked_config
 from launch.local import run_local
 from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, UserError
+from megatron_dapo.standard_streams import say
 from megatron_dapo.telemetry import Summary, closing_table, read_metrics
 
 
@@ -37,19 +38,19 @@ class Demo:
             config = checked_config(str(config_path(self.config)), [*prepared, *overrides])
             folder = RunFolder.of(config.trainer)
             _set_aside(folder.path)
-            print(f"{self.title}\nrun folder: {folder.path}\n", flush=True)
+            say(f"{self.title}\nrun folder: {folder.path}\n")
             start = time.monotonic()
             exit_code = run_local(config)
         except UserError as error:
             print(error.report(), file=sys.stderr)
             return USER_ERROR_EXIT_CODE
         if exit_code == SAVED_EXIT_CODE:
-            print(f"\nStopped and saved; go on with: python -m launch.local --config {folder.logs}/config.yaml")
+            say(f"\nStopped and saved; go on with: python -m launch.local --config {folder.logs}/config.yaml")
             return exit_code
         if exit_code:
             print(f"\nThe run ended with exit code {exit_code}; its logs are in {folder.logs}", file=sys.stderr)
             return exit_code
-        print(f"\n{self._closing(config, folder, time.monotonic() - start)}")
+        say(f"\n{self._closing(config, folder, time.monotonic() - start)}")
         return 0
 
     def _closing(self, config: Config, folder: RunFolder, seconds: float) -> str:

@@ -5,6 +5,7 @@ python -m launch.local --config configs/demo.yaml [--replay DIR] [--dry-run] [ke
 
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from launch.command_line import (
     show_log,
 )
 from megatron_dapo.checkpointing import StopSignals
+from megatron_dapo.child_environment import COMMON
 from megatron_dapo.config import (
     SAVED_EXIT_CODE,
     Config,
@@ -31,6 +33,7 @@ from megatron_dapo.config import (
     to_yaml,
     write_whole,
 )
+from megatron_dapo.standard_streams import open_standard_streams, say
 
 log = logging.getLogger("launch")
 
@@ -41,6 +44,7 @@ SERVERS_FAILED_EXIT_CODE = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the user; 1 where the servers failed;
     128 + signal where stopped with nothing saved."""
+    os.environ.update(COMMON)  # before torch is imported here, whose threads would be bound
     made = parser("launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together.")
     made.add_argument("--replay", metavar="DIR", help="train on batches that trainer.dump_batches=true wrote")
     made.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = checked_config(arguments.config, overrides)
         require_one_node(config)
-        print(process_plan(config), flush=True)
+        say(process_plan(config))
         return run_local(config)
     except UserError as error:
         print(error.report(), file=sys.stderr)
@@ -71,6 +75,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
     from megatron_dapo.rollout import ServerFailure, ServerSupervisor
 
+    open_standard_streams()
     run = RunFolder.of(config.trainer).create()
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))

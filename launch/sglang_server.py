@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.command_line import STOP_SIGNALS, USER_ERROR_EXIT_CODE, checked_config, parse, parser, show_log
 from megatron_dapo.checkpointing import StopSignals
 from megatron_dapo.config import Config, RunFolder, UserError
+from megatron_dapo.standard_streams import say
 
 POLL_INTERVAL_S = 0.5
 SERVERS_FAILED_EXIT_CODE = 1
@@ -53,7 +54,7 @@ def serve(config: Config, log_dir: Path | None = None, first_port: int | None = 
             servers.start()
             while stop.received is None:
                 if servers.check() and not was_told:
-                    print("\n".join(servers.urls), flush=True)
+                    say("\n".join(servers.urls))
                     was_told = True
                 time.sleep(POLL_INTERVAL_S)
             return 0

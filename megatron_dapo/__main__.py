@@ -17,6 +17,7 @@ from megatron_dapo.config import (
     load_and_validate,
 )
 from megatron_dapo.config.recipes import add_config_arguments
+from megatron_dapo.standard_streams import open_standard_streams, say
 
 ROLLOUT_FAILED_EXIT_CODE = 1
 USER_ERROR_EXIT_CODE = 2
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    open_standard_streams()
     rank = int(os.environ.get("RANK", "0"))
     overrides = [*arguments.overrides, *([f"trainer.replay={arguments.replay}"] if arguments.replay else [])]
     started = os.environ.get("WORLD_SIZE")
@@ -103,7 +105,7 @@ def _checked_config(path: str | None, overrides: list[str], num_processes: int) 
 
 
 def _config_reference(arguments: argparse.Namespace) -> int:
-    print(config_reference(), end="")
+    say(config_reference().removesuffix("\n"))
     return 0
 
 

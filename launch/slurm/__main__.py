@@ -23,6 +23,7 @@ from megatron_dapo.config import (
     to_yaml,
     write_whole,
 )
+from megatron_dapo.standard_streams import say
 
 NOTHING_TO_DO_EXIT_CODE = 76  # of `plan`: the run is done, as the later jobs of a chain find
 REQUEUE_EXIT_CODE = 75  # of `end`: requeue the job, please
@@ -107,7 +108,7 @@ def write_attempt(plan: Plan, config: Config) -> None:
 def show_plan(config: Config, min_bandwidth: float | None) -> None:
     """Nodes, processes and memory."""
     plan = make_plan(config, Allocation.imagined(config), min_bandwidth=min_bandwidth)
-    print(plan.text(), process_plan(config), sep="\n\n", flush=True)
+    say(f"{plan.text()}\n\n{process_plan(config)}")
 
 
 def wait_command(arguments: argparse.Namespace) -> int:

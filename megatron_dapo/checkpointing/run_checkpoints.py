@@ -15,7 +15,8 @@ from megatron_dapo.checkpointing.torch_dist import load, save
 from megatron_dapo.config import Config, ModelFolder, RunFolder
 from megatron_dapo.config.model_folder import HF
 from megatron_dapo.models import ModelParts, copy_companions, export_hf
-from megatron_dapo.platform import ParallelLayout, say, tell
+from megatron_dapo.platform import ParallelLayout, tell
+from megatron_dapo.standard_streams import say
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer

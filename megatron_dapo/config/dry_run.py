@@ -10,6 +10,7 @@ from megatron_dapo.config.plan import process_plan
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.validation import load_and_validate
 from megatron_dapo.errors import UserError
+from megatron_dapo.standard_streams import say
 
 
 def dry_run(
@@ -33,7 +34,7 @@ def dry_run(
         raise
     check(config)
     if show:
-        print(f"{to_yaml(config)}\n{process_plan(config)}", flush=True)
+        say(f"{to_yaml(config)}\n{process_plan(config)}")
     models = read_model_specs(config)
     sentences = shortage(config, *models) if models else []
     try:

@@ -5,7 +5,6 @@ Import from here what __all__ lists, and `watchdog` for `beat` and `phase`. The 
 """
 
 from megatron_dapo.platform.device import device, is_gpu, model_dtype, prepare_megatron
-from megatron_dapo.platform.output import fall_silent, say
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.ranks import JobError, Ranks, SingleRank, describe, tell, together
 from megatron_dapo.platform.watchdog import Watchdog
@@ -18,11 +17,9 @@ __all__ = [
     "Watchdog",
     "describe",
     "device",
-    "fall_silent",
     "is_gpu",
     "model_dtype",
     "prepare_megatron",
-    "say",
     "tell",
     "together",
 ]

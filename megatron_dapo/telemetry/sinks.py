@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_dapo.config import Config, RunFolder, UserError, write_whole
-from megatron_dapo.platform import fall_silent, say
+from megatron_dapo.standard_streams import fall_silent, say
 from megatron_dapo.telemetry.console import StepTable, progress, validation_line
 
 

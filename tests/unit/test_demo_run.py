@@ -1,6 +1,8 @@
 """How a demo starts and ends."""
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -17,8 +19,9 @@ def started(monkeypatch, tmp_path):
     configs = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def start(*overrides: str, exit_code: int = 0):
+    def start(*overrides: str, exit_code: int = 0, meanwhile=lambda: None):
         def run_local(config):
+            meanwhile()
             configs.append(config)
             records = [{"step": 0, "val/accuracy": 0.27}, {"step": 1, "reward/mean": 0.4, "time/step": 2.0}]
             write_whole(RunFolder.of(config.trainer).metrics, "".join(json.dumps(r) + "\n" for r in records))
@@ -50,6 +53,14 @@ def test_a_mistake_is_reported_before_anything_is_started_or_moved(started, caps
     assert (code, configs) == (2, [])
     assert "total_training_steps" in capsys.readouterr().err
     assert not (tmp_path / "run-1").exists()
+
+
+def test_a_good_run_has_its_exit_code_though_nobody_reads_how_it_ended(started, monkeypatch):
+    """As in `make demo | head`."""
+    ours, its = os.pipe()
+    with open(its, "w") as stdout, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        assert started(meanwhile=lambda: os.close(ours))[0] == 0
 
 
 def test_earlier_runs_are_kept(started, tmp_path):

@@ -1,0 +1,64 @@
+"""What processes of ours find in their environment where the user's would not let them start, or work together."""
+
+import getpass
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_dapo.errors import UserError
+
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+"""For their libraries the last two come before the first; OpenBLAS starts its threads when numpy is imported."""
+
+COMMON = {"OMP_PROC_BIND": "false", "PYTHONUTF8": "1"}
+"""Of every process. Threads bound to places (OMP_PLACES and GOMP_CPU_AFFINITY do it too): each process takes the first
+core, and what it starts inherits that. Another encoding than UTF-8: torch and SGLang read their own files in the
+locale's."""
+
+# of what servers and kernels keep below ~
+_CACHES = ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR")
+# a socket's path has at most 107 bytes; SGLang makes sockets in TMPDIR, named as tempfile does: /tmp01234567
+_MAX_TMPDIR_BYTES = 107 - len("/tmp01234567")
+
+
+def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add for a process that keeps caches below ~ and sockets in TMPDIR, where it could not: a container
+    of a user without a home, a scratch folder with a long name. Raises UserError where there is no other place."""
+    made = {}
+    temporary = tempfile.gettempdir()
+    if len(os.fsencode(temporary)) > _MAX_TMPDIR_BYTES:
+        made["TMPDIR"] = "/tmp"
+    if not _can_make(Path(os.path.expanduser("~/.cache/sglang"))):
+        caches = cache_folder({"TMPDIR": temporary})
+        made |= {name: str(caches / name.lower()) for name in _CACHES if name not in environment}
+    return made
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """On this node's own disk, kept for later jobs of the same user, and no one else's: what lies in it is run."""
+    folder = Path(environment.get("TMPDIR") or "/tmp") / f"megatron_dapo-{_user()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}); set TMPDIR to another place.") from error
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise UserError(f"{folder} is not a folder that only {_user()} can write; set TMPDIR to another place.")
+    return folder
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as containers may be run with
+        return str(os.getuid())
+
+
+def _can_make(folder: Path) -> bool:
+    """Whether it is there, or can be, and be written. ~ stays where no home is known."""
+    there = folder
+    while not os.path.exists(there):
+        there = there.parent
+    return folder.is_absolute() and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
