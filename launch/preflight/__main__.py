@@ -184,11 +184,13 @@ class Preflight:
         self._add("files", files := machine.files(config))
         self._add("GPUs", self._gpus())
         self._add("compiler", gpus.compiler(self._uses_gpus))
+        serves = self._starts_servers and arguments.role != "trainer"
+        if serves and self._uses_gpus:
+            self._add("CUDA compiler", gpus.cuda_compiler())
         if nodes.index == 0 and not files.problem:
             self._add("disk", machine.disk(config, RunFolder.of(config.trainer).path))
         self._add("scratch", machine.scratch())
         self._add("limits", machine.limits(config, self._uses_gpus))
-        serves = self._starts_servers and arguments.role != "trainer"
         servers = servers_per_node(config) if serves else 0
         numbers = list(machine.all_ports(arguments.http_port, servers, arguments.ports))
         self._add("ports", machine.ports(self._host() if serves else "", numbers))

@@ -98,6 +98,39 @@ def compiler(uses_gpus: bool) -> Result:
     return Result("fails", f"{command} does not compile ({last}): {needs}; mend it, or set CC to another.")
 
 
+_CUDA_PROBE = "#include <concepts>\n#include <cuda_runtime.h>\n__global__ void probe() {}\n"
+
+
+def cuda_compiler() -> Result:
+    """Whether a CUDA program compiles and links here, with the nvcc that SGLang takes: a server on GPUs compiles some
+    of its kernels when it starts, and ends where it cannot."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = None if home else shutil.which("nvcc")
+    nvcc = Path(found or Path(home or "/usr/local/cuda", "bin", "nvcc"))
+    needs = "SGLang compiles kernels with the CUDA toolkit when a server starts"
+    cure = "install CUDA 13 there, load its module before sbatch (or set CUDA_HOME), or use a container that has it."
+    if not nvcc.is_file():
+        return Result("none", f"has no {nvcc}: {needs}; {cure}")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cu")
+        source.write_text(_CUDA_PROBE)
+        flags = ["-std=c++20", "-Xcompiler", "-fPIC", "-shared", "-o", str(source.with_suffix(".so"))]
+        libraries = [f"-L{nvcc.parent.parent}/lib64", "-lcudart"]
+        try:
+            command = [str(nvcc), str(source), *flags, *libraries]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Result("fails", f"cannot run {nvcc} ({error}): {needs}; {cure}")
+    if done.returncode == 0:
+        return Result(str(nvcc))
+    lines = [*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines()]
+    told = (line for line in lines if "error" in line or "cannot find" in line)  # the linker says the latter
+    why = next(told, f"exit code {done.returncode}")
+    return Result(
+        "fails", f"{nvcc} does not compile C++20 ({why}): {needs}; mend it (g++ 10 or newer, its libcudart), or {cure}"
+    )
+
+
 def _scheme() -> str:
     """Debian's own Python names a scheme whose headers' folder is empty; Triton passes over it too."""
     scheme = sysconfig.get_default_scheme()

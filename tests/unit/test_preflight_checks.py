@@ -220,6 +220,37 @@ def test_missing_headers_are_told_with_their_package(tmp_path, monkeypatch):
     assert f"has no {tmp_path}/Python.h" in problem and "-dev (or -devel)" in problem
 
 
+@pytest.mark.parametrize("place", ["CUDA_HOME", "CUDA_PATH", "PATH"])
+def test_the_cuda_compiler_is_the_one_that_sglang_takes_and_is_tried(place, tmp_path, monkeypatch):
+    """SGLang asks for it in this order, and compiles C++20 with it."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    nvcc = script(tmp_path / "bin" / "nvcc", f'echo "$@" > {tmp_path}/asked')
+    monkeypatch.setenv(place, str(tmp_path if place != "PATH" else tmp_path / "bin"))
+    assert (gpus.cuda_compiler().found, gpus.cuda_compiler().problem) == (nvcc, None)
+    asked = (tmp_path / "asked").read_text()
+    assert "-std=c++20" in asked and f"-L{tmp_path}/lib64 -lcudart" in asked and "probe.cu" in asked
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (None, "has no "),
+        ("echo nvcc warning : old >&2; echo fatal error: concepts: no such file >&2; exit 1", "(fatal error: concepts"),
+        ("echo ld: cannot find -lcudart >&2; echo error: ld returned 1 >&2; exit 1", "(ld: cannot find -lcudart)"),
+        ("exit 3", "(exit code 3)"),
+    ],
+)
+def test_a_node_without_a_working_cuda_compiler_is_told_before_its_servers_fail(line, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    if line:
+        script(tmp_path / "bin" / "nvcc", line)
+    problem = gpus.cuda_compiler().problem
+    assert told in problem and f"{tmp_path}/bin/nvcc" in problem and "CUDA_HOME" in problem and problem.endswith(".")
+
+
 def script(file: Path, line: str) -> str:
     file.write_text(f"#!/bin/sh\n{line}\n")
     file.chmod(0o755)
