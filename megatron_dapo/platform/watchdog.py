@@ -340,10 +340,12 @@ def _end_after(seconds: float) -> None:
 
 
 def _flight_records() -> Iterator[tuple[str, bytes]]:
-    """torch's records of the last collectives, as JSON, by who keeps them; none where this torch keeps none."""
+    """torch's records of the last collectives, as JSON, by who keeps them; none where this torch keeps none, and none
+    of NCCL where no GPU is used: builds for GPUs keep an empty one."""
     bindings = torch._C._distributed_c10d  # no public name leads there
     for recorder, name in (("nccl", "_dump_nccl_trace_json"), ("gloo", "_dump_fr_trace_json")):
-        if dump := getattr(bindings, name, None):
+        used = recorder != "nccl" or torch.cuda.is_initialized()  # asks no driver, which may be what hangs
+        if used and (dump := getattr(bindings, name, None)):
             trace = dump()
             yield recorder, trace if isinstance(trace, bytes) else trace.encode()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_dapo.config import HANG_EXIT_CODE
 from megatron_dapo.platform import Watchdog, watchdog
@@ -88,6 +89,14 @@ def test_a_rank_that_waits_is_known_without_its_source_which_may_be_on_a_file_sy
     scope["run"](SimpleNamespace(wait=look, go=look))
     assert seen == [True, False]
     assert not watchdog._is_waiting(None)
+
+
+@pytest.mark.parametrize(("uses_gpu", "recorders"), [(False, ["gloo"]), (True, ["nccl", "gloo"])])
+def test_nccls_record_is_kept_where_a_gpu_is_used_though_torch_has_one_everywhere(uses_gpu, recorders, monkeypatch):
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        monkeypatch.setattr(torch._C._distributed_c10d, name, lambda: "{}", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
+    assert list(watchdog._flight_records()) == [(recorder, b"{}") for recorder in recorders]
 
 
 def last_words(folder: Path, log: int, trouble: Callable[[Watchdog], None]) -> int | None:
