@@ -86,7 +86,7 @@ def blocking(case: Case) -> dict[str, float]:
 
 
 def background(case: Case) -> dict[str, float]:
-    """The trainer looks in once per step; here a step is POLL_S of doing nothing."""
+    """The trainer looks in between the parts of a step; here one is POLL_S of doing nothing."""
     saver, final = _saver(case, background=True)
     started = time.perf_counter()
     stalls = [_seconds(lambda: saver.start(final, {}, dict))]

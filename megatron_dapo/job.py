@@ -98,6 +98,7 @@ class Job:
         return (list(batch.groups), batch.metrics) if batch else (None, {})
 
     def distribute(self, step: int, groups: list[Group] | None) -> StepShard:
+        self._carry_on_saving()
         with self.telemetry.phase("distribute"):
             return self.distributor(step, groups)
 
@@ -122,6 +123,7 @@ class Job:
 
     def update_policy(self, step: int, shard: StepShard) -> dict[str, float]:
         """Nothing while the critic warms up: then the servers get the same weights again, under a new version."""
+        self._carry_on_saving()
         if step <= self.config.trainer.critic_warmup:
             return {}
         with self.telemetry.phase("update"):
@@ -152,6 +154,12 @@ class Job:
         """Whether the run was asked to stop, and is saved."""
         with self.telemetry.phase("checkpoint"):
             return self.checkpoints.after_step(step, _optimizer_steps(metrics))
+
+    def _carry_on_saving(self) -> None:
+        """Between the parts of a step, so that a checkpoint has its name before the next step ends: it takes two looks,
+        after its tensors and after its checksums, and a run that is killed goes on from what has a name."""
+        with self.telemetry.phase("checkpoint"):
+            self.checkpoints.poll()
 
     def finish(self) -> None:
         """After the last step: waits for the checkpoint that is still being written, then saves the model, which is

@@ -119,6 +119,10 @@ class RunCheckpoints:
             self._report([f"Stopped after step {step} by {asked_by}; saved in {self._run.checkpoint(step)}"])
         return True
 
+    def poll(self) -> None:
+        """Carries on what is ready of the checkpoint that is being written. Raises JobError as `after_step` does."""
+        self._saver.poll()
+
     def rescue(self, step: int, num_optimizer_steps: int = 0) -> None:
         """Before a run ends in failure: saves its last finished step, where that is not done or under way, and finishes
         it. num_optimizer_steps: those of the step, where `after_step` was not told. Raises JobError on all ranks."""

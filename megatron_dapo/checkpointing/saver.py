@@ -91,7 +91,7 @@ class Saver:
             raise
 
     def poll(self) -> None:
-        """Once per step: carries on what is ready, waits for nothing. Raises JobError on all ranks where a write
+        """Now and then: carries on what is ready, waits for nothing. Raises JobError on all ranks where a write
         failed since the last call."""
         saving = self._saving
         if saving is None:

@@ -1,17 +1,22 @@
-"""After the last step: the checkpoint that is still being written, then the model; one does not cost the other."""
+"""What is being written goes on between the parts of a step; after the last one it is waited for, before the model."""
 
 import signal
+import time
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_dapo import trainer
+from megatron_dapo.checkpointing import newest_first
+from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.config import load_config
 from megatron_dapo.job import Job
 from megatron_dapo.platform import JobError, SingleRank
 from megatron_dapo.telemetry import NullTelemetry
+from tests.checkpoint_run import SlowWrite, trainer_state
 
 pytestmark = pytest.mark.unit
 
@@ -39,13 +44,28 @@ class Checkpoints:
         self._stop.__exit__()
 
 
-def job_of(checkpoints: Checkpoints) -> SimpleNamespace:
-    """A job's `finish`, and what the trainer asks for before it."""
+def job_of(checkpoints: Checkpoints | Saver) -> SimpleNamespace:
+    """What these tests ask of a job."""
     save_model = lambda: checkpoints.done.append("model")  # noqa: E731
     job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), _save_model=save_model)
     job.finish = lambda: Job.finish(job)
     job.wait_for_rollout, job.push_weights = nullcontext, lambda version: None
     return job
+
+
+def test_a_checkpoint_has_its_name_before_the_next_step_ends(tmp_path):
+    """Its tensors are ready after the rollout, its checksums after the log-probs."""
+    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0), Retention())
+    job = job_of(saver)
+    job.distributor, job.config = lambda step, groups: None, load_config(None, ["trainer.critic_warmup=9"])
+    job._carry_on_saving = lambda: Job._carry_on_saving(job)
+    saver.start(tmp_path / "step_000001", trainer_state(1), dict)
+    while not saver._saving.pending.is_done():
+        time.sleep(0.01)
+    Job.distribute(job, 2, None)
+    wait([saver._saving.sealing])
+    Job.update_policy(job, 2, None)
+    assert newest_first(tmp_path) == [tmp_path / "step_000001"]
 
 
 def test_the_checkpoint_is_finished_before_the_model_is_saved(tmp_path):
