@@ -105,17 +105,26 @@ def read_conversion(folder: Path) -> dict | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def require_space(path: str | Path, num_bytes: int) -> None:
-    """Raises UserError where the disk of a folder that is to be made has less room than that."""
+def check_output(path: str | Path, num_bytes: int) -> None:
+    """Before anything large is read: raises UserError where the folder is there, cannot be made, or is too large for
+    its disk."""
+    if Path(path).exists():
+        raise UserError(f"--output: `{path}` exists already; remove it, or give another folder.")
     parent = Path(os.path.abspath(path)).parent
     while not parent.exists():
         parent = parent.parent
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise UserError(f"--output: `{path}` cannot be made, `{parent}` cannot be written; give another folder.")
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise UserError(
-            f"--output: `{path}` needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB left; free some, or "
-            "give another folder."
+            f"--output: `{path}` needs {size(num_bytes)}, its disk has {size(free)} left; free some, or give another "
+            "folder."
         )
+
+
+def size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from pathlib import Path
 from checkpoints_tools.converted import (
     CONVERSION,
     FORMAT_VERSION,
+    check_output,
     percentage,
     read_spec,
-    require_space,
     source_dtype,
     torch_dtype,
 )
@@ -63,10 +63,10 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
     spec, folder = job.together(checked_source)
     names = hf_tensors(spec)
     dtype = torch_dtype(arguments.dtype) or job.together(lambda: source_dtype(folder, list(names)))
+    job.together(lambda: check_output(arguments.output, _num_bytes(spec, dtype)), only_main=True)
     output = StagedFolder(arguments.output)
     try:
         job.together(output.open, only_main=True)
-        job.together(lambda: require_space(arguments.output, _num_bytes(spec, dtype)), only_main=True)
         _write_weights(job, arguments, spec, folder, dtype, output.staging)
         job.together(lambda: _write_rest(folder, spec, dtype, output.staging), only_main=True)
         job.together(output.publish, only_main=True)

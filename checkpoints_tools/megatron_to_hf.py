@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 from checkpoints_tools.converted import (
     DTYPE_CHOICES,
+    check_output,
     open_checkpoint,
     percentage,
     read_conversion,
     read_spec,
     require_contents,
-    require_space,
     stored_dtype,
     torch_dtype,
 )
 from checkpoints_tools.job import Job, run
 from megatron_dapo.checkpointing import HF, MEGATRON
-from megatron_dapo.config import MegatronConfig, ModelSpec, UserError
+from megatron_dapo.config import MegatronConfig, ModelSpec
 
 if TYPE_CHECKING:
     from megatron_dapo.models import FilePlan
@@ -84,7 +84,7 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
     folder, spec, stored = job.together(checked_source)
     dtype = torch_dtype(arguments.dtype) or stored
     plan = file_plan(folder, spec, dtype, arguments.max_file_size)
-    job.together(lambda: _check_output(arguments.output, plan), only_main=True)
+    job.together(lambda: check_output(arguments.output, plan.num_bytes), only_main=True)
     require_contents(job, folder)
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         model = load_model(job, folder, spec, stored, layout)
@@ -94,12 +94,6 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
             )
     if job.is_main:
         print(f"{arguments.output}: written in {time.monotonic() - start:.1f} s", flush=True)
-
-
-def _check_output(output: str, plan: "FilePlan") -> None:
-    if Path(output).exists():
-        raise UserError(f"--output: `{output}` exists already; remove it, or give another folder.")
-    require_space(output, plan.num_bytes)
 
 
 def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":

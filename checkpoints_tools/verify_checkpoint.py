@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, require_contents, stored_dtype
+from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, require_contents, size, stored_dtype
 from checkpoints_tools.job import Job, run
 from checkpoints_tools.megatron_to_hf import file_plan, load_model
 from checkpoints_tools.sample_text import SAMPLE_TEXT
@@ -94,7 +94,7 @@ def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
     folder, spec, source = job.together(opened)
     require_contents(job, folder)
     manifest = read_manifest(folder)
-    yield Finding("files", f"{len(manifest.files)} files, {_size(manifest.num_bytes)}, checksums as written", True)
+    yield Finding("files", f"{len(manifest.files)} files, {size(manifest.num_bytes)}, checksums as written", True)
 
     sequences = job.together(lambda: token_sequences(arguments, spec.vocab_size), only_main=True)
     expected = reference_log_probs(arguments.hf_model, sequences) if sequences else None
@@ -106,10 +106,6 @@ def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
             yield _compare_log_probs(job, model, layout, sequences, expected, arguments.tolerance)
         if arguments.round_trip:
             yield _round_trip(job, model, layout, folder, spec, source)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _compare_tensors(

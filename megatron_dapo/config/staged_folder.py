@@ -2,51 +2,86 @@
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from megatron_dapo.config.file_lock import FileLock
 from megatron_dapo.errors import UserError
 
 
 class StagedFolder:
-    """Fill `staging`, a hidden folder beside `path`; then `publish` gives it its name, or `discard` removes it.
+    """Fill `staging`, a hidden folder beside `path`; then `publish` gives it its name; `discard` in any case.
 
-    What a killed process left in the staging folder is removed by the next one. replace: a folder that is there
-    already gives way at the moment of publishing; otherwise it is an error from the start.
+    One process at a time makes a folder of a name. What a killed one left in the staging folder is removed by the next.
+    replace: a folder that is there already gives way at the moment of publishing; otherwise it is an error.
     """
 
     def __init__(self, path: str | Path, *, replace: bool = False) -> None:
         self.path = Path(os.path.abspath(path))
         self.staging = self.path.with_name(f".{self.path.name}.staging")
         self._replace = replace
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        self._is_mine = False
+        self._made: list[Path] = []  # the folders above it that were not there, the innermost first
 
     def open(self) -> None:
-        """Make the staging folder, empty. Raises UserError where it cannot be made or the target is there."""
-        if self.path.exists() and not self._replace:
-            raise UserError(f"`{self.path}` exists already; remove it, or give another folder.")
+        """Make the staging folder, empty. Raises UserError where it cannot be made, the target is there, or another
+        process is writing it."""
+        self._check_target()
         try:
-            if self.staging.exists():
-                shutil.rmtree(self.staging)
-            self.staging.mkdir(parents=True)
+            self._made = [folder for folder in self.path.parents if not folder.exists()]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._is_mine = self._lock.try_acquire()
+            if self._is_mine:
+                self._check_target()  # the one who wrote it may just have ended
+                if self.staging.exists():
+                    shutil.rmtree(self.staging)
+                self.staging.mkdir()
         except OSError as error:
             raise UserError(
                 f"`{self.path}` cannot be written ({error.strerror}); give a folder on a disk that can be written."
             ) from error
+        if not self._is_mine:
+            raise UserError(
+                f"`{self.path}` is being written by {self._lock.holder()}; wait for its end, give another folder, or, "
+                f"where it is lost with its node, remove {self._lock.path}."
+            )
 
     def publish(self) -> None:
-        """The folder has its name, and that is on the disk. Raises OSError."""
+        """Flush all files to the disk, and give the folder its name. Raises OSError, or UserError where another folder
+        has the name by now."""
+        for path in (*self.staging.rglob("*"), self.staging):
+            _flush(path)
+        self._check_target()
         old = self.path.with_name(f".{self.path.name}.old")
         if self.path.exists():
             if old.exists():
                 shutil.rmtree(old)
             self.path.rename(old)
         self.staging.rename(self.path)
-        descriptor = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _flush(self.path.parent)
         if old.exists():
             shutil.rmtree(old)
 
     def discard(self) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
+        """Remove what was not published; nothing of another process that writes the same folder."""
+        if self._is_mine:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        with suppress(OSError):  # what could not be made cannot be removed either
+            self._lock.release(remove=self._is_mine)
+        self._is_mine = False
+        for folder in self._made:
+            with suppress(OSError):  # not empty: the folder is there
+                folder.rmdir()
+
+    def _check_target(self) -> None:
+        if self.path.exists() and not self._replace:
+            raise UserError(f"`{self.path}` exists already; remove it, or give another folder.")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 from checkpoints_tools.job import choose_sizes, torchrun_variables
 from megatron_dapo.config import UserError, read_model_spec
+from megatron_dapo.config.file_lock import FileLock
 from megatron_dapo.platform import SingleRank
 from tests.tiny_models import make_tiny
 
@@ -165,7 +166,7 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(source, converted, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: usage)
         assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
-    assert "GB left" in capsys.readouterr().err
+    assert "needs 0.3 MB, its disk has 0.0 MB left" in capsys.readouterr().err
     assert outputs(tmp_path) == ["file"]
 
 
@@ -175,7 +176,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(source, converted, tmp_p
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may grow beyond that
     try:
-        assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+        assert main([*arguments, "--output", str(tmp_path / "runs" / "a" / "out")]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().err
@@ -219,7 +220,7 @@ def test_a_conversion_that_is_ended_leaves_nothing(source, tmp_path, monkeypatch
     with pytest.raises(SystemExit) as end:
         hf_to_megatron.main(["--hf-model", str(source), "--output", str(tmp_path / "out")])
     assert end.value.code == 128 + signal.SIGTERM
-    assert [path.name for path in staged] == [".out.staging"] and outputs(tmp_path) == []
+    assert {path.name for path in staged} == {".out.staging", ".out.lock"} and outputs(tmp_path) == []
 
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(source, tmp_path):
@@ -236,6 +237,19 @@ def test_an_output_that_exists_is_not_touched(source, converted, tmp_path, capsy
         assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
         assert "exists already" in capsys.readouterr().err
     assert outputs(tmp_path) == ["out"] and not list((tmp_path / "out").iterdir())
+
+
+def test_an_output_that_another_process_writes_is_refused_and_left_to_it(
+    source, converted, tmp_path, capsys, monkeypatch
+):
+    theirs = tmp_path / ".out.staging" / "model"
+    theirs.mkdir(parents=True)
+    monkeypatch.setattr(FileLock, "try_acquire", lambda lock: False)
+    monkeypatch.setattr(FileLock, "holder", lambda lock: "process 7 on node2")
+    for main, arguments in converters(source, converted).values():
+        assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+        assert "out` is being written by process 7 on node2; wait for its end" in capsys.readouterr().err
+        assert theirs.is_dir() and outputs(tmp_path) == [".out.staging"]
 
 
 def test_a_damaged_checkpoint_is_not_converted(converted, tmp_path, capsys):
