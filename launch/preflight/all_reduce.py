@@ -226,10 +226,13 @@ def _all_reduce(job: Job) -> float:
     import torch
     import torch.distributed as dist
 
+    from megatron_dapo.platform import nccl
+
     timeout = timedelta(seconds=job.timeout_s)
     store = dist.TCPStore(*job.address, is_master=False, wait_for_workers=False, timeout=timeout)
     device = torch.device("cpu")
     if job.backend == "nccl":
+        nccl.prepare()
         device = torch.device("cuda", job.device)
         torch.cuda.set_device(device)
     store = dist.PrefixStore(job.key, store)

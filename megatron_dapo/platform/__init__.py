@@ -1,6 +1,6 @@
 """Which device and backend this process uses, its place in the parallel layout, and the CPU adaptations.
 
-Import from here what __all__ lists, and `watchdog` for `beat` and `phase`. The adaptations themselves (`megatron_cpu`,
+Import from here what __all__ lists, `watchdog` for `beat` and `phase`, and `nccl`. The adaptations themselves (`megatron_cpu`,
 `sglang_cpu`) are imported only where there is no GPU.
 """
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from launch.preflight import all_reduce
 from megatron_dapo.platform import ParallelLayout, nccl
 from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup
 
@@ -112,21 +113,35 @@ def test_trainer_and_servers_meet_under_the_keys_of_torchs_own_helper(made, monk
     group.close()
 
 
-def test_the_trainer_prepares_nccl_before_it_joins_and_what_the_user_set_stays(monkeypatch):
-    seen = []
+@pytest.fixture
+def seen(monkeypatch) -> list[dict]:
+    """NCCL's settings whenever a process joins its job, which it does not do."""
+    noted = []
 
     def join(*_: object, **__: object) -> None:
-        seen.append({name: os.environ.get(name) for name in (*nccl.ENVIRONMENT, BLOCKING_WAIT)})
+        noted.append({name: os.environ.get(name) for name in (*nccl.ENVIRONMENT, BLOCKING_WAIT)})
         raise InterruptedError
 
-    monkeypatch.setattr("megatron_dapo.platform.parallel.prepare_megatron", lambda: None)
-    monkeypatch.setattr("megatron_dapo.platform.parallel.is_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", join)
+    return noted
+
+
+def test_the_trainer_prepares_nccl_before_it_joins_and_what_the_user_set_stays(seen, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.platform.parallel.prepare_megatron", lambda: None)
+    monkeypatch.setattr("megatron_dapo.platform.parallel.is_gpu", lambda: True)
     for given in ({}, dict.fromkeys((*nccl.ENVIRONMENT, BLOCKING_WAIT), "1")):
         monkeypatch.setattr(os, "environ", given)
         with pytest.raises(InterruptedError):
             ParallelLayout.initialize()
     assert seen[0] == {"NCCL_CUMEM_ENABLE": "0", BLOCKING_WAIT: "0"}
     assert set(seen[1].values()) == {"1"}
+
+
+def test_the_preflight_measures_nccl_as_the_run_will_use_it(seen, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(InterruptedError):
+        all_reduce._all_reduce(all_reduce.Job("ring", ("127.0.0.1", store.port), 0, 2, "nccl", 0, WAIT_S))
+    assert seen == [{"NCCL_CUMEM_ENABLE": "0", BLOCKING_WAIT: "0"}]
