@@ -1,7 +1,7 @@
 """Which device and backend this process uses, its place in the parallel layout, and the CPU adaptations.
 
-Import from here what __all__ lists, `watchdog` for `beat` and `phase`, and `nccl`. The adaptations themselves (`megatron_cpu`,
-`sglang_cpu`) are imported only where there is no GPU.
+Import from here what __all__ lists, `watchdog` for `beat` and `phase`, and `nccl`. The adaptations themselves
+(`megatron_cpu`, `sglang_cpu`) are imported only where there is no GPU.
 """
 
 from megatron_dapo.platform.device import device, is_gpu, model_dtype, prepare_megatron
