@@ -20,6 +20,7 @@ import pyarrow.parquet
 from checkpoints_tools.command_line import exit_code, no_space, progress, rank
 from megatron_dapo.config import UserError, whole_file
 from megatron_dapo.data import content_key
+from megatron_dapo.standard_streams import say
 
 BATCH_ROWS = 8192  # read at once, and of a row group written
 READ_BUFFER_BYTES = 1 << 20  # per column; pyarrow's own choice is to read a whole row group ahead
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         report = dedup([Path(name) for name in options.input], Path(options.output), options.prompt_key)
-        print(json.dumps(report.as_json(), indent=2) if options.json else report.table())
+        say(json.dumps(report.as_json(), indent=2) if options.json else report.table())
 
     return exit_code(work)
 

@@ -25,6 +25,7 @@ from checkpoints_tools.job import Job, run
 from megatron_dapo.checkpointing import HF, MEGATRON, write_manifest
 from megatron_dapo.config import MegatronConfig, ModelSpec, write_whole
 from megatron_dapo.config.staged_folder import StagedFolder
+from megatron_dapo.standard_streams import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,8 +76,8 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
             output.discard()
     if job.is_main:
         if tables := folder.names - exportable(spec):
-            print(f"left out: {len(tables)} tables of rotary embeddings ({min(tables)} ...), which config.json implies")
-        print(f"{arguments.output}: written in {time.monotonic() - start:.1f} s", flush=True)
+            say(f"left out: {len(tables)} tables of rotary embeddings ({min(tables)} ...), which config.json implies")
+        say(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
 
 
 def _num_bytes(spec: ModelSpec, dtype) -> int:

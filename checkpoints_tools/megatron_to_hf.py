@@ -27,6 +27,7 @@ from checkpoints_tools.converted import (
 from checkpoints_tools.job import Job, run
 from megatron_dapo.checkpointing import HF, MEGATRON
 from megatron_dapo.config import MegatronConfig, ModelSpec
+from megatron_dapo.standard_streams import say
 
 if TYPE_CHECKING:
     from megatron_dapo.models import FilePlan
@@ -93,7 +94,7 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
                 model, layout, folder / HF, arguments.output, plan=plan, dtype=dtype, replace=False, progress=done
             )
     if job.is_main:
-        print(f"{arguments.output}: written in {time.monotonic() - start:.1f} s", flush=True)
+        say(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
 
 
 def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":

@@ -22,6 +22,7 @@ from checkpoints_tools.megatron_to_hf import file_plan, load_model
 from checkpoints_tools.sample_text import SAMPLE_TEXT
 from megatron_dapo.checkpointing import HF, read_manifest
 from megatron_dapo.config import ModelSpec, UserError
+from megatron_dapo.standard_streams import say
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def verify(job: Job, arguments: argparse.Namespace) -> int:
     for finding in _findings(job, arguments):
         good = good and finding.good
         if job.is_main:
-            print(f"{finding.what:<11} {'ok     ' if finding.good else 'DIFFERS'} {finding.text}", flush=True)
+            say(f"{finding.what:<11} {'ok     ' if finding.good else 'DIFFERS'} {finding.text}")
     return 0 if good else DIFFERS_EXIT_CODE
 
 

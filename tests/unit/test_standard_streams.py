@@ -33,16 +33,18 @@ def test_ranks_have_standard_streams_though_the_launcher_has_none(tmp_path):
     ("command", "code"),
     [
         (("megatron_dapo", "config-reference"), 0),
+        (("checkpoints_tools.hf_to_megatron", "--hf-model", "examples/arithmetic/base", "--output", "{folder}/new"), 0),
         (("megatron_dapo", "train", "--dry-run", "--config", "configs/dapo_7b.yaml"), 2),  # whose files are not here
         (("launch.slurm", "plan", "--config", "configs/dapo_7b.yaml"), 2),
     ],
 )
-def test_what_a_command_prints_may_go_into_head(command, code):
+def test_what_a_command_prints_may_go_into_head(command, code, tmp_path):
     ours, its = os.pipe()
     os.close(ours)
     with os.fdopen(its, "w") as stdout:
         done = subprocess.run(
-            [sys.executable, "-m", *command], stdout=stdout, stderr=subprocess.PIPE, cwd=REPOSITORY, text=True
+            [sys.executable, "-m", *(word.format(folder=tmp_path) for word in command)],
+            **{"stdout": stdout, "stderr": subprocess.PIPE, "cwd": REPOSITORY, "text": True},
         )
     assert done.returncode == code
     assert "BrokenPipe" not in done.stderr and ("model.path" in done.stderr) == (code == 2)
