@@ -277,8 +277,16 @@ class ReservedPort:
 
 
 def _reachable(host: str) -> str:
-    """What others call a server that binds to `host`."""
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    """What others call a server that binds to `host`. Raises UserError where that is nothing that leads here."""
+    if host in ("0.0.0.0", "::"):
+        given, host = host, os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as a job's plan has it
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise UserError(
+                f"actor_rollout_ref.rollout.server.host = {given}: the servers would be called by this machine's name, "
+                f"{host}, which does not resolve here ({error.strerror}); give an address of this machine instead."
+            ) from error
     return f"[{host}]" if ":" in host else host
 
 

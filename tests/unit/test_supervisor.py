@@ -128,6 +128,18 @@ def test_a_port_in_use_is_a_mistake_of_the_user():
         ReservedPort("127.0.0.1", server.getsockname()[1])
 
 
+def test_servers_that_nobody_could_reach_by_this_machines_name_are_not_started(tmp_path, monkeypatch):
+    """They would not be called healthy before the whole time for their start is over."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    with pytest.raises(UserError, match=r"server.host = 0\.0\.0\.0.*no-such-name.invalid.*give an address"):
+        supervisor(tmp_path, "serves", "host=0.0.0.0")
+    monkeypatch.setenv("SLURMD_NODENAME", "localhost")  # the name that a job's plan gave to the others
+    servers = supervisor(tmp_path, "serves", "host=0.0.0.0")
+    assert servers.urls[0].startswith("http://localhost:")
+    servers.stop()
+
+
 def test_the_command_of_a_cpu_server_serves_fp32_on_its_port_with_the_cpu_adaptation():
     config = load_config(None, ["actor_rollout_ref.model.path=some/model", f"{SERVER}.extra_args=[--log-level, debug]"])
     made = sglang_command(config, "127.0.0.1", 31000, [])
