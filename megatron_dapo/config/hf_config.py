@@ -12,12 +12,9 @@ from megatron_dapo.errors import UserError
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling. Megatron knows these low, high and original values only."""
+    """Llama 3's frequency scaling, with low_freq_factor 1, high_freq_factor 4 and 8192 original positions."""
 
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,9 @@ NEUTRAL_VALUES: dict[str, Callable[[object], bool]] = {
     "pretraining_tp": lambda value: value in (None, 1),
     "quantization_config": lambda value: value is None,
     "logits_soft_cap": lambda value: value is None,
-    "layer_types": lambda value: value is None or set(value) == {"full_attention"},
+    "layer_types": lambda value: (
+        value is None or (isinstance(value, list) and {*map(str, value)} == {"full_attention"})
+    ),
     "shared_expert_intermediate_size": lambda value: not value,
 }
 # As above: every layer of a mixture has experts, no layer of another family has. What training by log-probs does not
@@ -118,14 +117,16 @@ def read_model_spec(path: str | Path) -> ModelSpec:
 
 
 def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
-    """ModelSpec of a parsed config.json."""
-    architecture = (hf.get("architectures") or ["none"])[0]
+    """ModelSpec of a parsed config.json. Raises UserError with everything that is wrong or not supported there."""
+    named = hf.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "none"
     family = FAMILIES.get(architecture)
     if family is None:
         raise UserError(
             [f"{source}: architecture `{architecture}` is not supported; supported are {', '.join(FAMILIES)}"]
         )
-    mixture, mixture_problems = _mixture(hf, source) if family.is_mixture else (None, [])
+    no_values = _no_values(hf, source, family)
+    mixture, mixture_problems = _mixture(hf, source) if family.is_mixture and not no_values else (None, [])
     neutral = NEUTRAL_VALUES | (NEUTRAL_IN_MIXTURES if family.is_mixture else NEUTRAL_IN_OTHERS)
     wrong = [
         f"{source}: `{key}: {hf[key]}` is not supported for {architecture}"
@@ -133,10 +134,10 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         if key in hf and not is_neutral(hf[key])
     ]
     rope, rope_problems = _rope(hf, source)
-    missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if key not in hf]
+    missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if hf.get(key) is None]
     missing += mixture_problems
-    if wrong or rope_problems or missing:
-        raise UserError(wrong + rope_problems + missing)
+    if no_values or wrong or rope_problems or missing:
+        raise UserError(no_values + wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
     return ModelSpec(
         family=architecture,
@@ -149,9 +150,9 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         vocab_size=hf["vocab_size"],
         max_positions=hf["max_position_embeddings"],
         norm_eps=hf["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta", hf.get("rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(rope),
-        tied_embeddings=hf.get("tie_word_embeddings", False),
+        rope_theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        rope_scaling=RopeScaling(float(rope["factor"])) if _rope_type(rope) == "llama3" else None,
+        tied_embeddings=bool(hf.get("tie_word_embeddings")),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         mixture=mixture,
@@ -161,6 +162,32 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
 REQUIRED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
+_SIZES = (
+    *REQUIRED[:-1], "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok",
+)  # fmt: skip
+_NUMBERS = ("rms_norm_eps", "rope_theta")
+_SWITCHES = ("tie_word_embeddings", "norm_topk_prob")
+
+
+def _no_values(hf: dict, source: str, family: Family) -> list[str]:
+    """A sentence per key whose value is of a wrong type. null is as good as absent."""
+    sizes = (*_SIZES, family.ffn_key) if family.is_mixture else (*_SIZES[:-3], family.ffn_key)
+    kinds = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
+    kinds |= dict.fromkeys(_NUMBERS, ("a number above 0", _is_positive))
+    kinds |= dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool)))
+    return [
+        f"{source}: `{key}: {json.dumps(hf[key])}` is not {what}"
+        for key, (what, is_one) in kinds.items()
+        if hf.get(key) is not None and not is_one(hf[key])
+    ]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def num_experts_of(hf: dict) -> Any:
@@ -170,7 +197,7 @@ def num_experts_of(hf: dict) -> Any:
 
 def _mixture(hf: dict, source: str) -> tuple[Mixture | None, list[str]]:
     """The experts, and what is wrong there."""
-    num_experts, per_token, norm = num_experts_of(hf), hf.get("num_experts_per_tok"), hf.get("norm_topk_prob", False)
+    num_experts, per_token, norm = num_experts_of(hf), hf.get("num_experts_per_tok"), bool(hf.get("norm_topk_prob"))
     found = {"num_experts": num_experts, "num_experts_per_tok": per_token}
     if missing := [f"{source}: `{key}` is missing" for key, value in found.items() if value is None]:
         return None, missing
@@ -185,21 +212,38 @@ def _mixture(hf: dict, source: str) -> tuple[Mixture | None, list[str]]:
 
 def _rope(hf: dict, source: str) -> tuple[dict, list[str]]:
     """The rotary settings, under their new name (rope_parameters) or old (rope_scaling), and what is wrong there."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return rope, []
-    if kind != "llama3":
+    given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    if wrong := [
+        f"{source}: `{name}: {json.dumps(rope)}` is not one object with the settings of all layers"
+        for name, rope in given.items()
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
+    ]:
+        return {}, wrong
+    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+        return {}, [f"{source}: `rope_parameters` and `rope_scaling` differ; keep the one that is meant"]
+    rope = next(iter(given.values()), {})
+    kind = _rope_type(rope)
+    if kind not in ("default", "llama3"):
         return rope, [f"{source}: rope type `{kind}` is not supported; supported are default and llama3"]
-    known = RopeScaling(rope.get("factor", 8.0))
-    wrong = [
-        f"{source}: llama3 rope `{key}: {rope[key]}` is not supported; Megatron's value is {getattr(known, key)}"
-        for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if key in rope and rope[key] != getattr(known, key)
+    return rope, [
+        f"{source}: {kind} rope `{key}: {json.dumps(rope.get(key))}` is not supported; it must be {what}"
+        for key, (what, is_good) in (_ROPE_VALUES | (_LLAMA3_VALUES if kind == "llama3" else {})).items()
+        if not is_good(rope.get(key))
     ]
-    return rope, wrong
 
 
-def _rope_scaling(rope: dict) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return RopeScaling(float(rope.get("factor", 8.0))) if kind == "llama3" else None
+def _rope_type(rope: dict) -> object:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+_ROPE_VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "rope_theta": ("a number above 0", lambda value: value is None or _is_positive(value)),
+    "partial_rotary_factor": ("1", lambda value: value in (None, 1.0)),
+}
+# Megatron knows these low, high and original values only; where one is absent, libraries take different ones
+_LLAMA3_VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "factor": ("a number above 0", _is_positive),
+    "low_freq_factor": ("1", lambda value: value == 1),
+    "high_freq_factor": ("4", lambda value: value == 4),
+    "original_max_position_embeddings": ("8192", lambda value: value == 8192),
+}

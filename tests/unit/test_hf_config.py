@@ -17,6 +17,10 @@ QWEN2 = {
     "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
     "use_sliding_window": False, "vocab_size": 152064,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 def test_qwen2_5_32b_is_read_as_published():
@@ -29,8 +33,8 @@ def test_qwen2_5_32b_is_read_as_published():
 def test_new_and_old_names_of_the_rotary_settings_mean_the_same():
     llama = {**QWEN2, "architectures": ["LlamaForCausalLM"]}
     del llama["rope_theta"]
-    new = {**llama, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0}}
-    old = {**llama, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 32.0}}
+    new = {**llama, "rope_parameters": {**LLAMA3, "rope_theta": 5e5, "factor": 32.0}}
+    old = {**llama, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "factor": 32.0}}
     assert model_spec(new) == model_spec(old)
     assert model_spec(new).rope_scaling == RopeScaling(32.0)
 
@@ -43,15 +47,43 @@ def test_new_and_old_names_of_the_rotary_settings_mean_the_same():
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"layer_types": 4}, ["layer_types: 4"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, ["low_freq_factor", "2.0"]),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, ["low_freq_factor: 2.0", "must be 1"]),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor: null", "a number above 0"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
+         ["original_max_position_embeddings: null", "8192"]),
+        # transformers and SGLang take the first of these two, whose type may be another
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}}, ["differ; keep"]),
+        ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor: 0.5"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters", "all layers"]),
+        ({"rope_parameters": "yarn"}, ["rope_parameters", "all layers"]),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named(change, named):
     with pytest.raises(UserError) as error:
         model_spec({**QWEN2, **change})
     assert all(word in str(error.value) for word in named)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"])
+@pytest.mark.parametrize("value", ["4", -1, {}, [64]])
+def test_a_value_of_a_wrong_type_is_named(key, value):
+    with pytest.raises(UserError) as error:
+        model_spec({**QWEN2, key: value})
+    (sentence,) = error.value.sentences
+    assert f"`{key}: {json.dumps(value)}` is not " in sentence
+
+
+def test_null_is_as_good_as_absent():
+    nothing = dict.fromkeys(("head_dim", "rope_scaling", "rope_parameters", "tie_word_embeddings", "num_experts"))
+    assert model_spec(QWEN2 | nothing) == model_spec(QWEN2)
+    for nobody in (None, [], "Qwen2ForCausalLM", {"a": 1}):
+        with pytest.raises(UserError, match="architecture `none` is not supported"):
+            model_spec(QWEN2 | {"architectures": nobody})
+    with pytest.raises(UserError, match="`hidden_size` is missing"):
+        model_spec(QWEN2 | {"hidden_size": None})
 
 
 QWEN3_MOE = {
@@ -84,6 +116,7 @@ def test_qwen3_30b_a3b_is_read_as_published():
         ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size: 512"),
         ({"num_experts": None}, "`num_experts` is missing"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok: 129"),
+        ({"num_experts": 2.5}, "`num_experts: 2.5` is not a whole number above 0"),
         ({"num_experts_per_tok": 1}, "norm_topk_prob: true"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "num_experts: 128` is not supported for Qwen3ForCausalLM"),
     ],

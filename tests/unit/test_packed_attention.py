@@ -19,7 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 pytestmark = pytest.mark.unit
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 SPEC = model_spec(MODEL_JSON | {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM})
 SCALED = model_spec(
     MODEL_JSON | {"architectures": ["LlamaForCausalLM"], "head_dim": 128, "rope_parameters": LLAMA3, "rope_theta": 1e4}
