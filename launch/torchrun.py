@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_dapo.checkpointing.stop_signals import is_nohup
 from megatron_dapo.child_environment import COMMON
 from megatron_dapo.config import SAVED_EXIT_CODE
 from megatron_dapo.errors import exit_phrase
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 USER_ERROR_EXIT_CODE = 2
 # a rank saves at the end of its step, which may take long
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
-_LEFT_TO_TORCHRUN = "SIGINT,SIGHUP,SIGQUIT"
+_LEFT_TO_TORCHRUN = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.run import parse_args, run
 
     arguments = parse_args(argv)
-    arguments.signals_to_handle = _LEFT_TO_TORCHRUN
+    arguments.signals_to_handle = ",".join(number.name for number in _LEFT_TO_TORCHRUN if not is_nohup(number))
     for number in _FORWARDED:
         signal.signal(number, _forward)
     try:

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from types import FrameType
 
 
+def is_nohup(number: signal.Signals) -> bool:
+    """Whether it is SIGHUP in a process that `nohup` started, which is to go on when its terminal is closed."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
 class StopSignals:
     """While entered, remembers the first of the signals, and how many requests came. Outside the main thread it changes
-    nothing: signals go there."""
+    nothing: signals go there. Under `nohup` SIGHUP is no such signal."""
 
     def __init__(
         self,
@@ -30,7 +35,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._remember) for number in self._numbers}
+            heeded = [number for number in self._numbers if not is_nohup(number)]
+            self._previous = {number: signal.signal(number, self._remember) for number in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -205,6 +205,24 @@ def test_a_dry_run_shows_the_plan_then_says_what_is_missing_and_starts_nothing(t
     assert "models/Qwen2.5-7B, which is not a folder here" in error and "dapo-math-17k.parquet" in error
 
 
+HANGS_UP_ON_ITS_LAUNCHER = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(2)"
+
+
+def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_local(config(tmp_path), rank_script(HANGS_UP_ON_ITS_LAUNCHER)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_torchrun_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path):
+    (tmp_path / "rank.py").write_text(HANGS_UP_ON_ITS_LAUNCHER)
+    arguments = ("-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(tmp_path / "rank.py"))
+    run = subprocess.run(["nohup", sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, timeout=60)
+    assert run.returncode == 0, run.stderr.decode()
+
+
 class LostServers:
     """Of which none can be restarted any more."""
 
