@@ -11,8 +11,8 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     # beside config, whose schema takes longer to import than a reward or environment process to start
-    ("errors", "parent_death"),
-    ("config", "algorithms"),
+    ("errors", "parent_death", "standard_streams"),
+    ("config", "algorithms", "child_environment"),
     ("data", "kernels", "platform"),
     ("models", "rewards"),
     ("envs",),
