@@ -25,6 +25,17 @@ STAMP = VENV / "setup.json"
 LOG = VENV / "setup.log"
 PLATFORMS = ("cpu", "cuda")
 OWN = {"pip", "megatron-dapo"}  # in .venv without being in the lock
+# Of the user's environment: what puts packages of another Python before ours, versions before the lock's (NVIDIA's
+# containers set PIP_CONSTRAINT to their own), or packages elsewhere than into .venv.
+NOT_OURS = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PIP_REQUIRE_VIRTUALENV",
+    "PIP_CONSTRAINT",
+    "PIP_USER",
+    "PIP_TARGET",
+    "PIP_PREFIX",
+)
 CURES = (
     ("No space left on device", "Free some disk space (a CPU install takes 3 to 8 GB, a CUDA install about 20)."),
     ("connection broken by", "pip cannot reach its index: `pip config list` shows where it looks."),
@@ -70,10 +81,7 @@ def run(title: str, command: Iterable[str | Path]) -> None:
     """One step: a line with its time; output in the log. Raises SetupError with the end of the output and the cure."""
     print(f"  {title:<44}", end="", flush=True)
     began = time.monotonic()
-    # none of the user's environment may put packages of another Python before ours
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_REQUIRE_VIRTUALENV")
-    }
+    environment = {key: value for key, value in os.environ.items() if key not in NOT_OURS}
     done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, text=True, errors="replace",
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     if VENV.is_dir():

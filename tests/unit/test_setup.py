@@ -150,14 +150,24 @@ def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
-def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_triton_beside_it(checkout):
-    """A CUDA build on a machine without a GPU: what pip's usual index has."""
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PIP_CONSTRAINT", "constraint.txt"),  # in NVIDIA's containers
+        ("PIP_USER", "1"),
+        ("PIP_TARGET", "elsewhere"),
+        ("PIP_PREFIX", "elsewhere"),
+    ],
+)
+def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_triton_beside_it(checkout, variable, value):
+    """A CUDA build on a machine without a GPU: what pip's usual index has. Whatever the user's environment asks for."""
     empty_environment(checkout)
     (checkout / "requirements" / "cpu.txt").write_text("torch==2.13.0\ntriton==3.8.0\n")
+    (checkout / "constraint.txt").write_text("torch==2.9.0\ntriton==3.5.0\n")
     wheel(checkout, "torch", "2.13.0", "triton==3.7.1")
     wheel(checkout, "triton", "3.7.1")
     wheel(checkout, "triton", "3.8.0")
-    done = setup(checkout, PYTHON=sys.executable)
+    done = setup(checkout, PYTHON=sys.executable, **{variable: value})
     failed = [line for line in done.stdout.splitlines() if line.endswith("FAILED")]
     assert len(failed) == 1 and "this project, in place" in failed[0], done.stderr  # there is no setuptools
     assert list(checkout.glob(".venv/lib/*/site-packages/triton-3.8.0.dist-info"))
