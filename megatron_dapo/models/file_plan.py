@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from megatron_dapo.config import ModelSpec
-from megatron_dapo.models.safetensors_files import SafetensorsFolder, TensorSpec, file_order
+from megatron_dapo.models.safetensors_files import SINGLE, SafetensorsFolder, TensorSpec, file_order
 from megatron_dapo.models.weight_map import hf_tensors
 
 _FILE_BYTES = 4 * 2**30
@@ -37,7 +37,7 @@ class FilePlan:
         num_bytes = sum(tensor.num_bytes for part in parts for tensor in part)
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
         if len(parts) == 1:
-            names = ["model.safetensors"]
+            names = [SINGLE]
         files = {name: [tensor.name for tensor in file_order(part)] for name, part in zip(names, parts, strict=True)}
         index = {"total_size": num_bytes} if len(parts) > 1 else None
         return cls(files, {name: {"format": "pt"} for name in names}, index, num_bytes)

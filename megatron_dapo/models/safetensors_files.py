@@ -7,6 +7,7 @@ without gaps. Files are read with plain reads, not mapped: mapped pages would co
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_dapo.config import UserError
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK_BYTES = 64 * 2**20
@@ -67,19 +69,29 @@ class StoredFile:
             raise UserError(f"`{path}` cannot be read ({error.strerror}); copy or download it again.") from error
         try:
             header = json.loads(raw)
-            metadata = header.pop("__metadata__", {})
-            tensors = {name: _stored(fields, start=8 + length) for name, fields in header.items()}
+            metadata = dict(header.pop("__metadata__", {}))
+            tensors, end = _stored_tensors(header, start=8 + length)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"`{path}` is not a safetensors file, or damaged; copy or download it again.") from error
-        end = max((t.start + t.num_bytes for t in tensors.values()), default=8 + length)
         if size != end:
             raise UserError(f"`{path}` has {size} bytes, its header says {end}; copy or download it again.")
-        return cls(path, metadata, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
+        return cls(path, metadata, tensors)
 
 
-def _stored(fields: Mapping, start: int) -> StoredTensor:
-    begin, end = fields["data_offsets"]
-    return StoredTensor(fields["dtype"], tuple(fields["shape"]), start + begin, end - begin)
+def _stored_tensors(header: Mapping, start: int) -> tuple[dict[str, StoredTensor], int]:
+    """In the order of their bytes, which begin at `start` of the file; and where they end. Raises ValueError, TypeError
+    or KeyError where they overlap, leave gaps or have not the length of their shape: one would be read from another's
+    bytes."""
+    tensors, end = {}, start
+    for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, length = fields["data_offsets"][0], fields["data_offsets"][1] - fields["data_offsets"][0]
+        tensor = StoredTensor(fields["dtype"], tuple(fields["shape"]), start + begin, length)
+        if not all(isinstance(number, int) for number in (begin, length, *tensor.shape)) or tensor.start != end:
+            raise ValueError(f"{name} begins at {begin}")
+        if tensor.dtype in DTYPES and length != math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize:
+            raise ValueError(f"{name} has {length} bytes")
+        tensors[name], end = tensor, end + length
+    return tensors, end
 
 
 class SafetensorsFolder:
@@ -95,6 +107,7 @@ class SafetensorsFolder:
         self.index = self._read_index()
         if self.index is not None:
             names = list(dict.fromkeys(self.index["weight_map"].values()))
+            self._check_names(names)
             if absent := [name for name in names if not (self.path / name).is_file()]:
                 raise UserError(
                     f"{key}: `{path}` lacks {listed(absent)} of its index; copy or download what is missing."
@@ -105,6 +118,9 @@ class SafetensorsFolder:
                 raise UserError(f"{key}: `{path}` has no .safetensors file; convert the checkpoint to that format.")
         self.files = {name: StoredFile.read(self.path / name) for name in names}
         self._file_of = {tensor: file for file in self.files.values() for tensor in file.tensors}
+        times = Counter(tensor for file in self.files.values() for tensor in file.tensors)
+        if twice := [name for name, number in times.items() if number > 1]:
+            raise UserError(f"{key}: `{path}` has {listed(twice)} in several files; keep the right one of each.")
         if self.index is not None:
             self._check_index()
 
@@ -114,9 +130,23 @@ class SafetensorsFolder:
             return None
         try:
             index = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(index.get("metadata", {}), dict):
+                raise ValueError("metadata is not an object")
             return index if index["weight_map"].values() else None
         except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
             raise UserError(f"{self._key}: `{file}` is not an index of tensors; copy or download it again.") from error
+
+    def _check_names(self, names: list) -> None:
+        """Of the files of an index: they are written again under these names."""
+        if wrong := [str(name) for name in names if not isinstance(name, str) or Path(name).name != name]:
+            raise UserError(
+                f"{self._key}: the index of `{self.path}` names {listed(wrong)}; put all files into the folder itself."
+            )
+        if SINGLE not in names and (self.path / SINGLE).is_file():
+            raise UserError(
+                f"{self._key}: `{self.path}` has {SINGLE}, which transformers reads, and an index of other files; "
+                "remove what is not meant."
+            )
 
     def _check_index(self) -> None:
         wrong = [name for name, file in self.index["weight_map"].items() if name not in self.files[file].tensors]

@@ -73,6 +73,64 @@ def test_damaged_files_are_named(tmp_path):
         assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["b.weight"].update(data_offsets=header["a.weight"]["data_offsets"]),  # an overlap
+        lambda header: header.pop("a.weight"),  # a gap
+        lambda header: header["b.weight"].update(shape=[7, 5]),
+        lambda header: header["b.weight"].update(dtype="BF16"),
+        lambda header: header["a.bias"].update(shape=[5.0]),
+        lambda header: header.update(__metadata__=[1]),
+    ],
+)
+def test_a_header_that_would_give_other_bytes_is_refused(tmp_path, change):
+    path = tmp_path / "model.safetensors"
+    save_file(tensors(torch.float32), path)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + content[8 + length :])
+    with pytest.raises(UserError, match="is not a safetensors file, or damaged"):
+        StoredFile.read(path)
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
+    contents = tensors(torch.float32)
+    save_file(contents, tmp_path / "a.safetensors")
+    save_file({"b.weight": contents["b.weight"] + 1}, tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match=r"has b\.weight in several files; keep the right one"):
+        SafetensorsFolder(tmp_path)
+    index = {"weight_map": dict.fromkeys(contents, "a.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(SafetensorsFolder(tmp_path).names) == set(contents)  # its files alone count
+    save_file(contents, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"has model\.safetensors, which transformers reads, and an index of other"):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "inner/model.safetensors", "/model.safetensors", 5])
+def test_an_index_may_not_lead_out_of_its_folder(tmp_path, name):
+    """A conversion back writes files of the same names."""
+    inner = tmp_path / "model"
+    (inner / "inner").mkdir(parents=True)
+    for path in (tmp_path, inner / "inner"):
+        save_file(tensors(torch.float32), path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors(torch.float32), name)}
+    (inner / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"the index of .* names {name}; put all files into the folder itself"):
+        SafetensorsFolder(inner)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": [1]}', '{"weight_map": {"a": "b"}, "metadata": 5}'])
+def test_a_damaged_index_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match="index.json` is not an index of tensors"):
+        SafetensorsFolder(tmp_path)
+
+
 def spec(**changes) -> ModelSpec:
     sizes = dict(num_layers=2, hidden_size=8, ffn_size=12, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=11)
     rest = dict(max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied_embeddings=False)
