@@ -2,8 +2,10 @@
 
 import os
 
+from megatron_dapo.child_environment import ONE_THREAD
+
 # before torch and transformers are imported, by this process and by those that tests start
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(ONE_THREAD)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
