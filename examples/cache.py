@@ -3,10 +3,13 @@
 import os
 from pathlib import Path
 
+from megatron_dapo.config import make_folder
+
 ROOT = Path(__file__).parents[1]
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/megatron_dapo, or .cache/ in the repository where that is not set."""
+    """$XDG_CACHE_HOME/megatron_dapo, or .cache/ in the repository where that is not set; made where it is missing.
+    Raises UserError where it cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME")
-    return Path(home) / "megatron_dapo" if home else ROOT / ".cache"
+    return make_folder(Path(home) / "megatron_dapo" if home else ROOT / ".cache", "XDG_CACHE_HOME")

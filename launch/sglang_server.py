@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.command_line import STOP_SIGNALS, USER_ERROR_EXIT_CODE, checked_config, parse, parser, show_log
 from megatron_dapo.checkpointing import StopSignals
-from megatron_dapo.config import Config, RunFolder, UserError
+from megatron_dapo.config import Config, RunFolder, UserError, make_folder
 from megatron_dapo.standard_streams import say
 
 POLL_INTERVAL_S = 0.5
@@ -45,7 +45,7 @@ def serve(config: Config, log_dir: Path | None = None, first_port: int | None = 
     where several nodes share log_dir."""
     from megatron_dapo.rollout import ServerFailure, ServerSupervisor  # imports torch: after the config was checked
 
-    log_dir = log_dir or RunFolder.of(config.trainer).logs
+    log_dir = make_folder(log_dir or RunFolder.of(config.trainer).logs, "--log-dir")
     name, log_file = (f"server-{node}", None) if node else ("server", log_dir / "servers.log")
     with show_log(log_file), StopSignals(STOP_SIGNALS) as stop:
         servers = ServerSupervisor(config, log_dir, first_port=first_port, name=name)

@@ -38,7 +38,7 @@ from megatron_dapo.config.model_checks import read_model_json
 from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.plan import process_plan
 from megatron_dapo.config.reference import config_reference
-from megatron_dapo.config.run_folder import RunFolder, batch_file, batch_steps, whole_file, write_whole
+from megatron_dapo.config.run_folder import RunFolder, batch_file, batch_steps, make_folder, whole_file, write_whole
 from megatron_dapo.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -106,6 +106,7 @@ __all__ = [
     "layout",
     "load_and_validate",
     "load_config",
+    "make_folder",
     "needs_old_log_probs",
     "needs_reference",
     "num_mini_batches",

@@ -1,5 +1,6 @@
 """The one place that knows the file names of a run folder, and how a file is written whole."""
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_dapo.config.schema import TrainerConfig
+from megatron_dapo.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,23 @@ class RunFolder:
         return self.logs / f"{process}.log"
 
     def create(self) -> "RunFolder":
-        """Make the folder and its subfolders; what is there stays."""
-        for folder in (self.tensorboard, self.rollouts, self.checkpoints, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
+        """Make the folder and its subfolders; what is there stays. Raises UserError where they cannot be written."""
+        for folder in (self.path, self.tensorboard, self.rollouts, self.checkpoints):
+            make_folder(folder, "trainer.run_dir")
+        make_folder(self.logs, "trainer.log_dir" if self.log_dir else "trainer.run_dir")
         return self
+
+
+def make_folder(folder: Path, key: str) -> Path:
+    """The folder, made where it is missing. Raises UserError, which names the key to change, where it cannot be made or
+    this user may not write to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made or written ({error.strerror}); choose another {key}.") from error
+    return folder
 
 
 def batch_file(batches: str | Path, step: int) -> Path:

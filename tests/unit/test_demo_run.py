@@ -63,6 +63,13 @@ def test_a_good_run_has_its_exit_code_though_nobody_reads_how_it_ended(started, 
         assert started(meanwhile=lambda: os.close(ours))[0] == 0
 
 
+def test_a_cache_that_cannot_be_written_is_a_mistake_of_the_user(started, monkeypatch, capsys):
+    """As in a repository that another user has installed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    assert started() == (2, [])
+    assert "choose another XDG_CACHE_HOME" in capsys.readouterr().err
+
+
 def test_earlier_runs_are_kept(started, tmp_path):
     for _ in range(3):
         assert started()[0] == 0

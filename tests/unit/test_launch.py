@@ -15,6 +15,7 @@ import pytest
 
 from launch.command_line import require_one_node
 from launch.local import run_local
+from launch.sglang_server import serve
 from megatron_dapo.config import Config, UserError, load_config
 from megatron_dapo.rollout import ServerFailure
 from tests.helpers import REPOSITORY
@@ -221,6 +222,14 @@ def test_torchrun_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path):
     arguments = ("-m", "launch.torchrun", "--standalone", "--nproc-per-node=1", str(tmp_path / "rank.py"))
     run = subprocess.run(["nohup", sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, timeout=60)
     assert run.returncode == 0, run.stderr.decode()
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_mistake_of_the_user():
+    nowhere = load_config(None, ["trainer.run_dir=/dev/null/run", ALREADY_RUNNING])
+    with pytest.raises(UserError, match="/dev/null/run cannot be made.*trainer.run_dir"):
+        run_local(nowhere, rank_script(""))
+    with pytest.raises(UserError, match="/dev/null/run/logs cannot be made.*--log-dir"):
+        serve(nowhere)
 
 
 class LostServers:
