@@ -19,6 +19,7 @@ Message = dict[str, Any]
 
 _CPU_MARGIN_S = 10
 _ERROR_CHARS = 300
+_WATCH_STACK_BYTES = 1 << 18
 
 
 def serve(get_ready: Callable[[Message], tuple[Message, Callable[[Message], Message]]]) -> None:
@@ -28,7 +29,10 @@ def serve(get_ready: Callable[[Message], tuple[Message, Callable[[Message], Mess
     request). A TimeoutError of that function is answered by {"error": "timeout"}, any other by "exception: ...".
     """
     requests, replies = _take_pipes()
+    # the usual one is what `ulimit -s` says, which may be more than the memory limit
+    usual = threading.stack_size(_WATCH_STACK_BYTES)
     threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
+    threading.stack_size(usual)
     settings = json.loads(requests.readline())
     _limit_memory(settings["memory_limit_mb"])
     hello, answer = get_ready(settings)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ ACTIONS = {
     "exit": lambda info: os._exit(3), "sys.exit": lambda info: sys.exit(0), "raise": raise_badly,
     "print": print_and_read, "nan": lambda info: float("nan"), "child": child_that_stays,
     "environment": lambda info: float(any("SECRET" in name or "TOKEN" in name for name in os.environ)),
-    "pid": lambda info: os.getpid(),
+    "pid": lambda info: os.getpid(), "some memory": lambda info: float(len(bytearray(64 << 20)) > 0),
 }
 
 def judge_with_dict(data_source, response, ground_truth, extra_info):
@@ -210,6 +211,19 @@ def test_what_a_reward_function_started_dies_with_its_worker(tmp_path):
     result = run_pool(lambda pool: pool.score(request("child", pid_file=str(pid_file))), timeout_s=1.0)
     assert result.error == "timeout"
     assert ended_within(int(pid_file.read_text()), seconds=5)
+
+
+def test_a_worker_starts_under_any_limit_of_the_stack():
+    """`ulimit -s` is each thread's stack, and may be more than all the memory that a worker is allowed."""
+    usual = resource.getrlimit(resource.RLIMIT_STACK)
+    try:
+        resource.setrlimit(resource.RLIMIT_STACK, (4 << 30, usual[1]))
+        result = run_pool(lambda pool: pool.score(request("some memory")))
+    except ValueError:
+        pytest.skip("no such limit may be set here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, usual)
+    assert result.score == 1.0, result
 
 
 @pytest.mark.parametrize("action", ["idle", "sleep"])
