@@ -1,9 +1,12 @@
-"""What the commands of this folder share: exit codes, one-sentence errors, a progress bar, which process speaks."""
+"""What the commands of this folder share: exit codes, one-sentence errors, signals, options, a progress bar, which
+process speaks."""
 
+import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from megatron_dapo.config import UserError
 
@@ -24,6 +27,49 @@ def exit_code(work: Callable[[], int | None]) -> int:
     except UserError as error:
         print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+
+
+@contextmanager
+def signals_as_exit() -> Iterator[list[int]]:
+    """While the block runs Ctrl-C, SIGTERM and SIGHUP end it as `sys.exit` does, so that what is half written goes
+    away, with the shell's code for the signal. One that was ignored (nohup) stays so. Gives the signals that came."""
+    came: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        if came:  # a second one would break off the removing
+            return
+        came.append(number)
+        if rank() == 0:
+            with suppress(OSError):  # a terminal that was closed
+                os.write(2, f"Ended by {signal.Signals(number).name}.\n".encode())
+        raise SystemExit(128 + number)
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield came
+    except Exception as error:  # libraries make errors of their own of the exit
+        if came:
+            raise SystemExit(128 + came[0]) from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """For `type=` of an option: a whole number."""
+
+    def whole(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = smallest - 1
+        if number < smallest:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {smallest}")
+        return number
+
+    return whole
 
 
 def no_space(path: object, error: OSError) -> UserError:

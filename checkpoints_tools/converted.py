@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_tools.command_line import progress
-from megatron_dapo.checkpointing import HF, MEGATRON, Verdict, read_manifest, verify
+from megatron_dapo.checkpointing import HF, MANIFEST, MEGATRON, Verdict, newest_first, read_manifest, verify
 from megatron_dapo.checkpointing.resume import verify_together
 from megatron_dapo.config import ModelSpec, UserError, read_model_spec
+from megatron_dapo.platform import describe
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +53,24 @@ def read_spec(folder: str | Path, option: str) -> ModelSpec:
     """The model of a config.json. Raises UserError that names the option."""
     config = Path(folder) / "config.json"
     if not config.is_file():
-        raise UserError(f"{option}: `{folder}` has no config.json; give the folder of a complete checkpoint.")
+        raise UserError(f"{option}: `{folder}` {_no_model(Path(folder))}")
     try:
         return read_model_spec(folder)
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{option}: `{config}` cannot be read ({error}); copy or download it again.") from error
+
+
+def _no_model(folder: Path) -> str:
+    """Why there is no config.json, as the end of a sentence."""
+    if not folder.is_dir():
+        return "is not a folder here; correct the path, or download the model: hf download NAME --local-dir DIR."
+    if (folder / MEGATRON).is_dir():
+        return "is a Megatron checkpoint; give the folder of a Hugging Face checkpoint."
+    if inner := sorted(folder.glob("snapshots/*/config.json")):
+        return f"is a cache of downloads; give a checkpoint in it, such as {inner[0].parent}."
+    return "has no config.json; give the folder of a complete checkpoint."
 
 
 def open_checkpoint(path: str | Path) -> Path:
@@ -66,6 +78,15 @@ def open_checkpoint(path: str | Path) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"--checkpoint: `{path}` is not a folder; give one such as runs/NAME/checkpoints/step_000100.")
+    if not (folder / MANIFEST).is_file():
+        if inner := newest_first(folder) or newest_first(folder / "checkpoints"):
+            raise UserError(f"--checkpoint: `{path}` holds checkpoints; give one of them, such as {inner[0]}.")
+        if (folder / "config.json").is_file():
+            raise UserError(
+                f"--checkpoint: `{path}` is a Hugging Face checkpoint; give that of training or of a conversion."
+            )
+        if folder.resolve().name == MEGATRON:
+            folder = folder.resolve().parent
     read_manifest(folder)
     _require_whole(folder, verify(folder, contents=False))
     for part in (MEGATRON, HF):
@@ -92,17 +113,27 @@ def _require_whole(folder: Path, verdict: Verdict) -> None:
 
 
 def stored_dtype(folder: Path) -> "torch.dtype":
-    """The type of a checkpoint's weights, from its metadata."""
+    """The type of a checkpoint's weights, from its metadata. Raises UserError where it is damaged."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    tensors = FileSystemReader(folder / MEGATRON).read_metadata().state_dict_metadata
-    return tensors["embedding.word_embeddings.weight"].properties.dtype
+    try:
+        tensors = FileSystemReader(folder / MEGATRON).read_metadata().state_dict_metadata
+        return tensors["embedding.word_embeddings.weight"].properties.dtype
+    except Exception as error:  # unpickling a damaged file raises anything
+        raise _damaged(folder / MEGATRON / ".metadata", error) from error
 
 
 def read_conversion(folder: Path) -> dict | None:
-    """The record that hf_to_megatron left; none in a checkpoint that training wrote."""
+    """The record that hf_to_megatron left; none in a checkpoint that training wrote. Raises UserError."""
     file = folder / CONVERSION
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    return UserError(f"--checkpoint: `{file}` is damaged ({describe(error)}); use another checkpoint.")
 
 
 def check_output(path: str | Path, num_bytes: int) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpoints_tools.command_line import at_least
 from checkpoints_tools.converted import (
     CONVERSION,
     FORMAT_VERSION,
@@ -45,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the weights; auto: as they are (default)"
     )
-    parser.add_argument("--tp", type=int, metavar="N", help="how the processes cut the model: tensor parallel")
-    parser.add_argument("--pp", type=int, metavar="N", help="... pipeline parallel (default: all of them)")
+    parser.add_argument("--tp", type=at_least(1), metavar="N", help="how the processes cut the model: tensor parallel")
+    parser.add_argument("--pp", type=at_least(1), metavar="N", help="... pipeline parallel (default: all of them)")
     return parser
 
 

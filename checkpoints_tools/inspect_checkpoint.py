@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from checkpoints_tools.command_line import exit_code, rank
+from checkpoints_tools.command_line import exit_code, rank, signals_as_exit
 from checkpoints_tools.contents import Contents
 from checkpoints_tools.tensor_diff import Diff, diff
 from megatron_dapo.config import UserError
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give one checkpoint, or --diff with two")
     if rank() != 0:  # one process is enough for it, however many were started
         return 0
-    return exit_code(lambda: _diff(options) if options.diff else _inspect(options))
+    with signals_as_exit():
+        return exit_code(lambda: _diff(options) if options.diff else _inspect(options))
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -8,14 +8,13 @@ import hashlib
 import math
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from checkpoints_tools.command_line import USER_ERROR_EXIT_CODE, exit_code, rank
+from checkpoints_tools.command_line import USER_ERROR_EXIT_CODE, exit_code, rank, signals_as_exit
 from megatron_dapo.config import ModelSpec, UserError
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ def run(work: "Callable[[Job], int | None]") -> int:
             try:
                 return work(job)
             except UserError as error:
+                if came:  # torch makes a full disk of an exit in the middle of its writing
+                    raise SystemExit(128 + came[0]) from error
                 job.fail(error)
                 return USER_ERROR_EXIT_CODE
             finally:
@@ -48,14 +49,12 @@ def run(work: "Callable[[Job], int | None]") -> int:
                 raise
             return USER_ERROR_EXIT_CODE
 
-    # ended from outside as from inside: what was half written goes away
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     leave_gpus_alone()
     try:
-        return exit_code(joined)
+        with signals_as_exit() as came:
+            return exit_code(joined)
     finally:
-        signal.signal(signal.SIGTERM, before)
         del os.environ["CUDA_VISIBLE_DEVICES"]
         os.environ.update({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
 
@@ -70,6 +69,10 @@ class Job:
     def __init__(self) -> None:
         import torch
         import torch.distributed as dist
+
+        # before there is a group: its functions keep the one of that moment as their default, whose threads would then
+        # outlive `leave`, and some fail when the interpreter ends (exit code 134)
+        import torch.distributed.nn.functional
 
         os.environ.update(torchrun_variables(os.environ))
         alone = "RANK" not in os.environ
@@ -147,12 +150,13 @@ def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | Non
     """(tp, pp). Where neither is given: pipeline stages if they divide the layers, which can work apart."""
     if tp is None and pp is None:
         tp = 1 if spec.num_layers % world_size == 0 else world_size
-    tp = tp or world_size // (pp or 1)
-    pp = pp or world_size // tp
+    tp = tp or max(1, world_size // (pp or 1))
+    pp = pp or max(1, world_size // tp)
     if tp * pp != world_size:
+        started = "1 was" if world_size == 1 else f"{world_size} were"
         raise UserError(
-            f"--tp {tp} x --pp {pp} is {tp * pp} processes, but {world_size} were started; start as many as that, "
-            "or leave both out."
+            f"--tp {tp} x --pp {pp} is {tp * pp} processes, but {started} started; start as many as that, or leave "
+            "both out."
         )
     if spec.num_layers % pp:
         raise UserError(f"--pp {pp} does not divide the model's {spec.num_layers} layers; choose a divisor.")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoints_tools.command_line import at_least
 from checkpoints_tools.converted import (
     DTYPE_CHOICES,
     check_output,
@@ -60,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="e.g. 4GB; default: the files of the model that was converted, else about 4 GB",
     )
-    parser.add_argument("--tp", type=int, metavar="N", help="how the processes cut the model: tensor parallel")
-    parser.add_argument("--pp", type=int, metavar="N", help="... pipeline parallel (default: all of them)")
+    parser.add_argument("--tp", type=at_least(1), metavar="N", help="how the processes cut the model: tensor parallel")
+    parser.add_argument("--pp", type=at_least(1), metavar="N", help="... pipeline parallel (default: all of them)")
     return parser
 
 

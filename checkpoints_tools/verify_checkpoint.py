@@ -8,20 +8,20 @@ the files of a conversion back, byte for byte.
 
 import argparse
 import math
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoints_tools.command_line import at_least
 from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, require_contents, size, stored_dtype
 from checkpoints_tools.job import Job, run
 from checkpoints_tools.megatron_to_hf import file_plan, load_model
 from checkpoints_tools.sample_text import SAMPLE_TEXT
 from megatron_dapo.checkpointing import HF, read_manifest
 from megatron_dapo.config import ModelSpec, UserError
+from megatron_dapo.config.staged_folder import StagedFolder
 from megatron_dapo.standard_streams import say
 
 if TYPE_CHECKING:
@@ -58,13 +58,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the Megatron checkpoint")
     parser.add_argument("--hf-model", required=True, metavar="DIR", help="the Hugging Face checkpoint")
     parser.add_argument("--text", metavar="FILE", help="text for the log-probs (default: some that comes with this)")
-    parser.add_argument("--num-tokens", type=int, default=1024, metavar="N", help="of it; 0: no log-probs (1024)")
+    parser.add_argument(
+        "--num-tokens", type=at_least(0), default=1024, metavar="N", help="of it; 0: no log-probs (1024)"
+    )
     parser.add_argument(
         "--tolerance", type=float, default=1e-3, metavar="X", help="largest difference of a log-prob in float32 (1e-3)"
     )
-    parser.add_argument("--round-trip", action="store_true", help="convert back to a temporary folder, compare files")
-    parser.add_argument("--tp", type=int, metavar="N", help="how the processes cut the model: tensor parallel")
-    parser.add_argument("--pp", type=int, metavar="N", help="... pipeline parallel (default: all of them)")
+    parser.add_argument("--round-trip", action="store_true", help="convert back beside it, compare files, remove them")
+    parser.add_argument("--tp", type=at_least(1), metavar="N", help="how the processes cut the model: tensor parallel")
+    parser.add_argument("--pp", type=at_least(1), metavar="N", help="... pipeline parallel (default: all of them)")
     return parser
 
 
@@ -156,7 +158,7 @@ def _same_bits(a: "torch.Tensor", b: "torch.Tensor") -> bool:
 
 def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     """The first tokens of the text, in sequences of at most 512. Raises UserError."""
-    if arguments.num_tokens < 1:
+    if not arguments.num_tokens:
         return []
     from transformers import AutoTokenizer
 
@@ -166,10 +168,14 @@ def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list
         raise UserError(f"--text: `{arguments.text}` cannot be read ({error}).") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.hf_model)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file makes the library raise anything
         raise UserError(f"--hf-model: `{arguments.hf_model}` has no usable tokenizer; give --num-tokens 0.") from error
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.num_tokens]
-    if len(tokens) < 2 or max(tokens) >= vocab_size:
+    if len(tokens) < 2:
+        raise UserError(
+            f"--num-tokens {arguments.num_tokens}: the text gives {len(tokens)}; log-probs need two or more."
+        )
+    if max(tokens) >= vocab_size:
         raise UserError(f"--hf-model: the tokenizer of `{arguments.hf_model}` does not fit the model's vocabulary.")
     num = math.ceil(len(tokens) / _SEQUENCE_TOKENS)
     length = math.ceil(len(tokens) / num)
@@ -257,17 +263,24 @@ def _round_trip(
 
     from megatron_dapo.models import export_hf
 
-    dtype, parent = stored_dtype(folder), folder.resolve().parent  # beside it, where all nodes see it
-    box = [job.together(lambda: tempfile.mkdtemp(prefix=".verify-", dir=parent), only_main=True)]
+    dtype, beside = stored_dtype(folder), folder.resolve()  # where all nodes see it
+    output = StagedFolder(beside.with_name(f"{beside.name}.round-trip"))
+
+    def open_output() -> None:
+        try:
+            output.open()
+        except UserError as error:
+            raise UserError(f"--round-trip writes beside the checkpoint: {error}") from error
+
     try:
-        dist.broadcast_object_list(box, src=0)
-        out = Path(box[0]) / "hf"
+        job.together(open_output, only_main=True)
+        out = output.staging / HF
         export_hf(model, layout, folder / HF, out, plan=file_plan(folder, spec, dtype), dtype=dtype)
         found = [compare_files(out, source) if job.is_main else None]
         dist.broadcast_object_list(found, src=0)
     finally:
         if job.is_main:
-            shutil.rmtree(box[0])
+            output.discard()
     different, num = found[0]
     if different:
         return Finding("round trip", f"{len(different)} of {num} files differ: {', '.join(different[:3])}", False)

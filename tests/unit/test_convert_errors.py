@@ -5,6 +5,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -209,18 +211,53 @@ def test_a_conversion_to_bf16_rounds_every_tensor_and_the_config_says_so(source,
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_conversion_that_is_ended_leaves_nothing(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_conversion_that_is_ended_leaves_nothing(source, tmp_path, monkeypatch, capfd, number):
     staged = []
 
     def ended(folder, contents):
         staged.extend(tmp_path.iterdir())
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.kill(os.getpid(), number)
+        except SystemExit as error:  # as torch's writer does
+            raise OSError(28, "No space left on device") from error
 
     monkeypatch.setattr(hf_to_megatron, "write_manifest", ended)
     with pytest.raises(SystemExit) as end:
         hf_to_megatron.main(["--hf-model", str(source), "--output", str(tmp_path / "out")])
-    assert end.value.code == 128 + signal.SIGTERM
+    assert end.value.code == 128 + number
     assert {path.name for path in staged} == {".out.staging", ".out.lock"} and outputs(tmp_path) == []
+    said = capfd.readouterr().err
+    assert said.endswith(f"Ended by {number.name}.\n") and "mistake" not in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_nohup_ignores_does_not_end_a_conversion(source, tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        write = hf_to_megatron.write_manifest
+        monkeypatch.setattr(
+            hf_to_megatron, "write_manifest", lambda *args: (os.kill(os.getpid(), signal.SIGHUP), write(*args))
+        )
+        assert hf_to_megatron.main(["--hf-model", str(source), "--output", str(tmp_path / "out")]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+ENDS_WITHOUT_THREADS = """
+import sys
+from pathlib import Path
+from checkpoints_tools import hf_to_megatron
+assert hf_to_megatron.main(["--hf-model", "/nowhere", "--output", "/nowhere/out"]) == 2
+print(*(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+def test_no_thread_of_a_process_group_outlives_a_command():
+    """One that frees a tensor while the interpreter ends aborts the process: exit code 134 instead of 2, now and
+    then."""
+    done = subprocess.run([sys.executable, "-c", ENDS_WITHOUT_THREADS], capture_output=True, text=True, check=True)
+    assert "python" in done.stdout and "gloo" not in done.stdout, done.stdout
 
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(source, tmp_path):
@@ -341,12 +378,35 @@ def test_verify_tells_equal_from_different(source, converted, model, capsys):
     assert "DIFFERS" in lines["log-probs"] and "model-00001-of" in lines["round"]
 
 
+def test_verify_leaves_nothing_beside_the_checkpoint(source, converted, tmp_path, capsys, monkeypatch):
+    checkpoint = shutil.copytree(converted, tmp_path / "checkpoint")
+    (tmp_path / ".checkpoint.round-trip.staging").mkdir()  # of one that was killed
+    given = ["--checkpoint", str(checkpoint), "--hf-model", str(source), "--round-trip"]
+    assert verify_checkpoint.main([*given, "--num-tokens", "0"]) == 0
+    assert outputs(tmp_path) == ["checkpoint"]
+    assert verify_checkpoint.main([*given, "--num-tokens", "1"]) == 2
+    assert "--num-tokens 1: the text gives 1; log-probs need two or more" in capsys.readouterr().err
+
+    def refuse(lock):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(FileLock, "try_acquire", refuse)
+    assert verify_checkpoint.main([*given, "--num-tokens", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "--round-trip writes beside the checkpoint:" in said and "(Read-only file system)" in said
+    assert outputs(tmp_path) == ["checkpoint"]
+
+
 def test_processes_that_do_not_fit_the_model_are_refused(source):
     spec = read_model_spec(source)  # 2 layers, 4 heads, 2 key-value heads
     assert choose_sizes(spec, 1, None, None) == (1, 1)
     assert choose_sizes(spec, 2, None, None) == (1, 2)
     assert choose_sizes(spec, 4, 2, None) == choose_sizes(spec, 4, None, 2) == (2, 2)
-    for world, tp, pp, word in ((4, 2, 1, "--tp 2"), (4, 1, 4, "--pp 4"), (4, 4, None, "key-value heads")):
+    for world, tp, pp, word in (
+        (4, 2, 1, "--tp 2 x --pp 1 is 2 processes, but 4 were"),
+        (1, 2, None, "--tp 2 x --pp 1 is 2 processes, but 1 was"),
+        (4, 1, 4, "--pp 4"), (4, 4, None, "key-value heads"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=word):
             choose_sizes(spec, world, tp, pp)
 

@@ -68,6 +68,18 @@ def test_comparing_checksums_shows_a_bar_of_all_bytes(tmp_path, terminal, monkey
     assert "1,234 of 1,234" in terminal.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("tool", "option", "smallest"),
+    [("hf_to_megatron", "--tp", 1), ("megatron_to_hf", "--pp", 1), ("verify_checkpoint", "--num-tokens", 0)],
+)
+def test_a_number_that_is_none_or_too_small_is_refused(tool, option, smallest, capsys):
+    for wrong in ("two", str(smallest - 1)):
+        with pytest.raises(SystemExit) as end:
+            import_module(f"checkpoints_tools.{tool}").main([option, wrong])
+        assert end.value.code == 2
+        assert f"argument {option}: {wrong} is not a whole number of at least {smallest}" in capsys.readouterr().err
+
+
 class NoTensors:
     tensors, objects = {}, []
 

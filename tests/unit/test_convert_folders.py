@@ -1,0 +1,72 @@
+"""A folder that is no checkpoint of the kind asked for: the sentence says which one to give instead."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoints_tools.converted import open_checkpoint, read_conversion, read_spec, stored_dtype
+from megatron_dapo.config import UserError
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "model", "qwen2", vocab=67, layers=1)
+
+
+@pytest.fixture
+def checkpoint(model, tmp_path) -> Path:
+    """Of training, but for the tensors."""
+    from megatron_dapo.checkpointing import write_manifest
+
+    folder = tmp_path / "runs" / "a" / "checkpoints" / "step_000012"
+    (folder / "megatron").mkdir(parents=True)
+    (folder / "megatron" / ".metadata").write_bytes(b"no pickle")
+    (folder / "hf").mkdir()
+    shutil.copy(model / "config.json", folder / "hf")
+    write_manifest(folder, ["model"])
+    return folder
+
+
+def test_where_there_is_no_model_the_sentence_says_what_to_give(model, checkpoint, tmp_path):
+    snapshot = tmp_path / "models--Org--Name" / "snapshots" / "0a1b"
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(model, snapshot)
+    (tmp_path / "empty").mkdir()
+    for folder, said in (
+        ("Qwen/Qwen2.5-7B", "`Qwen/Qwen2.5-7B` is not a folder here; .* hf download"),
+        (model / "config.json", "is not a folder here"),
+        (checkpoint, "is a Megatron checkpoint; give the folder of a Hugging Face checkpoint"),
+        (tmp_path / "models--Org--Name", f"is a cache of downloads; give a checkpoint in it, such as {snapshot}"),
+        (tmp_path / "empty", "has no config.json"),
+    ):
+        with pytest.raises(UserError, match=f"^--hf-model: .*{said}"):
+            read_spec(folder, "--hf-model")
+    assert read_spec(snapshot, "--hf-model") == read_spec(model, "--hf-model")
+
+
+def test_where_there_is_no_checkpoint_the_sentence_says_what_to_give(model, checkpoint):
+    for folder, said in (
+        (checkpoint.parent, f"holds checkpoints; give one of them, such as {checkpoint}"),
+        (checkpoint.parent.parent, f"holds checkpoints; give one of them, such as {checkpoint}"),
+        (model, "is a Hugging Face checkpoint; give that of training or of a conversion"),
+        (model / "config.json", "is not a folder"),
+    ):
+        with pytest.raises(UserError, match=f"^--checkpoint: .*{said}"):
+            open_checkpoint(folder)
+    assert open_checkpoint(checkpoint) == checkpoint
+    assert open_checkpoint(checkpoint / "megatron") == checkpoint
+
+
+def test_damage_that_sizes_do_not_show_is_a_sentence_too(checkpoint):
+    """What is read before checksums are compared, which takes minutes."""
+    with pytest.raises(UserError, match=r"^--checkpoint: `.*\.metadata` is damaged .*; use another checkpoint"):
+        stored_dtype(checkpoint)
+    assert read_conversion(checkpoint) is None
+    (checkpoint / "conversion.json").write_text(json.dumps({"plan": {}})[:-1])
+    with pytest.raises(UserError, match=r"conversion\.json` is damaged"):
+        read_conversion(checkpoint)
