@@ -4,12 +4,13 @@ python -m checkpoints_tools.dedup_dataset --input dapo-math-17k.parquet --output
 """
 
 import argparse
+import glob
 import hashlib
 import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +18,9 @@ from typing import Any, BinaryIO
 import pyarrow
 import pyarrow.parquet
 
-from checkpoints_tools.command_line import exit_code, no_space, progress, rank
+from checkpoints_tools.command_line import exit_code, no_space, progress, rank, signals_as_exit
 from megatron_dapo.config import UserError, whole_file
+from megatron_dapo.config.file_lock import FileLock
 from megatron_dapo.data import content_key
 from megatron_dapo.standard_streams import say
 
@@ -47,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = dedup([Path(name) for name in options.input], Path(options.output), options.prompt_key)
         say(json.dumps(report.as_json(), indent=2) if options.json else report.table())
 
-    return exit_code(work)
+    with signals_as_exit():
+        return exit_code(work)
 
 
 @dataclass
@@ -105,10 +108,7 @@ def dedup(inputs: Sequence[Path], output: Path, prompt_key: str = "prompt") -> R
     Raises UserError, and leaves no output behind, for files that cannot be read or are not alike, rows without prompt
     or answer, and an output that exists or cannot be written.
     """
-    if output.exists():
-        raise UserError(f"--output {output} exists already; name a file that does not, or remove it.")
-    if not output.parent.is_dir():
-        raise UserError(f"--output {output}: there is no folder {output.parent}; make it first.")
+    _check_output(output)
     with ExitStack() as stack:
         files = [stack.enter_context(_opened(path)) for path in inputs]
         schema = _common_schema(inputs, files, prompt_key)
@@ -119,12 +119,34 @@ def dedup(inputs: Sequence[Path], output: Path, prompt_key: str = "prompt") -> R
         advance = stack.enter_context(progress("dedup", num_rows, "rows"))
         kept = _kept(zip(inputs, files, strict=True), prompt_key, report, advance)
         try:
-            with whole_file(output) as target:
+            with _only_writer(output), whole_file(output) as target:
                 _write(target, kept, schema, _compression(files))
         except OSError as error:
             raise no_space(output, error) from error
     report.num_output_bytes = output.stat().st_size
     return report
+
+
+def _check_output(output: Path) -> None:
+    if output.exists():
+        raise UserError(f"--output {output} exists already; name a file that does not, or remove it.")
+    if not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {output.parent}; make it first.")
+
+
+@contextmanager
+def _only_writer(output: Path) -> Iterator[None]:
+    """Keeps others out while the file is written; what a killed one left of it is removed. Raises UserError."""
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    if not lock.try_acquire():
+        raise UserError(f"--output {output} is being written by {lock.holder()}; wait for its end, or name another.")
+    try:
+        _check_output(output)  # the one who wrote it may just have ended
+        for left in output.parent.glob(f".{glob.escape(output.name)}.*.tmp"):
+            left.unlink()
+        yield
+    finally:
+        lock.release(remove=True)
 
 
 def _opened(path: Path) -> pyarrow.parquet.ParquetFile:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoints_tools.dedup_dataset import main
+from megatron_dapo.config.file_lock import FileLock
 from megatron_dapo.data import PromptDataset
 from tests.helpers import REPOSITORY
 
@@ -145,6 +147,32 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 2 and "out.parquet cannot be written (File too large)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.parquet"]
+
+
+def test_what_a_killed_one_left_is_removed_and_nothing_of_another_output(tmp_path):
+    path = write(tmp_path / "in.parquet", [row("a"), row("b")])
+    for left in (".out.parquet.77.tmp", ".out.parquet.lock", ".about.parquet.77.tmp"):
+        (tmp_path / left).touch()
+    assert dedup(tmp_path / "out.parquet", path) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"in.parquet", "out.parquet", ".about.parquet.77.tmp"}
+
+
+def test_an_output_that_another_process_writes_is_refused_and_left_to_it(tmp_path, capsys, monkeypatch):
+    path, theirs = write(tmp_path / "in.parquet", [row("a")]), tmp_path / ".out.parquet.77.tmp"
+    theirs.touch()
+    monkeypatch.setattr(FileLock, "try_acquire", lambda lock: False)
+    monkeypatch.setattr(FileLock, "holder", lambda lock: "process 77 on node2")
+    assert dedup(tmp_path / "out.parquet", path) == 2
+    assert "out.parquet is being written by process 77 on node2; wait for its end" in capsys.readouterr().err
+    assert theirs.exists() and not (tmp_path / "out.parquet").exists()
+
+
+def test_one_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
+    path = write(tmp_path / "in.parquet", [row("a")])
+    monkeypatch.setattr("checkpoints_tools.dedup_dataset._write", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as end:
+        dedup(tmp_path / "out.parquet", path)
+    assert end.value.code == 128 + signal.SIGTERM and [file.name for file in tmp_path.iterdir()] == ["in.parquet"]
 
 
 def test_of_many_processes_one_works(tmp_path, monkeypatch):
