@@ -24,9 +24,11 @@ Result = TypeVar("Result")
 
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
+LOST_EXIT_CODE = 1  # another process ended without a word
 # between two collectives one rank may read or write everything that it has
 TIMEOUT_S = 4 * 3600.0
 _LAST_WAIT_S = 30.0
+_PEER_IS_GONE = re.compile(r"Connection (?:closed|reset) by peer(?: \[[^]]+\])?")  # gloo's words
 
 
 def run(work: "Callable[[Job], int | None]") -> int:
@@ -42,6 +44,12 @@ def run(work: "Callable[[Job], int | None]") -> int:
                     raise SystemExit(128 + came[0]) from error
                 job.fail(error)
                 return USER_ERROR_EXIT_CODE
+            except RuntimeError as error:
+                lost = _PEER_IS_GONE.search(str(error))
+                if came or not lost:
+                    raise
+                print(f"Another process was lost, perhaps killed for its memory ({lost[0]}).", file=sys.stderr)
+                return LOST_EXIT_CODE
             finally:
                 job.leave()
         except UserError:  # of Job(), before there was one

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
-from checkpoints_tools.job import choose_sizes, torchrun_variables
+from checkpoints_tools.job import choose_sizes, run, torchrun_variables
 from megatron_dapo.config import UserError, read_model_spec
 from megatron_dapo.config.file_lock import FileLock
 from megatron_dapo.platform import SingleRank
@@ -258,6 +258,16 @@ def test_no_thread_of_a_process_group_outlives_a_command():
     then."""
     done = subprocess.run([sys.executable, "-c", ENDS_WITHOUT_THREADS], capture_output=True, text=True, check=True)
     assert "python" in done.stdout and "gloo" not in done.stdout, done.stdout
+
+
+def test_a_process_that_is_lost_is_one_sentence_to_the_others(capsys):
+    def work(job):
+        raise RuntimeError("[gloo/pair.cc:553] Connection closed by peer [10.213.0.2]:60592. This is typically caused")
+
+    assert run(work) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "Another process was lost, perhaps killed for its memory (Connection closed by peer [10.213.0.2])."
+    ]
 
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(source, tmp_path):
