@@ -28,7 +28,7 @@ from megatron_dapo.platform import ParallelLayout, tell, together
 # what belongs to a checkpoint besides the weights: configuration, tokenizer, chat template
 _COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template*",
+    "merges.txt", "chat_template*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _MESSAGE_BYTES = 64 * 2**20
 
@@ -103,7 +103,9 @@ def copy_companions(source_path: str | Path, out: Path, dtype: torch.dtype | Non
     for pattern in _COMPANIONS:
         for file in Path(source_path).glob(pattern):
             if file.is_file():
-                shutil.copy(file, out / file.name)
+                target = out / file.relative_to(source_path)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copy(file, target)
     if dtype is None:
         return
     config = out / "config.json"

@@ -70,3 +70,19 @@ def test_damage_that_sizes_do_not_show_is_a_sentence_too(checkpoint):
     (checkpoint / "conversion.json").write_text(json.dumps({"plan": {}})[:-1])
     with pytest.raises(UserError, match=r"conversion\.json` is damaged"):
         read_conversion(checkpoint)
+
+
+def test_every_file_of_a_tokenizer_comes_along_and_no_weights(model, tmp_path):
+    from megatron_dapo.models import copy_companions
+
+    source, out = shutil.copytree(model, tmp_path / "source"), tmp_path / "out"
+    out.mkdir()
+    names = ("chat_template.jinja", "additional_chat_templates/tools.jinja", "vocab.json", "merges.txt")
+    for name in names:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    copy_companions(source, out)
+    copied = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    there = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert copied == {*names, *there}
+    assert all((out / name).read_bytes() == (source / name).read_bytes() for name in copied)
