@@ -66,11 +66,7 @@ class TensorFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        index = _read_index(folder / INDEX)
-        where = {(key.fqn, tuple(key.offset or ())): info for key, info in index.storage_data.items()}
-        entries = sorted(index.state_dict_metadata.items())
-        self.tensors = {name: _stored(name, entry, where) for name, entry in entries if hasattr(entry, "chunks")}
-        self.objects = [name for name, entry in entries if not hasattr(entry, "chunks")]
+        self.tensors, self.objects = _read_index(folder / INDEX)
 
     def common(self) -> dict[str, Any]:
         """Numbers and words that were saved beside the tensors: layout, dtype, counts. {} where there are none."""
@@ -112,17 +108,20 @@ def _stored(name: str, entry: Any, where: dict) -> StoredTensor:
     return StoredTensor(name, tuple(entry.size), entry.properties.dtype, tuple(pieces))
 
 
-def _read_index(path: Path) -> Any:
+def _read_index(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """(tensors, names of other objects). Raises UserError."""
     if not path.is_file():
         raise UserError(
             f"{path.parent} is no torch_dist checkpoint: it has no {INDEX}; give the folder of a checkpoint."
         )
     try:
         index = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        assert isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict)
+        where = {(key.fqn, tuple(key.offset or ())): info for key, info in index.storage_data.items()}
+        entries = sorted(index.state_dict_metadata.items())
+        tensors = {name: _stored(name, entry, where) for name, entry in entries if hasattr(entry, "chunks")}
     except Exception as error:  # whatever a damaged pickle may raise
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); take another checkpoint.") from error
-    return index
+    return tensors, [name for name, entry in entries if not hasattr(entry, "chunks")]
 
 
 class _Unpickler(pickle.Unpickler):

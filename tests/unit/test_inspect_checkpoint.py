@@ -201,6 +201,7 @@ def test_looking_at_a_checkpoint_runs_none_of_its_code(checkpoint, tmp_path, mon
         ("empty", "is no checkpoint: it has no folder megatron"),
         ("no index", "it has no .metadata"),
         ("damaged index", "is damaged"),
+        ("index with a flipped bit", "is damaged"),
     ],
 )
 def test_what_is_no_checkpoint_is_one_sentence_and_exit_code_2(checkpoint, tmp_path, capsys, what, words):
@@ -211,6 +212,8 @@ def test_what_is_no_checkpoint_is_one_sentence_and_exit_code_2(checkpoint, tmp_p
         index.unlink()
     elif what == "damaged index":
         index.write_bytes(index.read_bytes()[:-20])
+    elif what == "index with a flipped bit":
+        index.write_bytes(index.read_bytes().replace(b"relative_path", b"relative_patH", 1))
     assert main([str(path)]) == 2
     count, *sentences = capsys.readouterr().err.splitlines()
     assert count == "1 mistake to correct:" and len(sentences) == 1 and words in sentences[0], sentences
