@@ -116,8 +116,8 @@ class SafetensorsFolder:
             names = sorted(file.name for file in self.path.glob("*.safetensors"))
             if not names:
                 raise UserError(
-                    f"{key}: `{path}` has no .safetensors file; convert the checkpoint to that format (save_pretrained of "
-                    "transformers writes it)."
+                    f"{key}: `{path}` has no .safetensors file; convert the checkpoint to that format "
+                    "(save_pretrained of transformers writes it)."
                 )
         self.files = {name: StoredFile.read(self.path / name) for name in names}
         self._file_of = {tensor: file for file in self.files.values() for tensor in file.tensors}
