@@ -37,7 +37,7 @@ NOT_OURS = (
     "PIP_PREFIX",
 )
 CURES = (
-    ("No space left on device", "Free some disk space (a CPU install takes 3 to 8 GB, a CUDA install about 20)."),
+    ("No space left on device", "Free some disk space (a CPU install takes 3 to 8 GB, a CUDA install about 11)."),
     ("connection broken by", "pip cannot reach its index: `pip config list` shows where it looks."),
     ("No matching distribution", "pip's index does not have this version: `pip config list` shows where pip looks."),
     ("Read timed out", "The network was too slow: PIP_DEFAULT_TIMEOUT=180 make setup waits longer."),

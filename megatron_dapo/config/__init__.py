@@ -32,7 +32,7 @@ from megatron_dapo.config.derived import (
     world_size,
 )
 from megatron_dapo.config.dry_run import dry_run
-from megatron_dapo.config.hf_config import ModelSpec, read_model_spec
+from megatron_dapo.config.hf_config import ModelSpec, read_model_spec, read_vocab_size
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.model_checks import read_model_json
 from megatron_dapo.config.model_folder import ModelFolder
@@ -60,11 +60,19 @@ from megatron_dapo.config.schema import (
     TrainerConfig,
     WeightSyncConfig,
 )
+from megatron_dapo.config.server_key import (
+    given_server_key,
+    key_header,
+    make_server_key,
+    read_server_key,
+    server_key_file,
+)
 from megatron_dapo.config.validation import load_and_validate, validate
-from megatron_dapo.errors import HANG_EXIT_CODE, SAVED_EXIT_CODE, UserError
+from megatron_dapo.errors import HANG_EXIT_CODE, MISMATCH_EXIT_CODE, SAVED_EXIT_CODE, UserError
 
 __all__ = [
     "HANG_EXIT_CODE",
+    "MISMATCH_EXIT_CODE",
     "SAVED_EXIT_CODE",
     "ActorConfig",
     "ActorRolloutRefConfig",
@@ -101,12 +109,15 @@ __all__ = [
     "dry_run",
     "effective_clip",
     "gen_batch_size",
+    "given_server_key",
     "has_given_servers",
     "is_server_url",
+    "key_header",
     "layout",
     "load_and_validate",
     "load_config",
     "make_folder",
+    "make_server_key",
     "needs_old_log_probs",
     "needs_reference",
     "num_mini_batches",
@@ -114,7 +125,10 @@ __all__ = [
     "process_plan",
     "read_model_json",
     "read_model_spec",
+    "read_vocab_size",
+    "read_server_key",
     "samples_per_rollout_step",
+    "server_key_file",
     "servers_per_node",
     "starts_servers",
     "to_yaml",

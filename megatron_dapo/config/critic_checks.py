@@ -3,70 +3,81 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dapo.config.checks import LENGTHS, PADDING
 from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
 from megatron_dapo.config.hf_config import num_experts_of
 from megatron_dapo.config.keys import changed, known_keys
+from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, experts, fp8, model_json_of, positions
 from megatron_dapo.config.schema import Config
 
 
-def without_a_critic(config: Config) -> Iterator[str]:
+def without_a_critic(config: Config) -> Iterator[Mistake]:
     """Its keys do nothing then."""
     if uses_critic(config):
         return
     names = [name for name in known_keys() if name.startswith("critic.")]
     for name, value in changed(config, [*names, "trainer.critic_warmup"]):
-        yield (
+        yield Mistake(
+            (name, "algorithm.adv_estimator"),
             f"{name} is {value}, but there is no critic while algorithm.adv_estimator is "
-            f"{config.algorithm.adv_estimator}; set adv_estimator to gae, or remove {name}."
+            f"{config.algorithm.adv_estimator}; set adv_estimator to gae, or remove {name}.",
         )
 
 
-def batching(config: Config) -> Iterator[str]:
+def batching(config: Config) -> Iterator[Mistake]:
     if not uses_critic(config):
         return
     groups, sizes, critic = config.data.train_batch_size, critic_batching(config), config.critic
     if critic.ppo_mini_batch_size and groups % critic.ppo_mini_batch_size:
-        yield (
+        yield Mistake(
+            ("critic.ppo_mini_batch_size", "data.train_batch_size"),
             f"critic.ppo_mini_batch_size is {critic.ppo_mini_batch_size}, which does not divide data.train_batch_size "
-            f"{groups}; choose a divisor of {groups}, or null for the actor's."
+            f"{groups}; choose a divisor of {groups}, or null for the actor's.",
         )
     needed = longest_micro_batch_sample(config)
     if critic.max_tokens_per_microbatch and sizes.max_tokens_per_microbatch < needed:
-        yield (
+        yield Mistake(
+            ("critic.max_tokens_per_microbatch", *LENGTHS, *PADDING),
             f"critic.max_tokens_per_microbatch is {sizes.max_tokens_per_microbatch}, too small for one sample of "
             f"{needed} tokens (data.max_prompt_length {config.data.max_prompt_length} + data.max_response_length "
-            f"{config.data.max_response_length}, padded); raise it, or set null for the actor's."
+            f"{config.data.max_response_length}, padded); raise it, or set null for the actor's.",
         )
 
 
-def schedule(config: Config) -> Iterator[str]:
+def schedule(config: Config) -> Iterator[Mistake]:
     if not uses_critic(config):
         return
     optim, trainer = config.critic.optim, config.trainer
     if optim.min_lr > optim.lr:
-        yield f"critic.optim.min_lr is {optim.min_lr:g}, above critic.optim.lr {optim.lr:g}; lower it."
+        yield Mistake(
+            ("critic.optim.min_lr", "critic.optim.lr"),
+            f"critic.optim.min_lr is {optim.min_lr:g}, above critic.optim.lr {optim.lr:g}; lower it.",
+        )
     if optim.lr_warmup_steps >= trainer.total_training_steps:
-        yield (
+        yield Mistake(
+            ("critic.optim.lr_warmup_steps", "trainer.total_training_steps"),
             f"critic.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but must be below trainer.total_training_steps "
-            f"{trainer.total_training_steps}, or the critic's learning rate never reaches its peak."
+            f"{trainer.total_training_steps}, or the critic's learning rate never reaches its peak.",
         )
     if trainer.critic_warmup >= trainer.total_training_steps:
-        yield (
+        yield Mistake(
+            ("trainer.critic_warmup", "trainer.total_training_steps"),
             f"trainer.critic_warmup is {trainer.critic_warmup}, but must be below trainer.total_training_steps "
-            f"{trainer.total_training_steps}, or the policy is never updated."
+            f"{trainer.total_training_steps}, or the policy is never updated.",
         )
         return
     warmup, steps = config.actor_rollout_ref.actor.optim.lr_warmup_steps, trainer.total_training_steps
     if steps - trainer.critic_warmup <= warmup < steps:
-        yield (
+        yield Mistake(
+            ("actor_rollout_ref.actor.optim.lr_warmup_steps", "trainer.critic_warmup", "trainer.total_training_steps"),
             f"actor_rollout_ref.actor.optim.lr_warmup_steps is {warmup}, but trainer.critic_warmup "
             f"{trainer.critic_warmup} leaves the policy {steps - trainer.critic_warmup} of the {steps} rollout steps, "
-            f"and its learning rate never reaches its peak; lower one of the two."
+            f"and its learning rate never reaches its peak; lower one of the two.",
         )
 
 
-def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
+def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[Mistake]:
     """A critic of another size than the actor's: the same demands, and the same tokens."""
     path = config.critic.model.path
     critic_json = model_json_of(path) if path and uses_critic(config) else None
@@ -74,12 +85,14 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
         return
     checks = (divisible_by_tp, divisible_by_pp, positions, fp8)
     for check in (*checks, experts) if num_experts_of(critic_json) else checks:
-        yield from (f"critic.model.path {path}: {sentence}" for sentence in check(config, critic_json))
+        for mistake in check(config, critic_json):
+            yield Mistake(("critic.model.path", *mistake.keys), f"critic.model.path {path}: {mistake.text}")
     ours, theirs = actor_json.get("vocab_size"), critic_json.get("vocab_size")
     if ours != theirs:
-        yield (
+        yield Mistake(
+            ("critic.model.path", "actor_rollout_ref.model.path"),
             f"critic.model.path is {path}, whose vocab_size is {theirs}, but the actor's is {ours}: both must read the "
-            f"same tokens; choose a critic of the actor's family."
+            f"same tokens; choose a critic of the actor's family.",
         )
 
 

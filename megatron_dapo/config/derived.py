@@ -56,10 +56,11 @@ def starts_servers(config: Config) -> bool:
 
 
 def is_server_url(text: str) -> bool:
-    """Whether it is of the form http://host:port."""
+    """Whether it is of the form http://host:port, without a user, a password or anything behind the port."""
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
+        is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment) and "@" not in parts.netloc
+        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and is_plain
     except ValueError:  # a port that is not a number, an unclosed bracket
         return False
 
@@ -147,6 +148,17 @@ def effective_clip(config: Config) -> tuple[float, float]:
     return low, high
 
 
+def clip_keys(config: Config) -> tuple[str, str]:
+    """The keys that `effective_clip` takes (low, high) from."""
+    actor = config.actor_rollout_ref.actor
+    names = [
+        name if actor.use_dapo and getattr(actor, name) is not None else "clip_ratio"
+        for name in ("clip_ratio_low", "clip_ratio_high")
+    ]
+    low, high = (f"actor_rollout_ref.actor.{name}" for name in names)
+    return low, high
+
+
 def uses_experience_replay(config: Config) -> bool:
     return config.exp_manager.experience_replay.enable
 
@@ -157,7 +169,8 @@ def uses_kl_loss(config: Config) -> bool:
 
 
 def uses_kl_in_reward(config: Config) -> bool:
-    return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef != 0.0
+    """Whether the rewards have a KL penalty in them: where a coefficient is given, unless it is switched off."""
+    return config.algorithm.use_kl_in_reward is not False and config.algorithm.kl_ctrl.kl_coef != 0.0
 
 
 def uses_full_kl_in_reward(config: Config) -> bool:
@@ -172,9 +185,10 @@ def uses_full_kl(config: Config) -> bool:
 
 def needs_old_log_probs(config: Config) -> bool:
     """Whether the log-probs before the update are computed; with one optimizer step they are the current ones, but for
-    replayed tokens."""
+    replayed tokens. A critic, which learns first, must not learn from samples that `max_mismatch` refuses."""
     several_steps = num_optimizer_steps_per_rollout_step(config) > 1
-    return several_steps or uses_kl_in_reward(config) or uses_experience_replay(config)
+    refuses_first = uses_critic(config) and config.algorithm.rollout_correction.max_mismatch is not None
+    return several_steps or uses_kl_in_reward(config) or uses_experience_replay(config) or refuses_first
 
 
 def needs_reference(config: Config) -> bool:

@@ -1,7 +1,8 @@
-"""What the advantage estimators demand of the other keys. As in checks.py: one sentence per mistake."""
+"""What the advantage estimators demand of the other keys."""
 
 from collections.abc import Iterator
 
+from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 
 ESTIMATOR = "algorithm.adv_estimator"
@@ -13,17 +14,19 @@ _READERS = {
 }
 
 
-def estimators(config: Config) -> Iterator[str]:
+def estimators(config: Config) -> Iterator[Mistake]:
     chosen = config.algorithm.adv_estimator
     for key, (default, readers) in _READERS.items():
         value = getattr(config.algorithm, key)
         if value != default and chosen not in readers:
-            yield (
+            yield Mistake(
+                (f"algorithm.{key}", ESTIMATOR),
                 f"algorithm.{key} is {str(value).lower()}, but has no effect while {ESTIMATOR} is {chosen}; remove it, "
-                f"or set {ESTIMATOR} to {' or '.join(readers)}."
+                f"or set {ESTIMATOR} to {' or '.join(readers)}.",
             )
     if chosen == "rloo" and config.actor_rollout_ref.rollout.n == 1:
-        yield (
+        yield Mistake(
+            (ESTIMATOR, "actor_rollout_ref.rollout.n"),
             f"{ESTIMATOR} is rloo, which compares a response with the others of its group, but "
-            f"actor_rollout_ref.rollout.n is 1; set n to 2 or more, or {ESTIMATOR} to reinforce_plus_plus."
+            f"actor_rollout_ref.rollout.n is 1; set n to 2 or more, or {ESTIMATOR} to reinforce_plus_plus.",
         )

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from pathlib import Path
 from typing import TextIO
 
@@ -32,6 +33,19 @@ class FileLock:
         """Who holds it, in words, after try_acquire."""
         self._file.seek(0)
         return self._file.read().strip() or "another process"
+
+    def holder_here(self) -> int | None:
+        """Pid of its holder, after try_acquire, where that is a process of this machine that runs."""
+        found = re.fullmatch(r"process (\d+) on (.*)", self.holder())
+        if found is None or found[2] != os.uname().nodename:
+            return None
+        try:
+            os.kill(int(found[1]), 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:  # another user's
+            pass
+        return int(found[1])
 
     def release(self, remove: bool = False) -> None:
         """remove: the file goes too; only for the holder."""

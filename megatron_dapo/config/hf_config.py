@@ -116,6 +116,17 @@ def read_model_spec(path: str | Path) -> ModelSpec:
     return model_spec(json.loads(folder.config_json.read_text()), source=str(folder.config_json))
 
 
+def read_vocab_size(path: str | Path) -> int:
+    """Tokens that the model of a checkpoint folder knows. Raises UserError."""
+    folder = ModelFolder.of(path)
+    if fault := folder.fault():
+        raise UserError(f"actor_rollout_ref.model.path: `{path}` {fault}")
+    size = json.loads(folder.config_json.read_text()).get("vocab_size")
+    if not _is_size(size):
+        raise UserError(f"actor_rollout_ref.model.path: {folder.config_json} has no vocab_size; give a whole model.")
+    return size
+
+
 def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
     """ModelSpec of a parsed config.json. Raises UserError with everything that is wrong or not supported there."""
     named = hf.get("architectures")

@@ -1,9 +1,10 @@
-"""Keys that were given, but that another key keeps from being read. As in checks.py: one sentence per mistake."""
+"""Keys that were given, but that another key keeps from being read."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megatron_dapo.config.keys import changed, was_left_off
+from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config, Section
 
 ACTOR = "actor_rollout_ref.actor"
@@ -15,9 +16,10 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 class _Unread(NamedTuple):
-    """Keys that are not read where `when` holds; why, and what else would have them read."""
+    """Keys that are not read where `when` holds, which asks the keys `read`; why, and what would have them read."""
 
     keys: tuple[str, ...]
+    read: tuple[str, ...]
     when: Callable[[Config], bool]
     why: str
     cure: str
@@ -26,7 +28,10 @@ class _Unread(NamedTuple):
 def _switch(name: str, keys: str, section: Callable[[Config], Section]) -> _Unread:
     """Keys of a section that has a switch of its own, and where it is in the config."""
     names = tuple(f"{name}.{key}" for key in keys.split())
-    return _Unread(names, lambda config: was_left_off(section(config)), f"{name}.enable is false", "set enable to true")
+    switch = f"{name}.enable"
+    return _Unread(
+        names, (switch,), lambda config: was_left_off(section(config)), f"{switch} is false", "set enable to true"
+    )
 
 
 def _has_own_clip_sides(config: Config) -> bool:
@@ -46,30 +51,35 @@ def _shapes(config: Config) -> bool:
 _UNREAD = (
     _Unread(
         (f"{ACTOR}.clip_ratio",),
+        tuple(f"{ACTOR}.{key}" for key in ("use_dapo", "clip_ratio_low", "clip_ratio_high")),
         _has_own_clip_sides,
         "use_dapo is true and clip_ratio_low and clip_ratio_high are given",
         "set those two, or set them to null",
     ),
     _Unread(
         (f"{ACTOR}.kl_loss_type",),
+        (f"{ACTOR}.use_kl_loss",),
         lambda config: not config.actor_rollout_ref.actor.use_kl_loss,
         f"{ACTOR}.use_kl_loss is false",
         "set use_kl_loss to true",
     ),
     _Unread(
         ("algorithm.kl_penalty",),
-        lambda config: not config.algorithm.use_kl_in_reward,
-        "algorithm.use_kl_in_reward is false",
-        "set use_kl_in_reward to true",
+        (f"{KL_CTRL}.kl_coef", "algorithm.use_kl_in_reward"),
+        lambda config: not config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0.0,
+        f"{KL_CTRL}.kl_coef is 0",
+        "set kl_coef",
     ),
     _Unread(
         (f"{KL_CTRL}.target_kl", f"{KL_CTRL}.horizon"),
+        (f"{KL_CTRL}.type",),
         lambda config: config.algorithm.kl_ctrl.type == "fixed",
         f"{KL_CTRL}.type is fixed",
         "set type to adaptive",
     ),
     _Unread(
         (f"{CORRECTION}.rollout_is_threshold",),
+        (f"{CORRECTION}.rollout_is",),
         lambda config: config.algorithm.rollout_correction.rollout_is == "none",
         f"{CORRECTION}.rollout_is is none",
         "set rollout_is to token",
@@ -83,12 +93,14 @@ _UNREAD = (
     ),
     _Unread(
         (f"{OVERLONG}.expected_len", f"{OVERLONG}.penalty_factor"),
+        (f"{OVERLONG}.enable", f"{OVERLONG}.buffer_len"),
         lambda config: _shapes(config) and not _is_soft(config),
         f"{OVERLONG}.buffer_len is 0",
         "set buffer_len",
     ),
     _Unread(
         (f"{OVERLONG}.truncation_penalty", f"{OVERLONG}.soft_penalty_mode"),
+        (f"{OVERLONG}.enable", f"{OVERLONG}.buffer_len"),
         lambda config: _shapes(config) and _is_soft(config),
         f"{OVERLONG}.buffer_len is above 0",
         "set buffer_len to 0",
@@ -96,8 +108,13 @@ _UNREAD = (
 )
 
 
-def without_effect(config: Config) -> Iterator[str]:
-    for keys, when, why, cure in _UNREAD:
-        if when(config):
-            for name, value in changed(config, keys):
-                yield f"{name} is {value}, but has no effect while {why}; {cure}, or remove {name.rpartition('.')[2]}."
+def without_effect(config: Config) -> Iterator[Mistake]:
+    for row in _UNREAD:
+        if not row.when(config):
+            continue
+        for name, value in changed(config, row.keys):
+            yield Mistake(
+                (name, *row.read),
+                f"{name} is {value}, but has no effect while {row.why}; {row.cure}, or remove "
+                f"{name.rpartition('.')[2]}.",
+            )

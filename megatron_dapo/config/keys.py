@@ -23,6 +23,7 @@ _TYPE_WORDS = {
 ALIASES = {
     "actor": "actor_rollout_ref.actor",
     "critic.vf_coef": "critic.value_loss_coef",
+    "algorithm.dapo.overlong_reward_shaping.overlong_buffer_len": "algorithm.dapo.overlong_reward_shaping.buffer_len",
 }
 _BOUND_WORDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
 

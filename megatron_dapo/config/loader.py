@@ -2,18 +2,21 @@
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show
+from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
 from megatron_dapo.errors import UserError
 
 NEAREST_CUTOFF = 0.6
+MAX_BYTES = 10**6
+MAX_UNKNOWN = 20  # the nearest known key is looked for so often: each takes some milliseconds
 SAME_LAST_COMPONENT = 0.9  # as near as two words of ten letters that differ in one
 
 
@@ -27,16 +30,25 @@ class _Setting:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a file and its overrides hold: the config of what is sound, and the mistakes as sentences.
+class _Found:
+    """What was found so far: settings of known keys, mistakes, and the names of unknown keys."""
 
-    in_doubt: keys that have their default in the config because their value was refused, or because an unknown name was
-    probably meant for them.
+    settings: dict[str, _Setting] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a file and its overrides hold: the config of what is sound, and the mistakes.
+
+    in_doubt: keys that have their default in the config because their value was refused or could not be read, or
+    because an unknown name was probably meant for them.
     """
 
     config: Config
     in_doubt: frozenset[str]
-    sentences: tuple[str, ...]
+    mistakes: tuple[Mistake, ...]
 
 
 def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
@@ -46,22 +58,25 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
     per unknown key, wrong type, value out of range, duplicate key or unreadable file. Keys together: see `validate`.
     """
     reading = read_config(path, overrides)
-    if reading.sentences:
-        raise UserError(reading.sentences)
+    if reading.mistakes:
+        raise UserError(mistake.text for mistake in reading.mistakes)
     return reading.config
 
 
 def read_config(path: str | Path | None, overrides: list[str] = ()) -> Reading:
     """As `load_config`, but the mistakes come with what is sound, so that further checks can go on."""
-    sentences: list[str] = []
-    settings: dict[str, _Setting] = {}
+    found = _Found()
     if path is not None:
-        _collect(_read_file(Path(path), sentences), "", str(path), settings, sentences, once=True)
+        _collect(_read_file(Path(path), found.mistakes), "", str(path), found, once=True)
     for override in overrides:
-        _apply_override(override, settings, sentences)
-    meant = {key for key in known_keys() if any(f"the nearest known key is {key}." in text for text in sentences)}
-    config, refused = _build(settings, sentences)
-    return Reading(config, frozenset(meant - settings.keys() | refused), tuple(sentences))
+        _apply_override(override, found)
+    if more := found.unknown[MAX_UNKNOWN:]:
+        found.mistakes.append(
+            Mistake((), f"Unknown keys besides: {len(more)}, the first of them {more[0]}; remove them.")
+        )
+    config, sound = _build(found.settings, found.mistakes)
+    about = {key for mistake in found.mistakes for key in mistake.keys}
+    return Reading(config, frozenset(about - sound), tuple(found.mistakes))
 
 
 def to_yaml(config: Config) -> str:
@@ -92,46 +107,69 @@ def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _read_file(path: Path, sentences: list[str]) -> dict[str, Any]:
+def _read_file(path: Path, mistakes: list[Mistake]) -> dict[str, Any]:
     try:
-        tree, duplicates = parse_yaml(path.read_text(encoding="utf-8"))
+        tree, duplicates = parse_yaml(_text_of(path))
+        if not isinstance(tree, dict | None):
+            raise YamlMistake(f"it holds {show(tree)}, but must hold a mapping such as `data: ...`")
     except OSError as error:
-        sentences.append(f"Config file {path} cannot be read ({error.strerror}); give the path of a YAML file.")
-        return {}
+        fault = f"cannot be read ({error.strerror}); give the path of a YAML file."
     except UnicodeDecodeError as error:
-        sentences.append(f"Config file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8.")
-        return {}
+        fault = f"is not UTF-8 text (byte {error.start}); save it as UTF-8."
     except YamlMistake as error:
-        sentences.append(f"Config file {path} is not valid YAML: {error}.")
-        return {}
-    sentences += [f"Config file {path}: {duplicate}; keep one." for duplicate in duplicates]
-    if tree is not None and not isinstance(tree, dict):
-        sentences.append(f"Config file {path} holds {show(tree)}, but must hold a mapping such as `data: ...`.")
-    return tree if isinstance(tree, dict) else {}
+        fault = f"is not a config in YAML: {error}."
+    else:
+        mistakes += [Mistake((), f"Config file {path}: {duplicate}; keep one.") for duplicate in duplicates]
+        return tree or {}
+    mistakes.append(Mistake(_keys_of(""), f"Config file {path} {fault}"))
+    return {}
 
 
-def _apply_override(override: str, settings: dict[str, _Setting], sentences: list[str]) -> None:
+def _text_of(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise YamlMistake(f"it is above {MAX_BYTES // 10**6} MB, which no config is; give the path of another file")
+    return content.decode("utf-8")
+
+
+def _keys_of(section: str) -> tuple[str, ...]:
+    """All keys of a section; "" = of the tree."""
+    return tuple(name for name in known_keys() if not section or name.startswith(f"{section}."))
+
+
+def _apply_override(override: str, found: _Found) -> None:
     name, equals, text = override.partition("=")
     name = name.strip()
     if not equals or not name:
-        sentences.append(f"Override {override!r} is not of the form key=value, such as trainer.seed=2.")
+        found.mistakes.append(
+            Mistake(_meant(name), f"Override {override!r} is not of the form key=value, such as trainer.seed=2.")
+        )
         return
     key = known_keys().get(canonical(name))
     try:
         value, duplicates = parse_yaml(text)
     except YamlMistake as error:
         if key is None or not key.is_text:
-            sentences.append(f"Override {override!r} has a value that is not valid YAML: {error}.")
+            found.mistakes.append(
+                Mistake(_meant(name), f"Override {override!r} has a value that is not valid YAML: {error}.")
+            )
             return
         value, duplicates = text, []
-    sentences += [f"Override {override!r}: {duplicate}; keep one." for duplicate in duplicates]
+    found.mistakes.extend(Mistake((), f"Override {override!r}: {duplicate}; keep one.") for duplicate in duplicates)
     if key is not None and key.is_text and not isinstance(value, str) and not (value is None and key.takes_null):
         value = text
     if parent := _mapping_key_above(canonical(name)):
-        value = {**_mapping_so_far(parent, settings), canonical(name)[len(parent.name) + 1 :]: value}
+        value = {**_mapping_so_far(parent, found.settings), canonical(name)[len(parent.name) + 1 :]: value}
         name = parent.name
     head, _, last = name.rpartition(".")
-    _collect({last: value}, head, "override", settings, sentences)
+    _collect({last: value}, head, "override", found)
+
+
+def _meant(name: str) -> tuple[str, ...]:
+    """The key, or the keys of the section, that a name is of; none if it is of neither."""
+    known = canonical(name)
+    return (known,) if known in known_keys() else _keys_of(known) if known in known_sections() else ()
 
 
 def _mapping_key_above(name: str) -> Key | None:
@@ -144,10 +182,8 @@ def _mapping_so_far(key: Key, settings: dict[str, _Setting]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _collect(
-    tree: dict, prefix: str, where: str, settings: dict[str, _Setting], sentences: list[str], once: bool = False
-) -> None:
-    """Walk a tree along the schema: known keys into `settings`, unknown ones into `sentences`.
+def _collect(tree: dict, prefix: str, where: str, found: _Found, once: bool = False) -> None:
+    """Walk a tree along the schema: known keys into the settings, of unknown ones the first into the mistakes.
 
     prefix: as it was written. once: a key that was set before is a mistake (`a: {b: 1}` and `a.b: 1` in one file, or
     the same key in two spellings).
@@ -156,21 +192,24 @@ def _collect(
         name = f"{prefix}.{child}".lstrip(".")
         key = canonical(name)
         if key in known_keys():
-            if once and key in settings:
-                other = settings[key].spelling
+            if once and key in found.settings:
+                other = found.settings[key].spelling
                 both = "" if other == name else f", as {other} and as {name}"
-                sentences.append(f"{key} is given twice in {where}{both}; keep one.")
-            settings[key] = _Setting(value, where, name)
+                found.mistakes.append(Mistake((key,), f"{key} is given twice in {where}{both}; keep one."))
+            found.settings[key] = _Setting(value, where, name)
         elif key not in known_sections():
-            sentences.append(_unknown(name[:200], value, where))
+            found.unknown.append(name[:200])
+            if len(found.unknown) <= MAX_UNKNOWN:
+                found.mistakes.append(_unknown(name[:200], value, where))
         elif isinstance(value, dict):
-            _collect(value, name, where, settings, sentences, once)
+            _collect(value, name, where, found, once)
         elif value is not None:
             inside = ", ".join(known_sections()[key].model_fields)
-            sentences.append(f"{name} is {show(value)} ({where}), but must be a mapping with keys of {inside}.")
+            text = f"{name} is {show(value)} ({where}), but must be a mapping with keys of {inside}."
+            found.mistakes.append(Mistake(_keys_of(key), text))
 
 
-def _unknown(name: str, value: Any, where: str) -> str:
+def _unknown(name: str, value: Any, where: str) -> Mistake:
     if isinstance(value, dict):
         candidates = [section for section in known_sections() if section]
         candidates += [key.name for key in known_keys().values() if key.is_mapping]
@@ -182,23 +221,24 @@ def _unknown(name: str, value: Any, where: str) -> str:
         if near
         else "`python -m megatron_dapo config-reference` lists the known keys"
     )
-    return f"Unknown key {name} = {show(value)} ({where}); {cure}."
+    return Mistake(_meant(near) if near else (), f"Unknown key {name} = {show(value)} ({where}); {cure}.")
 
 
 # ---------------------------------------------------------------------------------------------------- building
 
 
-def _build(settings: dict[str, _Setting], sentences: list[str]) -> tuple[Config, set[str]]:
-    """The typed config and the keys whose value was refused: mistakes of type and range become sentences."""
+def _build(settings: dict[str, _Setting], mistakes: list[Mistake]) -> tuple[Config, set[str]]:
+    """The typed config, and the keys whose value is in it: those of a wrong type or range go into `mistakes`."""
     try:
-        return Config.model_validate(_tree(settings)), set()
+        return Config.model_validate(_tree(settings)), set(settings)
     except ValidationError as error:
         wrong = {_key_at(detail["loc"]): None for detail in error.errors(include_url=False)}
     for name in wrong:
         setting, key = settings[name], known_keys()[name]
-        sentences.append(f"{setting.spelling} is {show(setting.value)} ({setting.where}), but must be {key.allowed}.")
+        text = f"{setting.spelling} is {show(setting.value)} ({setting.where}), but must be {key.allowed}."
+        mistakes.append(Mistake((name,), text))
     sound = {name: setting for name, setting in settings.items() if name not in wrong}
-    return Config.model_validate(_tree(sound)), set(wrong)
+    return Config.model_validate(_tree(sound)), set(sound)
 
 
 def _tree(settings: dict[str, _Setting]) -> dict[str, Any]:

@@ -4,12 +4,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dapo.config.checks import MEGATRON, ROLLOUT
+from megatron_dapo.config.checks import LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.derived import critic_path, has_given_servers, layout, uses_critic
 from megatron_dapo.config.hf_config import ModelSpec, model_spec, num_experts_of
+from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.schema import Config
 from megatron_dapo.errors import UserError
+
+CHUNKS = (f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.virtual_pipeline_model_parallel_size")
 
 
 def read_model_json(config: Config) -> dict[str, Any] | None:
@@ -38,7 +41,7 @@ def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | Non
     return (actor, critic[0] if critic else None) if None not in found else None
 
 
-def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     tp = layout(config).tp
     heads = _size(model, "num_attention_heads")
     sizes = {
@@ -50,50 +53,56 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
     }
     for name, size in sizes.items():
         if size and size % tp:
-            yield (
+            yield Mistake(
+                (f"{MEGATRON}.tensor_model_parallel_size",),
                 f"{MEGATRON}.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
-                f"choose a divisor of {size}."
+                f"choose a divisor of {size}.",
             )
 
 
-def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     sizes, layers = layout(config), _size(model, "num_hidden_layers")
     if not layers:
         return
     chunks = sizes.pp * (sizes.vpp or 1)
     if layers % chunks:
         vpp = f" x virtual_pipeline_model_parallel_size {sizes.vpp}" if sizes.vpp else ""
-        yield (
+        yield Mistake(
+            CHUNKS,
             f"{MEGATRON}.pipeline_model_parallel_size {sizes.pp}{vpp} does not divide the model's num_hidden_layers "
-            f"{layers}; choose a divisor."
+            f"{layers}; choose a divisor.",
         )
     else:
         yield from _recompute(config, layers // chunks)
 
 
-def experts(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     sizes, megatron, num_experts = layout(config), config.actor_rollout_ref.actor.megatron, num_experts_of(model)
     if not num_experts:
         if sizes.ep > 1:
-            yield (
+            yield Mistake(
+                (f"{MEGATRON}.expert_model_parallel_size",),
                 f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but the model has no experts "
-                f"({_architecture(model)}); set it to 1."
+                f"({_architecture(model)}); set it to 1.",
             )
         return
     if isinstance(num_experts, int) and num_experts % sizes.ep:
-        yield (
+        yield Mistake(
+            (f"{MEGATRON}.expert_model_parallel_size",),
             f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the model's num_experts "
-            f"{num_experts}; choose a divisor of {num_experts}."
+            f"{num_experts}; choose a divisor of {num_experts}.",
         )
     if sizes.tp > 1 and not megatron.sequence_parallel:
-        yield (
+        yield Mistake(
+            (f"{MEGATRON}.sequence_parallel", f"{MEGATRON}.tensor_model_parallel_size"),
             f"{MEGATRON}.sequence_parallel is false with tensor_model_parallel_size {sizes.tp}, but a model with "
-            f"experts ({_architecture(model)}) needs it there; set it to true."
+            f"experts ({_architecture(model)}) needs it there; set it to true.",
         )
     if megatron.fp8 != "none":
-        yield (
+        yield Mistake(
+            (f"{MEGATRON}.fp8",),
             f"{MEGATRON}.fp8 is {megatron.fp8}, which a model with experts ({_architecture(model)}) has not yet; "
-            f"set fp8 to none."
+            f"set fp8 to none.",
         )
 
 
@@ -101,7 +110,7 @@ def _architecture(model: dict[str, Any]) -> str:
     return (model.get("architectures") or ["unknown"])[0]
 
 
-def fp8(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     megatron, tp = config.actor_rollout_ref.actor.megatron, layout(config).tp
     heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
     if megatron.fp8 == "none" or not heads or not hidden or num_experts_of(model):
@@ -116,52 +125,63 @@ def fp8(config: Config, model: dict[str, Any]) -> Iterator[str]:
     }
     for name, size in sizes.items():
         if size % multiple:
-            yield (
+            yield Mistake(
+                (f"{MEGATRON}.fp8", f"{MEGATRON}.fp8_recipe", f"{MEGATRON}.tensor_model_parallel_size"),
                 f"{MEGATRON}.fp8 is {megatron.fp8}, whose products need multiples of {multiple}, but the model's "
-                f"{name} is {size} at TP {tp}; lower tensor_model_parallel_size, or set fp8 to none."
+                f"{name} is {size} at TP {tp}; lower tensor_model_parallel_size, or set fp8 to none.",
             )
 
 
-def _recompute(config: Config, layers: int) -> Iterator[str]:
+def _recompute(config: Config, layers: int) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.recompute_granularity != "full":
         return
     number = megatron.recompute_num_layers
     if number > layers or (megatron.recompute_method == "uniform" and layers % number):
         demand = "divide" if megatron.recompute_method == "uniform" else "be at most"
-        yield (
+        yield Mistake(
+            (*CHUNKS, *(f"{MEGATRON}.recompute_{key}" for key in ("granularity", "method", "num_layers"))),
             f"{MEGATRON}.recompute_num_layers is {number}, but with recompute_method {megatron.recompute_method} it "
-            f"must {demand} the {layers} layers of a pipeline stage's chunk."
+            f"must {demand} the {layers} layers of a pipeline stage's chunk.",
         )
 
 
-def positions(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def positions(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     limit, data = _size(model, "max_position_embeddings"), config.data
     longest = data.max_prompt_length + data.max_response_length
     if limit and longest > limit:
-        yield (
+        yield Mistake(
+            LENGTHS,
             f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length} is "
-            f"{longest}, above the model's max_position_embeddings {limit}; shorten one."
+            f"{longest}, above the model's max_position_embeddings {limit}; shorten one.",
         )
 
 
-def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def servers(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.server.tensor_model_parallel_size
     for name in ("num_attention_heads", *(["moe_intermediate_size"] if num_experts_of(model) else [])):
         size = _size(model, name)
         if not has_given_servers(config) and size and size % tp:
-            yield (
+            yield Mistake(
+                (
+                    f"{ROLLOUT}.server.tensor_model_parallel_size",
+                    f"{ROLLOUT}.server_urls",
+                    f"{ROLLOUT}.server_urls_file",
+                ),
                 f"{ROLLOUT}.server.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
-                f"choose a divisor of {size}."
+                f"choose a divisor of {size}.",
             )
 
 
-def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     size, rollout = _size(model, "vocab_size"), config.actor_rollout_ref.rollout
     wrong = [token for token in rollout.stop_token_ids if size and not 0 <= token < size]
     if wrong:
-        yield f"{ROLLOUT}.stop_token_ids holds {wrong}, outside the model's vocabulary of {size} tokens; correct them."
+        yield Mistake(
+            (f"{ROLLOUT}.stop_token_ids",),
+            f"{ROLLOUT}.stop_token_ids holds {wrong}, outside the model's vocabulary of {size} tokens; correct them.",
+        )
 
 
 def _size(model: dict[str, Any], name: str) -> int | None:

@@ -25,6 +25,12 @@ from megatron_dapo.config.schema import Config
 
 LABEL_WIDTH = 14
 
+_LAYERS = {  # by use_transformer_engine; what it comes to, rank 0 says when it has built its layers
+    "on": "layers and optimizer of Transformer Engine; without it the ranks refuse to start",
+    "off": "layers of our own; no Transformer Engine",
+    "auto": "layers of Transformer Engine where it is installed, on GPUs in bfloat16; else our own",
+}
+
 
 def process_plan(config: Config) -> str:
     """Aligned lines: run folder, trainer ranks and coordinates, steps, servers, controller, rewards, reference."""
@@ -52,6 +58,7 @@ def _trainer(config: Config) -> Iterator[str]:
     parallel += f", {sizes.vpp} chunks per stage" if sizes.vpp else ""
     parallel += ", sequence parallel" if config.actor_rollout_ref.actor.megatron.sequence_parallel else ""
     yield f"{_count(sizes.world, 'rank')} ({_count(trainer.nnodes, 'node')} x {trainer.n_procs_per_node}): {parallel}"
+    yield _LAYERS[config.actor_rollout_ref.actor.megatron.use_transformer_engine]
     width = len(str(sizes.world - 1))
     for first in range(0, sizes.world, sizes.tp):
         _, pp, dp = sizes.coordinates(first)

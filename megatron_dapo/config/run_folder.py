@@ -72,13 +72,22 @@ class RunFolder:
 
     @property
     def stop(self) -> Path:
-        """A file that a user makes to have the run saved and stopped at the end of its step."""
+        """A file that a user makes to have the run saved and stopped, at the latest when its step ends."""
         return self.path / "stop"
+
+    @property
+    def server_key(self) -> Path:
+        """The key that the run's own servers demand; for its owner's eyes alone, and kept as long as the run."""
+        return self.path / ".server_key"
 
     @property
     def lock(self) -> Path:
         """Held by the run that is going on."""
         return self.path / ".lock"
+
+    def unresponsive(self, url: str) -> Path:
+        """A note that a server did not answer, for its supervisor."""
+        return self.path / "unresponsive_servers" / re.sub(r"[^\w.-]+", "_", url.partition("://")[2])
 
     def rollout(self, step: int) -> Path:
         """Sample responses of one rollout step."""

@@ -5,15 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.checks import CHECKS, MEGATRON
+from megatron_dapo import nvidia_driver
+from megatron_dapo.config.checks import CHECKS, MEGATRON, WORLD
 from megatron_dapo.config.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.config.derived import world_size
 from megatron_dapo.config.hf_config import model_spec
 from megatron_dapo.config.loader import read_config
+from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.model_checks import MODEL_CHECKS, model_json_of, read_model_json
 from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.run_folder import RunFolder, batch_steps
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.server_checks import own_host
+from megatron_dapo.config.server_key import KEY as SERVER_KEY
+from megatron_dapo.config.server_key import given_server_key
 from megatron_dapo.errors import UserError
 
 
@@ -26,112 +31,142 @@ def validate(
     that a run needs are named and here; without it, a recipe may leave them open. num_processes: trainer ranks that the
     launcher started, if it did.
     """
-    sentences = _mistakes(config, model_json, check_files, num_processes)
-    if sentences:
-        raise UserError(sentences)
+    _raise(_mistakes(config, model_json, check_files, num_processes))
 
 
 def load_and_validate(
     path: str | Path | None, overrides: list[str] = (), check_files: bool = True, num_processes: int | None = None
 ) -> Config:
     """The checked config of a file and its overrides. Raises UserError with every mistake: unknown keys and refused
-    values, and what contradicts the rest or this machine among the keys that are sound."""
+    values, and what contradicts the rest or this machine among the keys whose values are known."""
     reading = read_config(path, overrides)
     found = _mistakes(reading.config, read_model_json(reading.config), check_files, num_processes)
-    doubtful = {part for key in reading.in_doubt for part in (key, key.rpartition(".")[2])}
-    sentences = [*reading.sentences, *(text for text in found if not any(name in text for name in doubtful))]
-    if sentences:
-        raise UserError(sentences)
+    _raise([*reading.mistakes, *(mistake for mistake in found if reading.in_doubt.isdisjoint(mistake.keys))])
     return reading.config
+
+
+def _raise(mistakes: list[Mistake]) -> None:
+    if mistakes:
+        raise UserError(mistake.text for mistake in mistakes)
 
 
 def _mistakes(
     config: Config, model_json: dict[str, Any] | None, check_files: bool, num_processes: int | None
-) -> list[str]:
-    sentences = [sentence for check in (*CHECKS, *CRITIC_CHECKS) for sentence in check(config)]
+) -> list[Mistake]:
+    mistakes = [mistake for check in (*CHECKS, *CRITIC_CHECKS) for mistake in check(config)]
     if model_json is not None:
-        sentences += [sentence for check in (*MODEL_CHECKS, own_model) for sentence in check(config, model_json)]
+        mistakes += [mistake for check in (*MODEL_CHECKS, own_model) for mistake in check(config, model_json)]
     if check_files:
-        sentences += [sentence for check in MACHINE_CHECKS for sentence in check(config)]
+        mistakes += [mistake for check in MACHINE_CHECKS for mistake in check(config)]
     if num_processes is not None and num_processes != world_size(config):
-        sentences.append(
+        text = (
             f"The launcher started {num_processes} processes, but trainer.nnodes {config.trainer.nnodes} x "
             f"trainer.n_procs_per_node {config.trainer.n_procs_per_node} is {world_size(config)}; make them agree."
         )
-    return sentences
+        mistakes.append(Mistake(WORLD, text))
+    return mistakes
 
 
-def _prompt_files(config: Config) -> Iterator[str]:
+def _prompt_files(config: Config) -> Iterator[Mistake]:
     if config.trainer.replay:
         return
     if not config.data.train_files:
-        yield "data.train_files is empty; give one or more .jsonl or .parquet files with prompts."
+        yield Mistake(
+            ("data.train_files", "trainer.replay"),
+            "data.train_files is empty; give one or more .jsonl or .parquet files with prompts.",
+        )
     for key in ("train_files", "val_files"):
         for name in getattr(config.data, key):
             if not Path(name).is_file():
-                yield f"data.{key} holds {name}, which is not a file here; correct the path."
+                yield Mistake(
+                    (f"data.{key}", "trainer.replay"),
+                    f"data.{key} holds {name}, which is not a file here; correct the path.",
+                )
             elif Path(name).suffix not in (".jsonl", ".parquet"):
-                yield f"data.{key} holds {name}; only .jsonl and .parquet files are read: convert it."
+                yield Mistake(
+                    (f"data.{key}", "trainer.replay"),
+                    f"data.{key} holds {name}; only .jsonl and .parquet files are read: convert it.",
+                )
 
 
-def _replay(config: Config) -> Iterator[str]:
+def _replay(config: Config) -> Iterator[Mistake]:
     folder, steps = config.trainer.replay, config.trainer.total_training_steps
     if not folder:
         return
     dumped = batch_steps(folder)
     if not dumped:
-        yield (
+        yield Mistake(
+            ("trainer.replay",),
             f"trainer.replay is {folder}, which holds no step_NNNNNN.json.gz; give the folder batches/ of a run with "
-            f"trainer.dump_batches=true."
+            f"trainer.dump_batches=true.",
         )
     elif dumped[-1] < steps:
-        yield (
+        yield Mistake(
+            ("trainer.replay", "trainer.total_training_steps"),
             f"trainer.replay is {folder}, whose last batch is that of step {dumped[-1]}, but "
-            f"trainer.total_training_steps is {steps}; set it to {dumped[-1]} or less."
+            f"trainer.total_training_steps is {steps}; set it to {dumped[-1]} or less.",
         )
     run = RunFolder.of(config.trainer)
     if Path(folder).resolve() == run.batches.resolve():
-        yield (
+        yield Mistake(
+            ("trainer.replay", "trainer.run_dir", "trainer.experiment_name"),
             f"trainer.replay is {folder}, which is of the run folder {run.path} itself; give the replay a run folder "
-            f"of its own with trainer.run_dir, or it would mix its metrics and model with that run's."
+            f"of its own with trainer.run_dir, or it would mix its metrics and model with that run's.",
         )
 
 
-def _checkpoints(config: Config) -> Iterator[str]:
+def _checkpoints(config: Config) -> Iterator[Mistake]:
     roles = {
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "actor_rollout_ref.ref.path": config.actor_rollout_ref.ref.path,
         "critic.model.path": config.critic.model.path,
     }
     if not config.actor_rollout_ref.model.path:
-        yield "actor_rollout_ref.model.path is empty; give the folder of a Hugging Face checkpoint, or of one of ours."
+        yield Mistake(
+            ("actor_rollout_ref.model.path",),
+            "actor_rollout_ref.model.path is empty; give the folder of a Hugging Face checkpoint, or of one of ours.",
+        )
     for key, path in roles.items():
         if path and (fault := ModelFolder.of(path).fault()):
-            yield f"{key} is {path}, which {fault}"
+            yield Mistake((key,), f"{key} is {path}, which {fault}")
         elif path:
             yield from _model(key, path)
 
 
-def _model(key: str, path: str) -> Iterator[str]:
+def _model(key: str, path: str) -> Iterator[Mistake]:
     source, model_json = f"{key}: {ModelFolder.of(path).config_json}", model_json_of(path)
     if model_json is None:
-        yield f"{source} does not hold a JSON object; download it again."
+        yield Mistake((key,), f"{source} does not hold a JSON object; download it again.")
         return
     try:
         model_spec(model_json, source=source)
     except UserError as error:
-        yield from error.sentences
+        yield from (Mistake((key,), sentence) for sentence in error.sentences)
 
 
-def _transformer_engine(config: Config) -> Iterator[str]:
+def _transformer_engine(config: Config) -> Iterator[Mistake]:
+    """Looked for on machines with GPUs alone: a recipe is read, and a job planned, on others too."""
     megatron = config.actor_rollout_ref.actor.megatron
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if not nvidia_driver.is_loaded() or importlib.util.find_spec("transformer_engine") is not None:
         return
     absent = "but the package transformer_engine is not installed here; install it (docs/install.md)"
     if megatron.use_transformer_engine == "on":
-        yield f"{MEGATRON}.use_transformer_engine is on, {absent}, or set auto."
+        yield Mistake(
+            (f"{MEGATRON}.use_transformer_engine",), f"{MEGATRON}.use_transformer_engine is on, {absent}, or set auto."
+        )
     if megatron.fp8 != "none" and megatron.use_transformer_engine != "off":
-        yield f"{MEGATRON}.fp8 is {megatron.fp8}, {absent}, or set fp8 to none."
+        yield Mistake(
+            (f"{MEGATRON}.fp8", f"{MEGATRON}.use_transformer_engine"),
+            f"{MEGATRON}.fp8 is {megatron.fp8}, {absent}, or set fp8 to none.",
+        )
 
 
-MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine)
+def _server_key(config: Config) -> Iterator[Mistake]:
+    if not config.trainer.replay:
+        try:
+            given_server_key(config)
+        except UserError as error:
+            yield from (Mistake((SERVER_KEY,), text) for text in error.sentences)
+
+
+MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host)

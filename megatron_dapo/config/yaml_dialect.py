@@ -18,6 +18,8 @@ _PLAIN = (  # pattern, how a scalar without quotes that fits it is read; others 
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
 )
+MAX_VALUES = 10_000  # keys and values; the schema has some hundred keys, lists of files may be long
+MAX_DEPTH = 50
 _UNTAGGED = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 
 
@@ -32,10 +34,8 @@ def parse_yaml(text: str) -> tuple[Any, list[str]]:
     """
     duplicates: list[str] = []
     try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
+        node = yaml.compose(text, Loader=_BoundedLoader)
         return (None if node is None else _value(node, set(), duplicates)), duplicates
-    except RecursionError:
-        raise YamlMistake("it is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         raise YamlMistake(f"line {error.problem_mark.line + 1}: {error.problem}") from None
     except yaml.YAMLError as error:  # unreadable characters
@@ -44,6 +44,27 @@ def parse_yaml(text: str) -> tuple[Any, list[str]]:
 
 def dump_yaml(tree: dict) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _BoundedLoader(yaml.BaseLoader):
+    """Stops reading at the first value that no config needs: pyyaml takes a minute for 200 000 keys."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_values = 0
+        self._depth = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node:
+        line = self.peek_event().start_mark.line + 1
+        self._num_values += 1
+        self._depth += 1
+        if self._num_values > MAX_VALUES:
+            raise YamlMistake(f"line {line}: it holds more than {MAX_VALUES} keys and values, which no config does")
+        if self._depth > MAX_DEPTH:
+            raise YamlMistake(f"line {line}: it is nested more than {MAX_DEPTH} deep, which no config is")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 def _value(node: Node, seen: set[int], duplicates: list[str]) -> Any:

@@ -5,11 +5,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_dapo.config.schema.base import (
+    BoundedInt,
     Decay,
     NonNegativeFloat,
     NonNegativeInt,
+    NumProcesses,
+    NumResponses,
+    NumRetries,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
 )
 from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
@@ -43,15 +48,15 @@ class OptimConfig(Section):
 
 
 class MegatronConfig(Section):
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: NumProcesses = 1
     """Ranks that share every layer."""
-    pipeline_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: NumProcesses = 1
     """Ranks that share the stack of layers (1F1B schedule)."""
-    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    virtual_pipeline_model_parallel_size: NumProcesses | None = None
     """Model chunks per pipeline rank (interleaved schedule); none = plain 1F1B."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
-    expert_model_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: NumProcesses = 1
     """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and main weights over the data-parallel ranks."""
@@ -73,7 +78,7 @@ class MegatronConfig(Section):
     """FP8 products in the layers by Transformer Engine: e4m3, or hybrid (gradients in e5m2). Weights stay bfloat16."""
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
     """Scale of FP8: of the whole tensor, of its past (delayed), of 128 x 128 blocks, of 32 in a row (Blackwell)."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """A rank that computes for so long without progress, or is not heard of, ends the run and is named (docs/hangs.md);
     collectives among the trainer's ranks fail 60 s later."""
 
@@ -128,14 +133,14 @@ class ActorConfig(Section):
 class ServerConfig(Section):
     """SGLang servers that launch/ starts."""
 
-    num_servers: PositiveInt = 1
+    num_servers: NumProcesses = 1
     """Servers to start, in all (ignored when servers are given by URL)."""
     nnodes: NonNegativeInt = 0
     """Nodes that run servers and nothing else, num_servers / nnodes each; 0 = they are on the trainer's machine."""
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: NumProcesses = 1
     """GPUs (or CPU processes) per server."""
     host: str = "127.0.0.1"
-    """Address the servers bind to."""
+    """Address of this machine that the servers bind to."""
     max_total_tokens: PositiveInt | None = None
     """KV cache size in tokens; none = SGLang's choice on GPU, 16384 on CPU."""
     max_running_requests: PositiveInt | None = None
@@ -143,21 +148,21 @@ class ServerConfig(Section):
     mem_fraction_static: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Share of GPU memory for weights and KV cache; none = SGLang's choice."""
     extra_args: list[str] = []
-    """Further arguments of `sglang.launch_server`, as they are."""
-    startup_timeout_s: PositiveFloat = 900.0
+    """Further arguments of `sglang.launch_server`, as they are; some are refused (docs/servers.md)."""
+    startup_timeout_s: Seconds = 900.0
     """Deadline for a server to become healthy."""
-    max_restarts: NonNegativeInt = 3
+    max_restarts: NumRetries = 3
     """Restarts of a server that died, before it is given up; the run is when none is left."""
 
 
 class RolloutConfig(Section):
-    n: PositiveInt = 8
+    n: NumResponses = 8
     """Responses per prompt (the group size)."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer's log-probs use it too."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling; 1 = off. Below 1 the server's log-probs are those before the cut."""
-    top_k: int = -1
+    top_k: BoundedInt = -1
     """Keep the k likeliest tokens; -1 = off."""
     stop_token_ids: list[int] = []
     """Further end-of-response tokens besides the model's own."""
@@ -165,20 +170,26 @@ class RolloutConfig(Section):
     """Servers that already run (http://host:port); none = launch/ starts them."""
     server_urls_file: str | None = None
     """File with such URLs, one per line, in place of the list; it is watched: servers may be added and removed."""
+    server_api_key_file: str | None = None
+    """File (mode 600) with the key that the servers demand; none = servers given by URL are asked without one, and our
+    own demand a random one of the run."""
     server: ServerConfig = ServerConfig()
+    max_staleness: NonNegativeInt = 0
+    """Weight versions between the oldest sampled token of a group and the step that trains on it. 0 = each step is
+    trained on what its own weights wrote, and discards surplus groups; above 0 needs `algorithm.rollout_correction`."""
     max_concurrency: PositiveInt = 512
     """Requests in flight per server."""
-    request_timeout_s: PositiveFloat = 1800.0
+    request_timeout_s: Seconds = 1800.0
     """Deadline of one generation request."""
-    max_retries: NonNegativeInt = 3
+    max_retries: NumRetries = 3
     """Attempts after a failed request, on the other servers first."""
-    step_timeout_s: PositiveFloat = 7200.0
+    step_timeout_s: Seconds = 7200.0
     """Deadline of one `next_batch`; the error names what is still missing."""
     val_temperature: NonNegativeFloat = 0.0
     """Temperature of held-out evaluation; 0 = greedy."""
     val_top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling of held-out evaluation; the published AIME figures use 0.7."""
-    val_n: PositiveInt = 1
+    val_n: NumResponses = 1
     """Responses per held-out prompt."""
     dump_samples: NonNegativeInt = 8
     """Groups written to rollouts/step_NNNNNN.jsonl per step; 0 = none."""

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from megatron_dapo.config.schema.base import (
+    BoundedInt,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -31,9 +32,9 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """Sample until the responses of `data.train_batch_size` groups differ in `metric`."""
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
-    """What a group's responses must not all have the same of: correctness; the raw reward; the shaped reward; that too
-    (without a KL penalty in the reward the two are the same)."""
-    max_num_gen_batches: int = 10
+    """What a group's responses must not all have the same of: correctness; the raw reward; the shaped reward, under
+    either name (a KL penalty in the reward is subtracted after groups are chosen)."""
+    max_num_gen_batches: BoundedInt = 10
     """Gen batches of one rollout step before `on_exhausted` decides; 0 or less = no limit."""
     on_exhausted: Literal["raise", "train_partial"] = "train_partial"
     """At the limit: stop with the counts, or train on the groups there are."""
@@ -51,7 +52,7 @@ class OverlongRewardShapingConfig(Section):
     truncation_penalty: float = -0.5
     """Punishment of a truncated response when `buffer_len` is 0."""
     soft_penalty_mode: Literal["additive", "multiplicative", "replace_if_positive", "cap"] = "additive"
-    """How `truncation_penalty` acts on the reward."""
+    """How `truncation_penalty` acts on the reward, see docs/algorithms.md."""
     filter_truncated: bool = False
     """Overlong filtering: give the tokens of truncated responses no loss."""
 
@@ -79,6 +80,9 @@ class RolloutCorrectionConfig(Section):
     """Weigh each token's policy loss by exp(old - server's log-prob), truncated (TIS); see docs/loss.md."""
     rollout_is_threshold: PositiveFloat = 2.0
     """Largest weight of `rollout_is`."""
+    max_mismatch: PositiveFloat | None = 0.5
+    """Largest mean |server's - trainer's log-prob| of a step that is trained on: above, the run is saved and stops, and
+    names the servers (exit code 15). bf16 makes 0.01, another model 1 or more; none = off."""
 
 
 class AlgorithmConfig(Section):
@@ -90,8 +94,8 @@ class AlgorithmConfig(Section):
     """Lambda of gae: 1 = what was earned minus the value, 0 = one-step errors (arXiv 1506.02438)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation (false = Dr. GRPO); of adv_estimator grpo alone."""
-    use_kl_in_reward: bool = False
-    """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards."""
+    use_kl_in_reward: bool | None = None
+    """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards; none = where kl_ctrl.kl_coef is above 0."""
     kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = "kl"
     """KL estimator of the penalty in the reward; full = the KL itself, over the whole vocabulary."""
     kl_ctrl: KLControlConfig = KLControlConfig()

@@ -4,8 +4,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# Bounds far beyond what anyone means: past them is a slip of the pen, which would cost a run its memory, or its
+# deadlines, long after its start.
+_MAX_COUNT = 10**9
+PositiveInt = Annotated[int, Field(gt=0, le=_MAX_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+BoundedInt = Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)]  # where -1, or 0 and less, means off
+NumProcesses = Annotated[int, Field(gt=0, le=10_000)]  # ranks, servers, workers, nodes, and what shares them out
+NumResponses = Annotated[int, Field(gt=0, le=10_000)]
+NumRetries = Annotated[int, Field(ge=0, le=10_000)]
+Megabytes = Annotated[int, Field(gt=0, le=10**7)]
+Seconds = Annotated[float, Field(ge=0.01, le=10**8)]  # three years are no deadline; waits of more overflow
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

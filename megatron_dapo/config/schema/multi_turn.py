@@ -1,6 +1,6 @@
 """Section `actor_rollout_ref.rollout.multi_turn`: responses of several turns with an environment."""
 
-from megatron_dapo.config.schema.base import PositiveFloat, PositiveInt, Section
+from megatron_dapo.config.schema.base import Megabytes, NumProcesses, PositiveInt, Seconds, Section
 
 
 class MultiTurnConfig(Section):
@@ -14,11 +14,13 @@ class MultiTurnConfig(Section):
     """Turns of the model per trajectory; one that reaches it is not terminated."""
     max_tokens_per_turn: PositiveInt | None = None
     """Tokens of one turn, which then goes to the environment as it is; none = up to `data.max_response_length`."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds of one trajectory at servers and in its environment; one that reaches it is not terminated."""
-    step_timeout_s: PositiveFloat = 30.0
+    step_timeout_s: Seconds = 30.0
     """Hard limit of one answer of an environment; its process is killed, and the trajectory ends there."""
-    num_workers: PositiveInt = 16
+    num_workers: NumProcesses = 16
     """Environment processes: trajectories that are under way at once."""
-    memory_limit_mb: PositiveInt = 2048
+    memory_limit_mb: Megabytes = 2048
     """Address space of an environment process."""
+    pass_env: list[str] = []
+    """Names of environment variables that environment processes get though they look like secrets."""

@@ -2,7 +2,17 @@
 
 from typing import Literal
 
-from megatron_dapo.config.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megatron_dapo.config.schema.base import (
+    BoundedInt,
+    Fraction,
+    Megabytes,
+    NonNegativeInt,
+    NumProcesses,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
 
 
 class DataConfig(Section):
@@ -26,6 +36,9 @@ class DataConfig(Section):
     """What to do with an over-long prompt that was not filtered: stop, or keep its last tokens."""
     dedup: bool = True
     """Keep one of several prompts with the same content (public DAPO-Math-17k repeats each about 100 times)."""
+    conflicting_answers: Literal["error", "drop", "keep"] = "error"
+    """What to do with prompts that occur with several answers: stop, naming their rows; drop them; or train on each of
+    them. Not asked in multi-turn rollouts, where the answer may be a task of its own."""
     shuffle: bool = True
     """Draw prompts in an order fixed by `seed` and the epoch."""
     seed: int = 1
@@ -40,18 +53,24 @@ class RewardConfig(Section):
     `package.module:function`, or by_data_source (each prompt's own)."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the reward function."""
-    num_workers: PositiveInt = 2
+    num_workers: NumProcesses = 2
     """Reward processes."""
-    timeout_s: PositiveFloat = 5.0
+    timeout_s: Seconds = 5.0
     """Hard limit of one reward; the worker is killed and the sample counts as wrong."""
-    memory_limit_mb: PositiveInt = 2048
+    memory_limit_mb: Megabytes = 2048
     """Address space of a reward process."""
+    pass_env: list[str] = []
+    """Names of environment variables that reward processes get though they look like secrets, such as the API key of a
+    judge; docs/rewards.md says which do."""
+    max_error_share: Fraction = 0.5
+    """Largest share of a step's responses that may get no verdict: the function raised, ran out of time, or its process
+    ended. Above it, and where none got one, the run stops, saved, and shows a traceback of the function."""
 
 
 class WeightSyncConfig(Section):
-    bucket_size_mb: PositiveInt = 256
+    bucket_size_mb: Megabytes = 256
     """Size of a flat bucket; on CPU at most 64."""
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Seconds = 300.0
     """Deadline of one weight push. A server that is lost meanwhile is left out; an error names the server or rank."""
     verify: bool = False
     """After each push compare a sample of tensors on every server with the trainer's, bit for bit."""
@@ -61,14 +80,14 @@ class WeightSyncConfig(Section):
 
 class TrainerConfig(Section):
     experiment_name: str = "run"
-    """Name of the run folder."""
+    """Name of the run folder, below runs/."""
     run_dir: str | None = None
     """Run folder; none = runs/EXPERIMENT_NAME."""
     log_dir: str | None = None
     """Folder of the processes' log files; none = logs/ of the run folder."""
-    nnodes: PositiveInt = 1
+    nnodes: NumProcesses = 1
     """Trainer nodes."""
-    n_procs_per_node: PositiveInt = 1
+    n_procs_per_node: NumProcesses = 1
     """Trainer processes (GPUs) per node."""
     gpu_memory_gb: PositiveFloat = 80.0
     """Memory of one GPU, which a dry run compares its estimate with; what CUDA and NCCL take is not counted."""
@@ -76,13 +95,13 @@ class TrainerConfig(Section):
     """Rollout steps of the run."""
     critic_warmup: NonNegativeInt = 0
     """Rollout steps at the beginning in which the critic alone is updated."""
-    test_freq: int = -1
+    test_freq: BoundedInt = -1
     """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl", "tensorboard"]
     """Where metrics go."""
     seed: int = 1
     """Seed of mini-batches and samplers."""
-    save_interval: int = -1
+    save_interval: BoundedInt = -1
     """Rollout steps between checkpoints, with one after the last step; -1 = only when the run is asked to stop."""
     keep_last: PositiveInt | None = None
     """Newest checkpoints that are kept, older ones are deleted; none = all."""

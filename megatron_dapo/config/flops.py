@@ -1,0 +1,27 @@
+"""Floating-point operations of a model, counted as papers count them, so that runs can be compared by MFU."""
+
+from collections.abc import Iterable
+
+from megatron_dapo.config.hf_config import ModelSpec
+
+TRAINING_PASSES = 3
+"""Forward, and a backward of twice its products. What recomputation repeats does not count (PaLM, arXiv 2204.02311,
+appendix B: model FLOPs, not hardware FLOPs)."""
+
+
+def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) -> int:
+    """Of one pass over samples of these lengths, packed or not: padding does not count.
+
+    Two operations per parameter of a product and token, and causal attention over the keys that a token sees, itself
+    and those before it (PaLM's 12 L H Q T counts those after it too; Megatron-LM's num_floating_point_operations halves
+    that as we do). Experts count as far as a token passes through them. num_answered: tokens whose logits are computed,
+    which are those that the loss counts.
+    """
+    lengths = list(lengths)
+    hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
+    projections = hidden * (width + 2 * spec.num_kv_heads * spec.head_dim) + width * hidden
+    router = spec.mixture.num_experts * hidden if spec.mixture else 0
+    products = 2 * (projections + router + 3 * hidden * spec.active_ffn_size)
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    attention = 2 * 2 * width * pairs  # queries with keys, weights with values
+    return spec.num_layers * (products * sum(lengths) + attention) + 2 * hidden * spec.vocab_size * num_answered

@@ -1,0 +1,92 @@
+"""The key that a run's servers demand of everyone: in a file that its owner alone may read, and nowhere else."""
+
+import os
+import re
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from megatron_dapo.config.run_folder import RunFolder, make_folder
+from megatron_dapo.config.schema import Config
+from megatron_dapo.errors import UserError
+
+KEY = "actor_rollout_ref.rollout.server_api_key_file"
+CURE = f"give the file that holds its key as {KEY}"
+_NUM_BYTES = 32
+
+
+class ServerKey(str):
+    """A key that a log of arguments, SGLang's among them, does not show."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def server_key_file(config: Config) -> Path:
+    """Where the key of the servers that we start is: the file that the config names, or the run's own."""
+    given = config.actor_rollout_ref.rollout.server_api_key_file
+    return Path(given or RunFolder.of(config.trainer).server_key).absolute()
+
+
+def make_server_key(config: Config) -> Path:
+    """`server_key_file`, with a random key where the run has none yet: one that is there stays, whoever made it. Raises
+    UserError where the file cannot be made, or is open to others."""
+    path = server_key_file(config)
+    if not config.actor_rollout_ref.rollout.server_api_key_file and not path.exists():
+        make_folder(path.parent, "trainer.run_dir")
+        _make(path)
+    read_server_key(path)
+    return path
+
+
+def given_server_key(config: Config) -> ServerKey | None:
+    """What the servers that the config names are asked with; none without a file: they may be anybody's."""
+    path = config.actor_rollout_ref.rollout.server_api_key_file
+    return read_server_key(path) if path else None
+
+
+def read_server_key(path: str | Path) -> ServerKey:
+    """Raises UserError where there is no such file, others than its owner may read it, or it holds no key."""
+    try:
+        with open(path, encoding="ascii") as file:
+            mode, key = os.fstat(file.fileno()).st_mode, file.read(4096).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{KEY} is {path}, which cannot be read ({error}); give the file of the servers' key."
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(
+            f"{KEY} is {path}, which others than its owner may read or write (mode {stat.S_IMODE(mode):o}); chmod 600 "
+            f"it, on a file system that keeps modes, and give the servers a new key where others may have read it."
+        )
+    if not re.fullmatch(r"[!-~]+", key):
+        raise UserError(f"{KEY} is {path}, which does not hold a key: one word of printable ASCII; correct it.")
+    return ServerKey(key)
+
+
+def key_header(key: str | None) -> dict[str, str]:
+    """How a request brings a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _make(path: Path) -> None:
+    """Whole at once, and the first of several processes wins: a link to a file that is complete."""
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # of mode 600
+        with open(handle, "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(_NUM_BYTES) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return
+        except OSError:  # no links here
+            os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be made ({error.strerror}); choose another trainer.run_dir.") from error
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
