@@ -7,6 +7,7 @@ imported when the first of their names is asked for.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.data.prompt_files import rows_of
 from megatron_dapo.data.prompts import FileReport, PromptCursor, PromptDataset, content_key
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
@@ -44,6 +45,7 @@ __all__ = [
     "group_estimates",
     "load_tokenizer",
     "mini_batches",
+    "rows_of",
     "schedule",
     "schedule_shards",
     "shard_over_data_parallel",

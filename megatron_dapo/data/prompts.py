@@ -2,38 +2,46 @@
 
 import hashlib
 import json
+import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dapo.config import UserError
+from megatron_dapo.data.prompt_files import no_column, read_rows
 from megatron_dapo.data.tokenizer import Messages, Tokenizer
 from megatron_dapo.data.types import Prompt
 
-_PARQUET_BATCH_ROWS = 8192
+MAX_PROMPT_BYTES = 4 << 20  # far above what a model reads; tokenizing takes seconds and 200 MB per MiB
+_NAMED_CONFLICTS = 3
 
 
 @dataclass
 class FileReport:
-    """What became of one file's rows: num_rows = num_kept + num_duplicates + num_overlong."""
+    """What became of one file's rows: num_rows = num_kept + num_duplicates + num_conflicting + num_overlong."""
 
     path: str
     num_rows: int = 0
     num_duplicates: int = 0
+    num_conflicting: int = 0
     num_overlong: int = 0
     num_truncated: int = 0
 
     @property
     def num_kept(self) -> int:
-        return self.num_rows - self.num_duplicates - self.num_overlong
+        return self.num_rows - self.num_duplicates - self.num_conflicting - self.num_overlong
 
     def __str__(self) -> str:
-        counts = {"duplicates": self.num_duplicates, "over-long": self.num_overlong, "truncated": self.num_truncated}
+        counts = {
+            "duplicates": self.num_duplicates,
+            "with conflicting answers": self.num_conflicting,
+            "over-long": self.num_overlong,
+            "truncated": self.num_truncated,
+        }
         details = "".join(f", {count} {name}" for name, count in counts.items() if count)
         return f"{self.path}: {self.num_kept} prompts of {self.num_rows} rows{details}"
 
@@ -56,17 +64,20 @@ class PromptDataset:
         truncation: Literal["error", "left"] = "error",
         dedup: bool = True,
         apply_chat_template: bool = True,
+        conflicting_answers: Literal["error", "drop", "keep"] = "error",
     ) -> "PromptDataset":
         """Read .jsonl and .parquet files; the arguments are the keys of the config's `data` section.
 
         A row has the column `prompt_key` (chat messages or a string) and its answer in reward_model.ground_truth or in
         `label`; data_source and extra_info are optional. Equal prompt and answer = the same row, whatever its index.
-        Raises UserError, naming file, row and column, for what cannot be read, and for a data set without prompts.
+        Raises UserError, naming file, row and column, for what cannot be read, for prompts with conflicting answers,
+        and for a data set without prompts.
         """
         limit = _LengthLimit(max_prompt_length, filter_overlong, truncation)
-        prompts: list[Prompt] = []
+        found: list[tuple[Prompt, bytes, FileReport]] = []
         reports: list[FileReport] = []
         seen: set[str] = set()
+        answers = _Answers()
         for path in files:
             report = FileReport(str(path))
             reports.append(report)
@@ -77,9 +88,14 @@ class PromptDataset:
                     report.num_duplicates += 1
                     continue
                 seen.add(key)
+                if conflicting_answers != "keep":
+                    answers.add(row)
                 tokens = limit.apply(*row.encode(tokenizer, apply_chat_template), row, tokenizer, report)
                 if tokens is not None:
-                    prompts.append(row.prompt(len(prompts), key, *tokens))
+                    found.append((row.prompt(len(found), key, *tokens), row.prompt_digest, report))
+        if conflicting_answers == "error":
+            answers.check()
+        prompts = _without_conflicts(found, answers)
         if not prompts:
             raise UserError(_no_prompts(reports, max_prompt_length))
         return cls(prompts, reports)
@@ -161,19 +177,24 @@ def content_key(row: dict[str, Any], place: str, prompt_key: str) -> str:
 
 @dataclass(frozen=True)
 class _Row:
-    """One checked row. `place` names file and row for errors."""
+    """One checked row. `place` names file and row for errors. prompt_json: the messages, as they are compared."""
 
     place: str
     prompt_key: str
     messages: str | Messages
+    prompt_json: str
     ground_truth: str
     data_source: str
     extra_info: dict = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        content = json.dumps([self.messages, self.ground_truth], sort_keys=True, default=str)
+        content = f"[{self.prompt_json}, {json.dumps(self.ground_truth)}]"
         return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+    @property
+    def prompt_digest(self) -> bytes:
+        return hashlib.sha256(self.prompt_json.encode()).digest()[:16]
 
     def encode(self, tokenizer: Tokenizer, apply_chat_template: bool) -> tuple[tuple[int, ...], str]:
         try:
@@ -189,6 +210,46 @@ class _Row:
     def prompt(self, index: int, key: str, tokens: tuple[int, ...], text: str) -> Prompt:
         source, truth, extra_info = self.data_source, self.ground_truth, self.extra_info
         return Prompt(index, key, tokens, text, source, truth, extra_info, self.messages)
+
+
+class _Answers:
+    """The answer that each prompt was given first. conflicts: prompts that got another one as well, by their hash;
+    with the first two such rows of each, in words."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, tuple[str, str]] = {}
+        self.conflicts: dict[bytes, str] = {}
+
+    def add(self, row: _Row) -> None:
+        digest = row.prompt_digest
+        answer, place = self._first.setdefault(digest, (row.ground_truth, row.place))
+        if answer != row.ground_truth and digest not in self.conflicts:
+            self.conflicts[digest] = (
+                f"{row.place}: the answer is {row.ground_truth[:60]!r}, but {answer[:60]!r} for the same prompt in "
+                f"{place}"
+            )
+
+    def check(self) -> None:
+        """Raises UserError where there are conflicts."""
+        if self.conflicts:
+            named = list(self.conflicts.values())[:_NAMED_CONFLICTS]
+            more = len(self.conflicts) - len(named)
+            others = f" ({more} more prompts have such rows)" if more else ""
+            cure = "correct the rows, or set data.conflicting_answers to drop or keep"
+            raise UserError([f"{words}; {cure}." for words in named[:-1]] + [f"{named[-1]}{others}; {cure}."])
+
+
+def _without_conflicts(found: Sequence[tuple[Prompt, bytes, FileReport]], answers: _Answers) -> list[Prompt]:
+    """The prompts, numbered anew, of which no row has another answer; the others are counted in their reports."""
+    if not answers.conflicts:
+        return [prompt for prompt, _, _ in found]
+    kept = []
+    for prompt, digest, report in found:
+        if digest in answers.conflicts:
+            report.num_conflicting += 1
+        else:
+            kept.append(replace(prompt, index=len(kept)))
+    return kept
 
 
 @dataclass(frozen=True)
@@ -218,61 +279,31 @@ class _LengthLimit:
 
 def _read(path: Path, prompt_key: str) -> Iterator[_Row]:
     """Checked rows of a file, counted from 1."""
-    reader = _READERS.get(path.suffix)
-    if reader is None:
-        raise UserError(f"prompt file {str(path)!r} is of no known kind; use {' or '.join(_READERS)}.")
-    if not path.is_file():
-        raise UserError(f"prompt file {str(path)!r} does not exist (data.train_files, data.val_files).")
-    for number, row in reader(path, prompt_key):
+    for number, row in read_rows(path, (prompt_key, "reward_model", "label", "data_source", "extra_info")):
         yield _checked(row, f"{path}, row {number}", prompt_key)
-
-
-def _read_jsonl(path: Path, prompt_key: str) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{path}, row {number}: this line is no JSON ({error}).") from error
-
-
-def _read_parquet(path: Path, prompt_key: str) -> Iterator[tuple[int, Any]]:
-    import pyarrow  # costs 0.2 s, and only processes that read prompts need it
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            wanted = (prompt_key, "reward_model", "label", "data_source", "extra_info")
-            columns = [name for name in wanted if name in file.schema_arrow.names]
-            if prompt_key not in columns:
-                raise UserError(_no_column(f"{path}", prompt_key, file.schema_arrow.names))
-            batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"prompt file {str(path)!r} cannot be read as parquet: {error}.") from error
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, Any]]]] = {
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
 
 
 def _checked(row: Any, place: str, prompt_key: str) -> _Row:
     if not isinstance(row, dict):
         raise UserError(f"{place}: expected an object with named columns, found {type(row).__name__}.")
     if prompt_key not in row:
-        raise UserError(_no_column(place, prompt_key, row))
+        raise no_column(place, prompt_key, list(row))
     messages = row[prompt_key]
     if not (isinstance(messages, str) or _are_messages(messages)):
         raise UserError(
             f"{place}, column {prompt_key!r}: expected text or messages with role and content, {_seen(messages)}."
         )
+    prompt_json = json.dumps(messages, sort_keys=True, default=str)
+    if len(prompt_json) > MAX_PROMPT_BYTES:
+        raise UserError(
+            f"{place}, column {prompt_key!r}: the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB; shorten or "
+            f"remove it."
+        )
     return _Row(
         place=place,
         prompt_key=prompt_key,
         messages=messages,
+        prompt_json=prompt_json,
         ground_truth=_ground_truth(row, place),
         data_source=_optional(row, "data_source", str, "", place),
         extra_info=_plain(_optional(row, "extra_info", dict, {}, place), "extra_info", place),
@@ -300,6 +331,8 @@ def _ground_truth(row: dict[str, Any], place: str) -> str:
         )
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{place}, column {column!r}: expected text or a number, {_seen(value)}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{place}, column {column!r}: {value} is no answer; correct or remove the row.")
     return str(value)
 
 
@@ -336,15 +369,12 @@ def _seen(value: Any) -> str:
     return f"found {type(value).__name__} {str(value)[:60]!r}"
 
 
-def _no_column(place: str, prompt_key: str, columns: Any) -> str:
-    some = ", ".join(islice(columns, 12))
-    return f"{place}: column {prompt_key!r} is missing (columns here: {some}); name yours with data.prompt_key."
-
-
 def _no_prompts(reports: list[FileReport], max_prompt_length: int) -> list[str]:
     if not reports:
         return ["no prompt files are given; name them in data.train_files."]
     num_overlong = sum(report.num_overlong for report in reports)
+    if any(report.num_conflicting for report in reports):
+        return [f"no prompt is left: {report}; correct their answers (data.conflicting_answers)." for report in reports]
     if num_overlong:
         return [f"all {num_overlong} prompts are longer than data.max_prompt_length = {max_prompt_length}; raise it."]
     return [f"{report.path}: the file has no rows." for report in reports]

@@ -39,6 +39,7 @@ class Sample:
     is_terminated: bool = True
     exp_mask: bool = False  # True = replayed experience (off-policy)
     num_turns: int = 1
+    servers: tuple[str, ...] = ()  # URLs of those that wrote its turns
     reward_error: str | None = None  # why the verifier gave no answer, if it did not
 
     @property

@@ -8,7 +8,9 @@ public DAPO recipe uses. Order matters: the tables below are applied from top to
 import re
 
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
-_BOXED = re.compile(r"\\(?:f?boxed)\s*\{")
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+_DISPLAYS = (("\\[", "\\]"), ("$$", "$$"))
 
 _SUBSTITUTIONS = (
     ("an ", ""),
@@ -69,7 +71,7 @@ def last_answer_line(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces close, or None. One pass, whatever the text."""
+    r"""The content of the last `\boxed{...}` or `\fbox{...}` whose braces close, or None. In one pass."""
     return _last_boxed_with_position(text)[0]
 
 
@@ -79,7 +81,18 @@ def final_answer(text: str) -> tuple[str, str] | None:
     lines = list(_ANSWER_LINE.finditer(text))
     if boxed is not None and (not lines or boxed_at >= lines[-1].start()):
         return "boxed", boxed
-    return ("line", lines[-1].group(1)) if lines else None
+    return ("line", _whole_display(text, lines[-1])) if lines else None
+
+
+def _whole_display(text: str, line: re.Match[str]) -> str:
+    r"""The answer of a line; where it opens a display (`\[`, `$$`) that it does not close, up to the line that does."""
+    answer = line.group(1)
+    for begin, end in _DISPLAYS:
+        if answer.startswith(begin) and end not in answer[len(begin) :]:
+            closing = text.find(end, line.end())
+            last = text.find("\n", closing)
+            return answer if closing < 0 else text[line.start(1) : len(text) if last < 0 else last]
+    return answer
 
 
 def normalize(answer: str) -> str:

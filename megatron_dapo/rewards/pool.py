@@ -5,14 +5,20 @@ score of a wrong answer and says why.
 """
 
 import logging
+import math
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_dapo.rewards.registry import check_reward, wrong_score
 from megatron_dapo.rewards.types import RewardRequest, RewardResult
+from megatron_dapo.rewards.worker_environment import worker_environment
 from megatron_dapo.rewards.worker_pool import WorkerLost, WorkerPool
 
 _REQUESTS_PER_WORKER = 1000  # then a fresh process: sympy's caches grow
 _MAX_LOGGED_ERRORS = 20
+_NO_VERDICT = "crash: the worker's answer is no verdict; the function may have replaced parts of its modules"
+_COUNTS = {"timeout": "num_timeouts", "crash": "num_crashes", "exception": "num_exceptions"}
 
 logger = logging.getLogger(__name__)
 
@@ -21,22 +27,40 @@ class RewardPool:
     """`num_workers` processes that judge responses.
 
     function: a built-in name or package.module:function; kwargs: its keyword arguments. timeout_s: hard limit of one
-    reward, from the moment a worker takes it. memory_limit_mb: address space of a worker.
+    reward, from the moment a worker takes it. memory_limit_mb: address space of a worker. pass_env: names of
+    environment variables that workers get though they look like secrets. data_sources: of the prompts, for what
+    by_data_source loads ahead.
     """
 
     def __init__(
-        self, function: str, kwargs: dict[str, Any], num_workers: int, timeout_s: float, memory_limit_mb: int
+        self,
+        function: str,
+        kwargs: dict[str, Any],
+        num_workers: int,
+        timeout_s: float,
+        memory_limit_mb: int,
+        pass_env: Sequence[str] = (),
+        data_sources: Sequence[str] = (),
     ) -> None:
         self._function, self._kwargs, self._timeout_s = function, kwargs, timeout_s
-        settings = {"function": function, "kwargs": kwargs, "timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb}
-        self._pool = WorkerPool("megatron_dapo.rewards.worker", settings, num_workers, _REQUESTS_PER_WORKER)
+        settings = {
+            "function": function,
+            "kwargs": kwargs,
+            "memory_limit_mb": memory_limit_mb,
+            "data_sources": [*data_sources],
+        }
+        variables = worker_environment(os.environ, pass_env, "reward.pass_env")
+        self._pool = WorkerPool("megatron_dapo.rewards.worker", settings, variables, num_workers, _REQUESTS_PER_WORKER)
         self._counts = dict.fromkeys(("num_scored", "num_timeouts", "num_crashes", "num_exceptions"), 0)
         self._logged: set[str] = set()
+        self._wrong_score = 0.0
+        self.last_traceback = ""  # of the function's last exception
 
     async def start(self) -> None:
         """Starts the workers. Raises UserError for an unusable function, WorkerLost where a worker does not start."""
         check_reward(self._function, self._kwargs)
         await self._pool.start()
+        self._wrong_score = float(self._pool.hello["wrong_score"])
 
     async def score(self, request: RewardRequest) -> RewardResult:
         """The verdict. Never raises because of a response: timeout, crash and exception come back as `error`, counted.
@@ -46,6 +70,9 @@ class RewardPool:
         try:
             async with self._pool.worker() as worker:
                 reply = await worker.ask(vars(request), self._timeout_s)
+                if not _is_verdict(reply):
+                    worker.distrust()
+                    reply = {"error": _NO_VERDICT}
         except TimeoutError:
             reply = {"error": "timeout"}
         except WorkerLost as error:
@@ -66,9 +93,18 @@ class RewardPool:
         error = reply.get("error")
         if error is None:
             return RewardResult(score=reply["score"], correct=reply["correct"])
-        self._counts[{"timeout": "num_timeouts", "crash": "num_crashes"}.get(error, "num_exceptions")] += 1
+        self._counts[_COUNTS[error.partition(":")[0]]] += 1
+        self.last_traceback = str(reply.get("traceback", "")) or self.last_traceback
         if error not in self._logged and len(self._logged) < _MAX_LOGGED_ERRORS:
             self._logged.add(error)
             logger.warning("reward %s failed on a response to %r: %s", self._function, request.data_source, error)
-        wrong = wrong_score(self._function, request.data_source, self._pool.hello["wrong_score"])
+        wrong = wrong_score(self._function, request.data_source, self._wrong_score)
         return RewardResult(wrong, correct=False, error=error)
+
+
+def _is_verdict(reply: dict[str, Any]) -> bool:
+    """Whether it is what rewards/worker.py answers: also code of the user's runs in there."""
+    if "error" in reply:
+        return isinstance(reply["error"], str) and reply["error"].partition(":")[0] in _COUNTS
+    score, correct = reply.get("score"), reply.get("correct")
+    return isinstance(score, float) and math.isfinite(score) and isinstance(correct, bool)

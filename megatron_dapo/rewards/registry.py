@@ -91,6 +91,11 @@ def load(function: str) -> Callable[..., Any]:
     module_name, _, attribute = path.partition(":")
     try:
         loaded = getattr(importlib.import_module(module_name), attribute)
+    except SystemExit as error:
+        raise UserError(
+            f"reward.function: {module_name} ends its process while it is imported, by sys.exit({error.code!r}); let "
+            f"it do that only where it is run as a program (if __name__ == '__main__')."
+        ) from error
     except Exception as error:
         raise UserError(
             f"reward.function: cannot import {function!r} ({type(error).__name__}: {error}); "
@@ -119,5 +124,16 @@ def judge(function: str, kwargs: dict[str, Any], request: RewardRequest) -> Rewa
     score = verdict.get("score") if isinstance(verdict, dict) else verdict
     if score is None or not isfinite(score := float(score)):
         raise ValueError(f"the reward function returned {str(verdict)[:100]}, not a finite score or a dict with one")
-    correct = bool(verdict["correct"]) if isinstance(verdict, dict) and "correct" in verdict else score > 0
-    return RewardResult(score=score, correct=correct)
+    return RewardResult(score=score, correct=_is_correct(verdict, score))
+
+
+def _is_correct(verdict: Any, score: float) -> bool:
+    """What the verdict says, as `correct` or, as verl's functions do, `acc`; else whether the score is above 0."""
+    if not isinstance(verdict, dict) or not verdict.keys() & {"correct", "acc"}:
+        return score > 0
+    if "correct" in verdict:
+        return bool(verdict["correct"])
+    accuracy = verdict["acc"]
+    if accuracy is None or not isfinite(accuracy := float(accuracy)):
+        raise ValueError(f"the reward function returned acc = {str(verdict['acc'])[:100]}, not a number")
+    return accuracy > 0

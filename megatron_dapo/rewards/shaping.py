@@ -6,7 +6,7 @@ from dataclasses import dataclass
 # How truncation_penalty acts on the reward of a truncated response.
 TRUNCATION_MODES: dict[str, Callable[[float, float], float]] = {
     "additive": lambda reward, penalty: reward + penalty,
-    "multiplicative": lambda reward, penalty: reward * (1.0 + penalty),
+    "multiplicative": lambda reward, penalty: min(reward, reward * (1.0 + penalty)),  # -1 would rise to -0.5
     "replace_if_positive": lambda reward, penalty: penalty if reward > 0 else reward,
     "cap": lambda reward, penalty: min(reward, penalty) if reward > 0 else reward,
 }

@@ -1,9 +1,10 @@
-"""The reward function `math_verify`: equal strings and numbers at once, the rest by math-verify (sympy) under caps.
+"""The reward function `math_verify`: numbers, words and equal strings at once, the rest by math-verify (sympy), capped.
 
 sympy runs in the reward workers only. Importing this module imports sympy.
 """
 
 import logging
+import math
 import re
 import signal
 import threading
@@ -14,7 +15,8 @@ from functools import lru_cache
 
 import math_verify as sympy_verify
 
-from megatron_dapo.rewards.answers import final_answer, normalize
+from megatron_dapo.rewards.answers import final_answer
+from megatron_dapo.rewards.exact import as_written, exact_number, is_words, without_units, words
 
 _TAIL_CHARS = 32768  # searched for the final answer
 _SYMPY_CHARS = 1000  # given to sympy
@@ -27,7 +29,11 @@ _TOO_EXPENSIVE = re.compile(
     r"|\d{5}[\s})]*!"  # factorial
     r"|![\s})]*[})][\s})]*!"  # factorial of a factorial
 )
-_PLAIN_NUMBER = re.compile(r"(-?)(?:(\d{1,300})(?:/(\d{1,300}))?|\\[dt]?frac\{(\d{1,300})\}\{(\d{1,300})\})")
+_SEVERAL_NUMBERS = re.compile(r"-?\d+(?:\s+-?\d+)+")  # math-verify adds them up
+_LIST_WITH_DOTS = re.compile(r"\d\s*,\s*(?:\\[lc]?dots|\.{3}|\u2026)")  # math-verify takes one of its numbers
+# a run of letters that is no command, no function and no "or": a sentence, out of which math-verify takes the number
+_PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|or|and)\b)[A-Za-z]{2,}")
+_TEXT = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .,]*\})?")
 
 # math-verify's own time limits are switched off below (one limit for the whole comparison replaces them); it warns.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -39,29 +45,46 @@ def math_verify(
     r"""1 where the response's final answer equals the ground truth as mathematics, 0 elsewhere.
 
     The final answer is the last `\boxed{...}` or `Answer: ...`, or what math-verify finds in the last 1000 characters.
-    Answers too long, too deeply nested (over 24) or too big (exponents, factorials) for sympy are right only if their
-    normal form is the ground truth's. Raises TimeoutError after `time_limit_s` of sympy, ValueError where the ground
-    truth is no mathematics. The limit is a signal: outside the main thread only the reward pool's deadline holds.
+    Numbers that are written out are compared exactly, but for a decimal beside a fraction, which math-verify rounds to
+    six places. Answers too long, too deeply nested (over 24) or too big (exponents, factorials) for sympy are right
+    only if they are written as the ground truth is. Raises TimeoutError after `time_limit_s` of sympy, ValueError where
+    the ground truth is no mathematics. The limit is a signal: outside the main thread only the reward pool's deadline
+    holds.
     """
     correct = _is_equal(response, ground_truth, time_limit_s)
     return {"score": 1.0 if correct else 0.0, "correct": correct}
 
 
 def _is_equal(response: str, ground_truth: str, time_limit_s: float) -> bool:
-    found = final_answer(response[-_TAIL_CHARS:])
+    found, ground_truth = final_answer(response[-_TAIL_CHARS:]), without_units(ground_truth)
+    truth = exact_number(ground_truth)
     if found is not None:
-        answer, truth = normalize(found[1]), normalize(ground_truth)
-        if answer == truth:
+        found = found[0], without_units(found[1])
+        answer = exact_number(found[1])
+        if answer is not None and truth is not None and (answer == truth or not _is_rounding(found[1], ground_truth)):
+            return answer == truth
+        if answer is None and truth is None and as_written(found[1]) == as_written(ground_truth):
             return True
-        numbers = _exact_number(answer), _exact_number(truth)
-        if None not in numbers:
-            return numbers[0] == numbers[1]
+        if is_words(ground_truth):
+            return words(found[1]) == words(ground_truth)
+        if _SEVERAL_NUMBERS.fullmatch(found[1]) or (truth is not None and _LIST_WITH_DOTS.search(found[1])):
+            return False
     text = _for_sympy(response, found)
     if is_too_expensive(text):
         return False
     with _time_limit(time_limit_s):
-        gold = _parse_truth(ground_truth)
-        return sympy_verify.verify(gold, sympy_verify.parse(text, parsing_timeout=None), timeout_seconds=None)
+        gold, parsed = _parse_truth(ground_truth), sympy_verify.parse(text, parsing_timeout=None)
+        return sympy_verify.verify(gold, parsed, float_rounding=_decimal_places(truth), timeout_seconds=None)
+
+
+def _is_rounding(answer: str, truth: str) -> bool:
+    """Whether one is a decimal and the other a fraction, of which it may be a rounding; all else is exact."""
+    return ("." in answer) != ("." in truth) and ("/" in answer + truth or "frac" in answer + truth)
+
+
+def _decimal_places(truth: Fraction | None) -> int:
+    """To which math-verify rounds where a decimal is compared: six, and of a small truth six digits that count."""
+    return max(6, 5 - math.floor(math.log10(abs(truth)))) if truth else 6
 
 
 def is_too_expensive(text: str) -> bool:
@@ -79,9 +102,14 @@ def _for_sympy(response: str, found: tuple[str, str] | None) -> str:
     if found is None:
         return response[-_SYMPY_CHARS:]
     kind, answer = found
-    if kind == "boxed":
-        return f"\\boxed{{{answer}}}"
-    return f"${answer}$" if "\\" in answer and "$" not in answer and "\\(" not in answer else answer
+    if kind == "line" and _is_prose(answer):
+        return answer
+    return f"\\boxed{{{answer}}}"
+
+
+def _is_prose(line: str) -> bool:
+    r"""Whether an answer line has words around its mathematics: `5 apples`, `the root is $\sqrt 2$`."""
+    return any(mark in line for mark in ("$", "\\(", "\\[")) or _PROSE.search(_TEXT.sub("", line)) is not None
 
 
 @lru_cache(maxsize=8192)
@@ -90,18 +118,6 @@ def _parse_truth(ground_truth: str) -> list:
     if not parsed:
         raise ValueError(f"ground truth {ground_truth[:80]!r} is no expression that math-verify can read")
     return parsed
-
-
-def _exact_number(text: str) -> Fraction | None:
-    """An integer or a fraction of integers. Decimals are left to math-verify, which compares them to 6 places."""
-    match = _PLAIN_NUMBER.fullmatch(text)
-    if match is None:
-        return None
-    sign, *parts = match.groups()
-    numerator, *denominator = [int(part) for part in parts if part is not None]
-    if denominator == [0]:
-        return None
-    return Fraction(numerator, *denominator) * (-1 if sign else 1)
 
 
 def _nesting(text: str) -> int:

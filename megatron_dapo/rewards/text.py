@@ -1,7 +1,11 @@
 """Reward functions that need no more than text: `math_dapo`, `exact_match`, `environment`. Microseconds each."""
 
-from megatron_dapo.rewards.answers import last_answer_line, last_boxed, normalize
+import re
 
+from megatron_dapo.rewards.answers import last_answer_line, last_boxed, normalize
+from megatron_dapo.rewards.exact import exact_number
+
+_PADDED_INTEGER = re.compile(r"-?\d+(?:\.0*)?")
 _MINERVA_TAIL_CHARS = 300  # the longest answer of MATH-500 has 159
 
 
@@ -11,15 +15,21 @@ def math_dapo(
     r"""+1 for the right final answer, -1 for any other: the rule of the DAPO recipe (arXiv 2503.14476).
 
     The last `Answer: ...` line of the response's last 300 characters, in Minerva's normal form, must be the string that
-    the ground truth becomes. boxed_fallback: where no such line exists, the last `\boxed{...}` is read instead; the
-    public recipe did not do this, and it raises early rewards.
+    the ground truth becomes; an integer that a table wrote as 034 or 34.0 is 34, too. boxed_fallback: where no such
+    line exists, the last `\boxed{...}` is read instead; the public recipe did not do this, and it raises early rewards.
     """
     tail = response[-_MINERVA_TAIL_CHARS:]
     answer = last_answer_line(tail)
     if answer is None and boxed_fallback:
         answer = last_boxed(tail)
-    correct = answer is not None and normalize(answer) == normalize(ground_truth)
+    truths = {normalize(ground_truth), _as_integer(ground_truth)}
+    correct = answer is not None and normalize(answer) in truths
     return {"score": 1.0 if correct else -1.0, "correct": correct}
+
+
+def _as_integer(ground_truth: str) -> str | None:
+    number = exact_number(ground_truth) if _PADDED_INTEGER.fullmatch(ground_truth.strip()) else None
+    return None if number is None else str(number)
 
 
 def environment(data_source: str, response: str, ground_truth: str, extra_info: dict) -> dict[str, float | bool]:

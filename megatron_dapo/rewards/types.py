@@ -17,8 +17,8 @@ class RewardRequest:
 class RewardResult:
     """The verdict on one response.
 
-    error: None, "timeout", "crash" or "exception: ..."; with an error `score` is that function's score of a wrong
-    answer.
+    error: None, "timeout", "crash", "crash: ..." or "exception: ..."; with an error `score` is that function's score of
+    a wrong answer.
     """
 
     score: float

@@ -9,14 +9,26 @@ from functools import partial
 from typing import Any
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.rewards.registry import BUILTINS, BY_DATA_SOURCE, check_signature, judge, load
+from megatron_dapo.rewards.import_ahead import import_ahead
+from megatron_dapo.rewards.registry import BUILTINS, BY_DATA_SOURCE, check_signature, function_name, judge, load
 from megatron_dapo.rewards.types import RewardRequest
 from megatron_dapo.rewards.worker_process import Message, serve
 
 
 def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
     function, kwargs = settings["function"], settings["kwargs"]
-    return _hello(function, kwargs), partial(_answer, function, kwargs)
+    hello = _hello(function, kwargs)
+    if "user_error" not in hello:
+        for name in {function_name(function, source) for source in settings["data_sources"]} or {function}:
+            _load_ahead(name)
+    return hello, partial(_answer, function, kwargs)
+
+
+def _load_ahead(function: str) -> None:
+    """Before the first response, whose deadline is not for it."""
+    if function != BY_DATA_SOURCE:
+        load(function)
+        import_ahead(BUILTINS[function].path if function in BUILTINS else function)
 
 
 def _hello(function: str, kwargs: dict[str, Any]) -> Message:

@@ -9,16 +9,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from megatron_dapo.child_environment import COMMON, ONE_THREAD
 from megatron_dapo.errors import UserError
 from megatron_dapo.rewards.worker_process import Message
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
-_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _PIPE_LIMIT_BYTES = 1 << 20
 _WORKER_ERRORS = (OSError, EOFError, TypeError, ValueError)  # no pipe, no reply, no JSON either way
 
@@ -33,10 +31,11 @@ class Worker:
     """One worker process and its pipe.
 
     module: run with `python -m`; it calls worker_process.serve. settings: the first message to it; hello: its answer.
+    environment: all of its variables.
     """
 
-    def __init__(self, module: str, settings: Message) -> None:
-        self.module, self.settings = module, settings
+    def __init__(self, module: str, settings: Message, environment: Mapping[str, str]) -> None:
+        self.module, self.settings, self._environment = module, settings, environment
         self.hello: Message = {}
         self.num_served = 0
         self._is_asked = False
@@ -58,9 +57,9 @@ class Worker:
             *(sys.executable, "-m", self.module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_clean_environment(),
+            env=self._environment,
             limit=_PIPE_LIMIT_BYTES,
-            start_new_session=True,  # its own process group: killed with all it started, untouched by Ctrl-C
+            start_new_session=True,  # untouched by Ctrl-C
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -79,10 +78,14 @@ class Worker:
             return await self._exchange(message)
 
     def kill(self) -> None:
-        """Kills the process and all it started."""
+        """Has its guard kill the process and all it started."""
         if self._process is not None:
             with suppress(ProcessLookupError):  # gone already
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.terminate()
+
+    def distrust(self) -> None:
+        """Takes it for not ready, whatever it answered last."""
+        self._is_asked = True
 
     async def stop(self) -> None:
         """Kills, waits until the process is gone, and closes its pipes. No request may be in flight."""
@@ -92,10 +95,12 @@ class Worker:
         if process is None:
             return
         process.stdin.close()
-        with suppress(ConnectionError, TimeoutError):  # a grandchild in a session of its own may hold the pipe open
+        with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await process.stdin.wait_closed()
                 await process.stdout.read()
+        with suppress(ProcessLookupError):  # the usual case; a guard that was stopped or starved ends here
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
     async def _exchange(self, message: Message) -> Message:
@@ -107,6 +112,8 @@ class Worker:
             if not line.endswith(b"\n"):
                 raise EOFError(f"it ended with code {await process.wait()}")
             reply = json.loads(line)
+            if not isinstance(reply, dict):
+                raise ValueError(f"it answered {line[:100]!r}")
         except TimeoutError:
             raise
         except _WORKER_ERRORS as error:
@@ -116,7 +123,7 @@ class Worker:
 
 
 class WorkerPool:
-    """`num_workers` workers of one module.
+    """`num_workers` workers of one module, with these settings and environment variables.
 
     requests_per_worker: then it is replaced; None = never. farewell: asked of a worker that comes back, within
     farewell_timeout_s, before the next asker gets it; None = nothing.
@@ -126,12 +133,13 @@ class WorkerPool:
         self,
         module: str,
         settings: Message,
+        environment: Mapping[str, str],
         num_workers: int,
         requests_per_worker: int | None = None,
         farewell: Message | None = None,
         farewell_timeout_s: float = 0.0,
     ) -> None:
-        self._workers = [Worker(module, settings) for _ in range(num_workers)]
+        self._workers = [Worker(module, settings, environment) for _ in range(num_workers)]
         self._requests_per_worker = requests_per_worker
         self._farewell, self._farewell_timeout_s = farewell, farewell_timeout_s
         self._free: asyncio.Queue[Worker] = asyncio.Queue()
@@ -211,12 +219,3 @@ class WorkerPool:
                 logger.error("a worker did not come back: %s", error)
         finally:
             self._free.put_nowait(worker)
-
-
-def _clean_environment() -> dict[str, str]:
-    """The environment without secrets; one thread; the parent's import paths, for code by import path."""
-    kept = {
-        name: value for name, value in os.environ.items() if not any(word in name.upper() for word in _SECRET_WORDS)
-    }
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return kept | COMMON | ONE_THREAD | {"PYTHONPATH": paths}

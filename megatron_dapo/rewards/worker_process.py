@@ -1,45 +1,45 @@
 """The inside of a worker process: JSON lines over stdin and stdout, one request at a time, under limits.
 
-It ends with its parent, whatever the code it runs is doing: a thread watches the pipe, and a limit on CPU time catches
-code that never lets that thread run.
+It ends with its parent, whatever the code it runs is doing, and so does all that this code started: guarded.py.
 """
 
 import json
-import math
 import os
 import resource
-import select
-import signal
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from megatron_dapo.rewards.guarded import run_guarded
+
 Message = dict[str, Any]
+GetReady = Callable[[Message], tuple[Message, Callable[[Message], Message]]]
 
-_CPU_MARGIN_S = 10
 _ERROR_CHARS = 300
-_WATCH_STACK_BYTES = 1 << 18
+_TRACEBACK_CHARS = 4000
+_MAX_FRAMES = 20
+_OUR_MODULES = (__name__, "__main__", "megatron_dapo.rewards.registry", "functools")
+# before the code that it runs can replace them: the protocol is not that code's business
+_dumps, _loads = json.dumps, json.loads
 
 
-def serve(get_ready: Callable[[Message], tuple[Message, Callable[[Message], Message]]]) -> None:
-    """Answers requests until the parent closes the pipe.
+def serve(get_ready: GetReady) -> None:
+    """Answers requests, in a child process of this one, until the parent closes the pipe.
 
-    get_ready: settings (the first line, with timeout_s and memory_limit_mb) -> (answer to it, function that answers a
-    request). A TimeoutError of that function is answered by {"error": "timeout"}, any other by "exception: ...".
+    get_ready: settings (the first line, with memory_limit_mb) -> (answer to it, function that answers a request). A
+    TimeoutError of that function is answered by {"error": "timeout"}, any other by "exception: ...".
     """
     requests, replies = _take_pipes()
-    # the usual one is what `ulimit -s` says, which may be more than the memory limit
-    usual = threading.stack_size(_WATCH_STACK_BYTES)
-    threading.Thread(target=_end_with_parent, args=(requests.fileno(),), daemon=True).start()
-    threading.stack_size(usual)
-    settings = json.loads(requests.readline())
+    run_guarded(lambda: _answer_requests(get_ready, requests, replies), requests.fileno())
+
+
+def _answer_requests(get_ready: GetReady, requests: TextIO, replies: TextIO) -> None:
+    settings = _loads(requests.readline())
     _limit_memory(settings["memory_limit_mb"])
     hello, answer = get_ready(settings)
     _send(replies, hello)
     for line in requests:
-        _limit_cpu_time(settings["timeout_s"])
-        _send(replies, _reply(answer, json.loads(line)))
+        _send(replies, _reply(answer, _loads(line)))
 
 
 def _reply(answer: Callable[[Message], Message], message: Message) -> Message:
@@ -50,7 +50,16 @@ def _reply(answer: Callable[[Message], Message], message: Message) -> Message:
     except BaseException as error:  # whatever user code throws, SystemExit included, costs this one sample
         text = "".join(traceback.format_exception_only(error)).strip()
         readable = text[:_ERROR_CHARS].encode(errors="backslashreplace").decode()  # files hold no half surrogate pairs
-        return {"error": f"exception: {readable}"}
+        return {"error": f"exception: {readable}", "traceback": _traceback(error)}
+
+
+def _traceback(error: BaseException) -> str:
+    """From the first frame that is not of ours."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") in _OUR_MODULES:
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames, limit=-_MAX_FRAMES, chain=False)
+    return "".join(lines)[-_TRACEBACK_CHARS:].encode(errors="backslashreplace").decode()
 
 
 def _take_pipes() -> tuple[TextIO, TextIO]:
@@ -64,27 +73,10 @@ def _take_pipes() -> tuple[TextIO, TextIO]:
 
 
 def _send(replies: TextIO, message: Message) -> None:
-    replies.write(json.dumps(message) + "\n")
+    replies.write(_dumps(message) + "\n")
     replies.flush()
 
 
 def _limit_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _limit_cpu_time(timeout_s: float) -> None:
-    """The soft limit moves on with every request: CPU time used so far, the deadline, a margin."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(used.ru_utime + used.ru_stime + timeout_s + _CPU_MARGIN_S)
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard == resource.RLIM_INFINITY else min(seconds, hard), hard))
-
-
-def _end_with_parent(pipe: int) -> None:
-    watch = select.poll()
-    watch.register(pipe, 0)  # hang-up is always reported; data is not asked for
-    watch.poll()
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # what the code started goes too
-    os._exit(1)

@@ -1,0 +1,88 @@
+"""A worker process under a guard: when the worker ends, or is to end, everything that it started ends with it.
+
+`run_guarded` forks. The parent, the guard, runs no code but this; as the "subreaper" of its descendants it inherits
+those whose own parent ended, also in sessions of their own, so that none is out of its sight.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_END_S = 10.0  # for what SIGKILL does not end at once: a process in a call to hanging storage
+_LOOK_S = 0.01
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+
+
+def run_guarded(work: Callable[[], None], pipe: int) -> None:
+    """Does the work in a child process; returns there, and ends this process when the child has ended, the other side
+    of `pipe` is closed or SIGTERM came, whichever is first, after all descendants. Single-threaded callers only."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    awake, wake = os.pipe()  # numbers of the signals that came
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    guard = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        os.close(awake)
+        os.close(wake)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # it ended before this was set
+            os._exit(1)
+        os.setpgid(0, 0)  # so that what signals its own group does not reach the guard
+        work()
+        return
+    code = _wait(worker, pipe, awake)
+    os._exit(_end_all(worker, code))
+
+
+def _wait(worker: int, pipe: int, awake: int) -> int | None:
+    """The worker's exit code, none where it is to be ended. Descendants that ended meanwhile leave no zombies."""
+    watch = select.poll()
+    watch.register(awake, select.POLLIN)
+    watch.register(pipe, 0)  # hang-up is always reported; the data are the worker's
+    while True:
+        ready = [file for file, _ in watch.poll()]
+        numbers = os.read(awake, 4096) if awake in ready else b""
+        if (code := _reap(worker)) is not None or pipe in ready or signal.SIGTERM in numbers:
+            return code
+
+
+def _end_all(worker: int, code: int | None) -> int:
+    """Kills what there is, then what that leaves to us, until there is nothing more. The worker's exit code."""
+    deadline = time.monotonic() + _END_S
+    while time.monotonic() < deadline and (children := psutil.Process().children()):
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
+        time.sleep(_LOOK_S)
+        ended = _reap(worker)
+        code = code if ended is None else ended
+    return 1 if code is None else code if code >= 0 else 128 - code  # as a shell says that a signal ended it
+
+
+def _reap(worker: int) -> int | None:
+    """Takes leave of the children that ended. The worker's exit code where it is one of them."""
+    code = None
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == worker:
+                code = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:  # there are no more
+        pass
+    return code
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
