@@ -8,14 +8,16 @@ from megatron_dapo.rollout.child_process import ChildProcess
 from megatron_dapo.rollout.client import (
     FOREIGN_VERSION,
     Generation,
+    KeyRefused,
     SamplingParams,
     ServerError,
     SGLangClient,
 )
-from megatron_dapo.rollout.errors import NeedsSync, RolloutError
+from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.replay import Replay, start_rollout
 from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.supervisor import (
     ReservedPort,
     ServerCommand,
@@ -28,7 +30,10 @@ from megatron_dapo.rollout.supervisor import (
 __all__ = [
     "FOREIGN_VERSION",
     "ChildProcess",
+    "ForeignSamples",
     "Generation",
+    "Interrupted",
+    "KeyRefused",
     "NeedsSync",
     "Replay",
     "ReservedPort",
@@ -42,6 +47,7 @@ __all__ = [
     "ServerList",
     "ServerSupervisor",
     "read_batch",
+    "report_unresponsive",
     "sglang_command",
     "start_rollout",
     "visible_gpus",

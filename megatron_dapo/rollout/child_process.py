@@ -1,13 +1,16 @@
 """A long-running program that we start: own session, own log file, and an end that leaves none of its descendants."""
 
 import logging
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from megatron_dapo.errors import exit_phrase
+from megatron_dapo.parent_death import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +20,9 @@ LOG_TAIL_LINES = 15
 class ChildProcess:
     """One started program and everything it starts.
 
-    It runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: we end it in order.
+    It runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: we end it in order. Where we
+    are killed, the kernel kills it, as soon as the thread that made it is gone; its descendants have to see to that
+    themselves, as SGLang's do.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class ChildProcess:
                 stderr=output,
                 env=None if environment is None else dict(environment),
                 start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
         self._family = {psutil.Process(self._process.pid)}
         self._was_asked = False
@@ -49,6 +55,10 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def pids(self) -> list[int]:
+        """Its own and its descendants', as far as `poll` has learnt of them."""
+        return [process.pid for process in self._family]
 
     def poll(self) -> int | None:
         """Exit code, none while it runs. To be called every second or so: it also learns which descendants there are,

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import aiohttp
+
+from megatron_dapo.config import key_header
+from megatron_dapo.config.server_key import CURE
 
 FOREIGN_VERSION = -1
 """Weight version of a server whose weights we did not push (SGLang names it "default")."""
@@ -33,6 +35,13 @@ class ServerError(RuntimeError):
         return f"server {self.url}, {self.route}: {answer}: {self.body}"
 
 
+class KeyRefused(ServerError):
+    """A server demands a key: another one than it was sent, or any."""
+
+    def __str__(self) -> str:
+        return f"server {self.url} {self.body} ({self.route}: HTTP {self.status}); {CURE}."
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a response is drawn. temperature 0 = greedy; top_k -1 = off. Every field is sent: a server's own defaults
@@ -51,6 +60,7 @@ class Generation:
 
     log_probs: at the sampling temperature, before top-p and top-k cut the distribution.
     weight_versions: of the weights that wrote each token; FOREIGN_VERSION where it is not an integer.
+    server: the URL of who wrote them.
     """
 
     tokens: tuple[int, ...]
@@ -59,6 +69,7 @@ class Generation:
     weight_versions: tuple[int, ...]
     num_retractions: int = 0
     num_cached_tokens: int = 0
+    server: str = ""
 
 
 class SGLangClient:
@@ -69,7 +80,7 @@ class SGLangClient:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = key_header(api_key)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "SGLangClient":
@@ -97,7 +108,7 @@ class SGLangClient:
         }
         answer = await self._post("/generate", request, timeout_s)
         try:
-            return generation_of(answer)
+            return replace(generation_of(answer), server=self.url)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(self.url, "/generate", 200, f"{error!r} in {json.dumps(answer)}") from error
 
@@ -132,12 +143,31 @@ class SGLangClient:
             return error.status == 503
         return False
 
+    async def set_going(self, timeout_s: float = 5.0) -> None:
+        """Have a server that `is_paused` take requests again. Raises ServerError where it is not paused but ill: SGLang
+        does not tell these apart, but one that was told to continue is paused no more."""
+        try:
+            await self.end_weight_update(timeout_s)
+        except ServerError as error:  # refused: none is open
+            if error.status is None:
+                raise
+        await self.continue_(timeout_s)
+        if await self.is_paused(timeout_s):
+            await self.prove_health(timeout_s)
+
+    async def prove_health(self, timeout_s: float) -> None:
+        """Have the server generate a token; raises ServerError where none comes. Not for one that is paused: SGLang
+        calls a server ill that does not answer this, and well again only when it does."""
+        await self._request("GET", "/health", None, timeout_s)
+
     async def wait_healthy(self, timeout_s: float) -> None:
         """Ask until the server is healthy; at the deadline raises ServerError with the last answer."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 return await self.health()
+            except KeyRefused:  # waiting changes nothing
+                raise
             except ServerError as error:
                 if time.monotonic() >= deadline:
                     why = f"not healthy within {timeout_s:g} s; last: {error.body}"
@@ -275,8 +305,14 @@ class SGLangClient:
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, self.url + route, json=fields, timeout=timeout) as response:
+            # a redirection is not followed: the key is for this server alone
+            async with self._session.request(
+                method, self.url + route, json=fields, timeout=timeout, allow_redirects=False
+            ) as response:
                 body = await response.text()
+                if response.status in (401, 403):
+                    why = "refuses the key that it was sent" if self._headers else "demands a key, and was sent none"
+                    raise KeyRefused(self.url, route, response.status, why)
                 if response.status != 200:
                     raise ServerError(self.url, route, response.status, body)
                 return json.loads(body) if "json" in response.content_type else None
@@ -304,8 +340,6 @@ def generation_of(answer: dict[str, Any]) -> Generation:
     finish_reason = meta["finish_reason"]["type"]
     if tuple(entry[1] for entry in scored) != tokens:
         raise ValueError(f"{len(tokens)} output ids, but other {len(scored)} ids have log-probs")
-    if not all(map(math.isfinite, log_probs)):
-        raise ValueError("a log-prob is not finite")
     if finish_reason not in ("stop", "length", "abort"):
         raise ValueError(f"unknown finish reason {finish_reason!r}")
     return Generation(

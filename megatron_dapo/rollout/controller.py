@@ -8,15 +8,17 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_dapo.config import (
     Config,
-    DataConfig,
     ModelFolder,
     RunFolder,
     UserError,
+    given_server_key,
     has_given_servers,
+    read_vocab_size,
     uses_dynamic_sampling,
     uses_overlong_shaping,
     write_whole,
@@ -27,8 +29,8 @@ from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.envs import EnvironmentPool
 from megatron_dapo.rewards import OverlongShaping, RewardPool, check_reward
 from megatron_dapo.rollout.batch_files import write_batch
-from megatron_dapo.rollout.client import SamplingParams
-from megatron_dapo.rollout.errors import NeedsSync, RolloutError
+from megatron_dapo.rollout.client import SamplingParams, SGLangClient
+from megatron_dapo.rollout.errors import Interrupted, NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import evaluate
 from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
 from megatron_dapo.rollout.group_filter import filter_in_words, make_queue
@@ -37,8 +39,10 @@ from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, run_all
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool, State
+from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
+from megatron_dapo.rollout.verdicts import VerdictCheck
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +53,12 @@ MAX_FUTILE_SYNCS = 3  # where no server has the weights after so many pushes, no
 class Controller:
     """Serves `next_batch` and `evaluate`, one call at a time.
 
-    Make it with `Controller(config)` (reads data and tokenizer; raises UserError), then `await start()`.
+    Make it with `Controller(config)` (reads data and tokenizer; raises UserError), then `await start()`. Once
+    `stop_asked` is set, `next_batch` waits for no further group.
     """
 
     def __init__(self, config: Config) -> None:
+        self.stop_asked = asyncio.Event()
         data, rollout, reward = config.data, config.actor_rollout_ref.rollout, config.reward
         if not has_given_servers(config):
             raise UserError("actor_rollout_ref.rollout.server_urls = []: give the URLs of running servers.")
@@ -60,8 +66,9 @@ class Controller:
         self._rollout = rollout
         self._folder = RunFolder.of(config.trainer)
         self._tokenizer = tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
-        self._prompts = load_prompts(data.train_files, data, tokenizer)
-        self._val_prompts = load_prompts(data.val_files, data, tokenizer) if data.val_files else []
+        vocab_size = read_vocab_size(config.actor_rollout_ref.model.path)
+        self._prompts = load_prompts(data.train_files, config, tokenizer)
+        self._val_prompts = load_prompts(data.val_files, config, tokenizer) if data.val_files else []
         sources = {prompt.data_source for prompt in (*self._prompts, *self._val_prompts)}
         check_reward(reward.function, reward.kwargs, sorted(sources))
         self._cursor = PromptCursor(len(self._prompts), data.seed, data.shuffle, content_of(self._prompts))
@@ -72,9 +79,17 @@ class Controller:
             max_concurrency=rollout.max_concurrency,
             down_timeout_s=rollout.server.startup_timeout_s,
             probe_interval_s=PROBE_INTERVAL_S,
+            connect=partial(SGLangClient, api_key=given_server_key(config)),
+            report_unresponsive=partial(report_unresponsive, self._folder),
         )
         self._rewards = RewardPool(
-            reward.function, reward.kwargs, reward.num_workers, reward.timeout_s, reward.memory_limit_mb
+            reward.function,
+            reward.kwargs,
+            reward.num_workers,
+            reward.timeout_s,
+            reward.memory_limit_mb,
+            reward.pass_env,
+            sorted(sources),
         )
         retry = RetryPolicy(rollout.request_timeout_s, rollout.max_retries)
         self._environments = make_environments(config)
@@ -82,9 +97,9 @@ class Controller:
             self._environments, tokenizer, data.apply_chat_template, turn_limits(config)
         )
         greedy_baseline = config.algorithm.adv_estimator == "remax"
-        self._sampler = Sampler(self._servers, self._rewards, tokenizer, retry, multi_turn, greedy_baseline)
+        self._sampler = Sampler(self._servers, self._rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline)
         # a second one: its retries are not the step's
-        self._val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry, multi_turn)
+        self._val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry, vocab_size, multi_turn)
         self._params = SamplingParams(
             max_new_tokens=data.max_response_length,
             temperature=rollout.temperature,
@@ -94,6 +109,8 @@ class Controller:
         )
         self._shaping = make_shaping(config)
         self._seconds = 0.0  # spent in this step, also before a sync
+        self._verdicts: VerdictCheck | None = None  # of this step
+        self._before_step: dict = {}
         self._num_futile_syncs = 0  # asked for since a server had the weights
         self._asked_for: set[str] = set()  # servers that came back in this step, for which a push was asked
 
@@ -106,17 +123,22 @@ class Controller:
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
-        """Groups for one rollout step, by servers that hold weight_version (surplus groups are older).
+        """Groups for one rollout step, by servers that hold weight_version; surplus groups may be `max_staleness`
+        versions older.
 
         With needs_sync in the answer: push the weights and call again with the same step; its groups and counts go on.
-        Raises UserError where dynamic sampling is exhausted, RolloutError at `step_timeout_s` or when servers fail.
+        Raises UserError where dynamic sampling is exhausted or too few responses got a verdict, RolloutError at
+        `step_timeout_s` or when servers fail, Interrupted where it was asked to stop.
         """
         started = time.monotonic()
-        self._queue.begin(step)
+        if self._verdicts is None:  # the step begins, it does not go on after a push
+            self._verdicts = self._begin_verdicts(f"rollout step {step}")
+            self._before_step = self._drawing_state()
+        self._queue.begin(step, weight_version)
         try:
             await within(
                 self._rollout.step_timeout_s,
-                self._fill(weight_version),
+                unless(self.stop_asked, self._fill(weight_version), f"rollout step {step} was asked to stop"),
                 lambda: self._overdue(f"rollout step {step}", self._missing_groups()),
             )
         except NeedsSync as reason:
@@ -127,14 +149,17 @@ class Controller:
         num_retries, seconds = self._sampler.counts.pop("retries", 0), self._seconds
         self._seconds = 0.0
         self._asked_for.clear()
+        self._verdicts = None
         self._dump(step, result.groups)
         metrics = step_metrics(result, weight_version, num_retries, seconds)
         metrics |= {
+            "rollout/num_retractions": self._sampler.counts.pop("retractions", 0),
+            "rollout/num_cached_tokens": self._sampler.counts.pop("cached_tokens", 0),
             "rollout/num_servers": len(self._servers.servers),
             "rollout/num_servers_current": self._servers.mean_num_current(),
         }
         if self._pool is not None:
-            self._pool.record(result.generated)
+            self._pool.end_step()
             metrics |= self._pool.metrics() | replay_metrics(result.groups, weight_version)
         if uses_dynamic_sampling(self._config):
             words = filter_in_words(self._config)
@@ -151,7 +176,7 @@ class Controller:
 
         async def answers() -> dict[str, float]:
             await self._servers.expect(weight_version)
-            return await evaluate(self._val_sampler, self._val_prompts, self._config)
+            return await evaluate(self._val_sampler, self._val_prompts, self._config, self._rewards)
 
         return await within(
             self._rollout.step_timeout_s,
@@ -162,7 +187,10 @@ class Controller:
     def state_dict(self) -> dict:
         """Plain data: the cursor, the surplus groups, the open gen batch if a step is open, what can be replayed."""
         pool = {} if self._pool is None else {"experiences": self._pool.state_dict()}
-        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict(), **pool}
+        return {**self._drawing_state(), **pool}
+
+    def _drawing_state(self) -> dict:
+        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where a saved controller stood. Raises UserError for the state of a replay, which has no prompts."""
@@ -200,16 +228,44 @@ class Controller:
             unserved = await run_all(self._make_group(draw) for draw in self._queue.missing())
             if reason := next(filter(None, unserved), None):
                 raise reason
-            self._queue.close_gen_batch()
+            self._check_verdicts()
+            judged = self._queue.close_gen_batch()
+            if self._pool is not None:
+                self._pool.record(judged)
             log.info("a gen batch is done, %d groups are still wanted", self._queue.num_groups_wanted)
 
     async def _make_group(self, draw: Draw) -> NeedsSync | None:
         """Finish the group of a draw, or say why no server could; the others go on, and what they finish stays."""
         try:
-            self._queue.finish(await self._sampler.group(draw, self._rollout.n, self._params, self._shaping))
+            group = await self._sampler.group(draw, self._rollout.n, self._params, self._shaping)
         except NeedsSync as reason:
             return reason
+        self._verdicts.count(group.samples)
+        self._queue.finish(group)
         return None
+
+    def _begin_verdicts(self, what: str) -> VerdictCheck:
+        """With the groups that a saved state had finished. Where too few of their responses were judged, the run was
+        perhaps stopped for it, and the function corrected: then they are missing again."""
+        so_far = VerdictCheck(self._config.reward, what)
+        for group in self._queue.finished:
+            so_far.count(group.samples)
+        if not so_far.are_too_few():
+            return so_far
+        log.warning("%s: too few finished groups of the saved state were judged; they are sampled again", what)
+        self._queue.forget_finished()
+        return VerdictCheck(self._config.reward, what)
+
+    def _check_verdicts(self) -> None:
+        """Where too few responses were judged, their prompts are drawn again once the function is corrected."""
+        try:
+            self._verdicts.check(self._rewards.last_traceback)
+        except UserError:
+            self.load_state_dict(self._before_step)
+            if self._pool is not None:
+                self._pool.forget_step()
+            self._verdicts = None
+            raise
 
     def _ask_for_sync(self, step: int, reason: str) -> RolloutBatch:
         self._num_futile_syncs += 1
@@ -234,7 +290,24 @@ class Controller:
         shown = groups[: self._rollout.dump_samples]
         if shown:
             lines = [json.dumps(group_record(step, group, self._tokenizer), ensure_ascii=False) for group in shown]
-            write_whole(self._folder.rollout(step), "\n".join(lines) + "\n")
+            try:
+                write_whole(self._folder.rollout(step), "\n".join(lines) + "\n")
+            except OSError as error:  # no run ends for what people may read
+                log.warning("the samples of step %d cannot be written (%s)", step, error)
+
+
+async def unless(event: asyncio.Event, work: Coroutine, message: str) -> None:
+    """Do the work. Interrupted(message) as soon as the event is set, where the work is not done by then."""
+    doing, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise Interrupted(message)
+        doing.result()
+    finally:
+        doing.cancel()
+        waiting.cancel()
+        await asyncio.wait({doing, waiting})
 
 
 async def within(timeout_s: float, work: Coroutine, describe: Callable[[], str]) -> Any:
@@ -251,8 +324,9 @@ async def within(timeout_s: float, work: Coroutine, describe: Callable[[], str])
     raise RolloutError(message)
 
 
-def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of these files; what was dropped is logged. Raises UserError."""
+    data, is_multi_turn = config.data, config.actor_rollout_ref.rollout.multi_turn.enable
     dataset = PromptDataset.load(
         files,
         data.prompt_key,
@@ -261,6 +335,7 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         dedup=data.dedup,
+        conflicting_answers="keep" if is_multi_turn else data.conflicting_answers,
         apply_chat_template=data.apply_chat_template,
     )
     for report in dataset.report:
@@ -274,7 +349,12 @@ def make_environments(config: Config) -> EnvironmentPool | None:
     if not keys.enable:
         return None
     return EnvironmentPool(
-        keys.environment, keys.environment_kwargs, keys.num_workers, keys.step_timeout_s, keys.memory_limit_mb
+        keys.environment,
+        keys.environment_kwargs,
+        keys.num_workers,
+        keys.step_timeout_s,
+        keys.memory_limit_mb,
+        keys.pass_env,
     )
 
 

@@ -4,17 +4,23 @@ from collections.abc import Sequence
 
 from megatron_dapo.config import Config
 from megatron_dapo.data.types import Prompt
+from megatron_dapo.rewards import RewardPool
 from megatron_dapo.rollout.client import SamplingParams
 from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.sampling import Sampler, run_all
 from megatron_dapo.rollout.step_metrics import mean_metrics
+from megatron_dapo.rollout.verdicts import VerdictCheck
 
 
-async def evaluate(sampler: Sampler, prompts: Sequence[Prompt], config: Config) -> dict[str, float]:
+async def evaluate(
+    sampler: Sampler, prompts: Sequence[Prompt], config: Config, rewards: RewardPool
+) -> dict[str, float]:
     """`rollout.val_n` responses per prompt at `val_temperature` (0 = greedy). No shaping, nothing is filtered.
 
     Returns val/accuracy, val/reward_mean (raw), val/response_length_mean, val/num_turns_mean, val/truncation_ratio over
     all responses, val/num_env_failures and val/num_prompts; {} without prompts.
+
+    Raises UserError where too few responses got a verdict.
     """
     if not prompts:
         return {}
@@ -28,6 +34,9 @@ async def evaluate(sampler: Sampler, prompts: Sequence[Prompt], config: Config) 
     draws = [Draw(uid=f"val-{prompt.index}", prompt=prompt) for prompt in prompts]
     groups = await run_all(sampler.group(draw, rollout.val_n, params, shaping=None) for draw in draws)
     samples = [sample for group in groups for sample in group.samples]
+    verdicts = VerdictCheck(config.reward, "the held-out evaluation")
+    verdicts.count(samples)
+    verdicts.check(rewards.last_traceback)
     return {
         **mean_metrics("val/accuracy", (sample.correct for sample in samples)),
         **mean_metrics("val/reward_mean", (sample.raw_reward for sample in samples)),

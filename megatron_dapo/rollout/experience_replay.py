@@ -45,6 +45,31 @@ class Experience:
         return -sum(own) / len(own)
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What the pool needs of a group. prompt: its index. experiences: what may be replayed, none of a solved one."""
+
+    prompt: int
+    num_right: int
+    is_solved: bool
+    experiences: tuple[Sample, ...]
+
+    def to_plain(self) -> dict:
+        return {**vars(self), "experiences": [sample_to_plain(sample) for sample in self.experiences]}
+
+    @classmethod
+    def from_plain(cls, plain: dict) -> "_Outcome":
+        return cls(**{**plain, "experiences": tuple(sample_from_plain(sample) for sample in plain["experiences"])})
+
+
+def _outcome(group: Group) -> _Outcome:
+    num_right = sum(sample.correct for sample in group.samples)
+    if num_right == len(group.samples):
+        return _Outcome(group.prompt.index, num_right, True, ())
+    right = (sample for sample in group.samples if sample.correct and not sample.exp_mask and any(sample.loss_mask))
+    return _Outcome(group.prompt.index, num_right, False, tuple(right))
+
+
 class ExperiencePool:
     """Experiences by prompt.
 
@@ -62,22 +87,34 @@ class ExperiencePool:
         self._num_right: dict[int, int] = {}  # prompt in the pool -> successes in its last group
         self._retired: set[int] = set()
         self._drawn: set[int] = set()  # prompts, in the step under way
+        self._num_fresh = self._num_fresh_right = 0  # samples, in the step under way
+        self._outcomes: list[_Outcome] = []  # of its groups
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Take in all groups generated in a rollout step. Fresh samples alone decide whether replay begins; replayed
-        ones count among the successes of their group."""
-        self._drawn.clear()
+        """Take in groups that the step under way generated, of which nothing is drawn before it ends. Fresh samples
+        alone decide whether replay begins; replayed ones count among the successes of their group."""
         fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
-        if fresh and sum(sample.correct for sample in fresh) >= self.rules.start_ratio * len(fresh):
+        self._num_fresh += len(fresh)
+        self._num_fresh_right += sum(sample.correct for sample in fresh)
+        self._outcomes += [_outcome(group) for group in groups]
+
+    def end_step(self) -> None:
+        if self._num_fresh and self._num_fresh_right >= self.rules.start_ratio * self._num_fresh:
             self._begun = True
-        for group in groups:
-            self._record_group(group)
+        for outcome in self._outcomes:
+            self._record_outcome(outcome)
         while self._num_tokens > self.rules.max_tokens:
             self._remove(next(iter(self._experiences)))
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """What the step under way recorded and drew, which begins anew."""
+        self._num_fresh, self._num_fresh_right, self._outcomes = 0, 0, []
+        self._drawn.clear()
 
     def draw(self, gen_batch_size: int) -> list[Experience]:
         """One experience of each prompt to be replayed in the next gen batch; none before replay begins, fewer than
-        `exp_ratio` where the pool has no more prompts. No prompt twice in a step, which ends with `record`: a small
+        `exp_ratio` where the pool has no more prompts. No prompt twice in a step, which ends with `end_step`: a small
         pool would fill a step of several gen batches with the same few trajectories.
 
         A bucket of prompts with k successes is chosen with the density at k of a normal distribution around half the
@@ -119,6 +156,8 @@ class ExperiencePool:
             "num_right": [list(pair) for pair in sorted(self._num_right.items())],
             "retired": sorted(self._retired),
             "drawn": sorted(self._drawn),
+            "num_fresh": [self._num_fresh, self._num_fresh_right],
+            "outcomes": [outcome.to_plain() for outcome in self._outcomes],
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -129,22 +168,23 @@ class ExperiencePool:
         self._num_recorded = state["num_recorded"]
         self._num_right = dict(map(tuple, state["num_right"]))
         self._retired, self._drawn = set(state["retired"]), set(state.get("drawn", ()))
+        self._num_fresh, self._num_fresh_right = state.get("num_fresh", (0, 0))
+        self._outcomes = [_Outcome.from_plain(plain) for plain in state.get("outcomes", ())]
 
-    def _record_group(self, group: Group) -> None:
-        prompt, num_right = group.prompt.index, sum(sample.correct for sample in group.samples)
+    def _record_outcome(self, outcome: _Outcome) -> None:
+        prompt = outcome.prompt
         if prompt in self._retired:
             return
-        if num_right == len(group.samples):
+        if outcome.is_solved:
             self._retired.add(prompt)
             for number in list(self._of_prompt.get(prompt, ())):
                 self._remove(number)
             return
-        for sample in group.samples:
-            if sample.correct and not sample.exp_mask and any(sample.loss_mask):
-                self._put(self._num_recorded, Experience(prompt, sample))
-                self._num_recorded += 1
+        for sample in outcome.experiences:
+            self._put(self._num_recorded, Experience(prompt, sample))
+            self._num_recorded += 1
         if prompt in self._of_prompt:
-            self._num_right[prompt] = num_right
+            self._num_right[prompt] = outcome.num_right
 
     def _put(self, number: int, experience: Experience) -> None:
         numbers = self._of_prompt.setdefault(experience.prompt, [])

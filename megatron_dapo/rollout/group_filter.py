@@ -23,9 +23,10 @@ FILTER_MODES: dict[str, Callable[[Sequence[bool]], str | None]] = {
     "none": lambda correct: None,
 }
 
-# filter_groups.metric -> the field of a sample that a group must differ in. The names are verl's. There
-# seq_final_reward also has the KL penalty subtracted, which is not known before the step is scored: without one it is
-# seq_reward, and here it always is.
+# filter_groups.metric -> the field of a sample that a group must differ in. The names are verl's. The final reward is
+# what the reward function and shaping give, as in DAPO's pipeline: groups are chosen by it, and only then scored by the
+# reference, whose KL enters the advantages. verl subtracts the KL first: once the policy has moved, two responses have
+# equal rewards only if they are the same token for token, so that nothing is filtered.
 FILTER_METRICS: dict[str, str] = {
     "acc": "correct",  # by the verifier
     "score": "raw_reward",  # of the verifier, before shaping
@@ -58,18 +59,18 @@ def make_queue(config: Config) -> GroupQueue:
         config.algorithm.dapo.dynamic_sampling,
         config.algorithm.filter_groups,
     )
+    max_staleness = config.actor_rollout_ref.rollout.max_staleness
     if not uses_dynamic_sampling(config):
         return GroupQueue(QueueLimits(size, size), by_correctness("none"))
     if groups.enable:
         section, reason = "algorithm.filter_groups", by_spread(groups.metric)
         limits = (gen_batch_size(config), groups.max_num_gen_batches, groups.on_exhausted)
-        return GroupQueue(QueueLimits(size, *limits, section=section), reason)
+        return GroupQueue(QueueLimits(size, *limits, section=section, max_staleness=max_staleness), reason)
     reason = by_correctness(dynamic.filter_mode)
     if dynamic.form == "mask":
         return GroupQueue(QueueLimits(size, size, masks=True), reason)
-    return GroupQueue(
-        QueueLimits(size, gen_batch_size(config), dynamic.max_num_gen_batches, dynamic.on_exhausted), reason
-    )
+    limits = (gen_batch_size(config), dynamic.max_num_gen_batches, dynamic.on_exhausted)
+    return GroupQueue(QueueLimits(size, *limits, max_staleness=max_staleness), reason)
 
 
 def filter_in_words(config: Config) -> str:

@@ -1,7 +1,7 @@
 """Bookkeeping of dynamic sampling: which prompts are drawn, which groups are kept, dropped or left for the next step.
 
 Pure: no servers, no clock, no files. Every prompt that was drawn is, at any time, in exactly one place: handed out,
-filtered, kept, surplus, or in the open gen batch.
+filtered, discarded, waiting, or in the open gen batch; of those that are out of the queue it has counts alone.
 """
 
 from collections import Counter
@@ -18,6 +18,7 @@ from megatron_dapo.rollout.plain_data import (
     sample_from_plain,
     sample_to_plain,
 )
+from megatron_dapo.rollout.step_statistics import StepStatistics
 
 FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> why it has no signal, None = it has
 
@@ -39,18 +40,20 @@ class StepGroups:
     """What one rollout step came to. Groups in the order in which their prompts were drawn."""
 
     groups: tuple[Group, ...]  # to train on; surplus of earlier steps first
-    generated: tuple[Group, ...]  # all groups generated in this step, kept or not
+    generated: StepStatistics  # of all groups generated in this step, kept or not
     filtered: Counter  # reason -> groups, dropped or masked
     num_filtered_samples: int
     num_gen_batches: int
     num_surplus_used: int  # how many of `groups` an earlier step generated
+    num_discarded: int = 0  # groups with signal that are too old to be trained on, or would be in the next step
 
 
 @dataclass(frozen=True)
 class QueueLimits:
     """train_batch_size: groups per step; gen_batch_size: prompts per gen batch; max_num_gen_batches (0 or less: no
     limit) and on_exhausted: what ends a step early; masks: groups without signal stay in the step, marked, instead of
-    being dropped; section: where the config says so."""
+    being dropped; section: where the config says so; max_staleness: weight versions between the oldest new token of a
+    group and the step that trains on it."""
 
     train_batch_size: int
     gen_batch_size: int
@@ -58,6 +61,7 @@ class QueueLimits:
     on_exhausted: str = "raise"
     masks: bool = False
     section: str = "algorithm.dapo.dynamic_sampling"
+    max_staleness: int = 0
 
 
 @dataclass
@@ -68,8 +72,18 @@ class _Step:
     num_gen_batches: int = 0
     num_surplus_used: int = 0
     num_filtered_samples: int = 0
+    num_discarded: int = 0
     filtered: Counter = field(default_factory=Counter)
-    generated: list[Group] = field(default_factory=list)
+    generated: StepStatistics = field(default_factory=StepStatistics)
+
+    def state_dict(self) -> dict:
+        return {**vars(self), "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict) -> "_Step":
+        step = cls(**{**state, "filtered": Counter(state["filtered"]), "generated": StepStatistics()})
+        step.generated.load_state_dict(state["generated"])
+        return step
 
 
 class GroupQueue:
@@ -78,6 +92,8 @@ class GroupQueue:
     `begin` -> while `wants_gen_batch`: `open_gen_batch`, `finish` every one of `missing`, `close_gen_batch` -> `take`.
     A gen batch is judged only when all its groups are there: who answers first has no say in what is trained on.
     `begin` with the number of the step that is still open goes on with it, its counts and its open gen batch.
+    Each step is one weight version later than the last. With `max_staleness` 0 a step is trained on the weights that
+    wrote it: what it has too much of is discarded when it ends, the last draws first.
     """
 
     def __init__(self, limits: QueueLimits, filter_reason: FilterReason) -> None:
@@ -88,6 +104,7 @@ class GroupQueue:
         self._open: dict[str, Draw] = {}  # uid -> draw of the open gen batch, in the order drawn
         self._finished: dict[str, Group] = {}  # uid -> group of the open gen batch
         self._step: _Step | None = None
+        self._weight_version = 0  # of the step under way
 
     @property
     def num_drawn(self) -> int:
@@ -98,10 +115,17 @@ class GroupQueue:
         """Groups that the next step begins with."""
         return len(self._kept)
 
-    def begin(self, step: int) -> None:
-        if self._step is None or self._step.number != step:
-            num_surplus_used = min(len(self._kept), self.limits.train_batch_size)
-            self._step = _Step(number=step, num_surplus_used=num_surplus_used)
+    def begin(self, step: int, weight_version: int) -> None:
+        """Begin the step that is sampled by these weights, or go on with it. Groups of a saved state that are too old
+        for it go: waiting ones are discarded, those of the open gen batch are missing again."""
+        is_new = self._step is None or self._step.number != step
+        if is_new:
+            self._step = _Step(number=step)
+        self._weight_version = weight_version
+        self._discard_stale(weight_version)
+        self._finished = {uid: group for uid, group in self._finished.items() if self._is_fresh(group, weight_version)}
+        if is_new:
+            self._step.num_surplus_used = min(len(self._kept), self.limits.train_batch_size)
 
     @property
     def has_open_gen_batch(self) -> bool:
@@ -122,7 +146,8 @@ class GroupQueue:
         if self.limits.max_num_gen_batches <= 0 or self._step.num_gen_batches < self.limits.max_num_gen_batches:
             return True
         if self.limits.on_exhausted == "raise" or not self._kept:
-            raise UserError(self._exhausted())
+            message, self._step.num_gen_batches = self._exhausted(), 0  # who starts the run again has as many again
+            raise UserError(message)
         return False
 
     def open_gen_batch(self, prompts: Sequence[Prompt], replayed: Sequence[Sample | None] | None = None) -> None:
@@ -135,6 +160,15 @@ class GroupQueue:
             self._open[uid] = Draw(uid, prompt, sample and replace(sample, uid=uid, exp_mask=True))
             self._num_drawn += 1
 
+    @property
+    def finished(self) -> list[Group]:
+        """Groups of the open gen batch that are there."""
+        return list(self._finished.values())
+
+    def forget_finished(self) -> None:
+        """Have all groups of the open gen batch missing again."""
+        self._finished = {}
+
     def missing(self) -> list[Draw]:
         """Draws of the open gen batch that have no group yet."""
         return [draw for uid, draw in self._open.items() if uid not in self._finished]
@@ -145,12 +179,13 @@ class GroupQueue:
         assert group.uid not in self._finished, f"group {group.uid} came twice"
         self._finished[group.uid] = group
 
-    def close_gen_batch(self) -> None:
-        """Judge the groups of the open gen batch: kept ones, surplus included, wait in the order drawn."""
+    def close_gen_batch(self) -> list[Group]:
+        """Judge the groups of the open gen batch: kept ones, surplus included, wait in the order drawn. Returns all of
+        them, in that order; those dropped are not held here any more."""
         assert not self.missing(), "a gen batch is judged when all its groups are there"
-        for uid in self._open:
-            group = self._finished[uid]
-            self._step.generated.append(group)
+        judged = [self._finished[uid] for uid in self._open]
+        for group in judged:
+            self._step.generated.add(group)
             reason = self._filter_reason(group.samples)
             if reason is not None:
                 self._step.filtered[reason] += 1
@@ -159,29 +194,33 @@ class GroupQueue:
                 self._kept.append(replace(group, keep=reason is None))
         self._step.num_gen_batches += 1
         self._open, self._finished = {}, {}
+        return judged
 
     def take(self) -> StepGroups:
-        """End the step: hand out its groups; what is too many stays for the next one."""
+        """End the step: hand out its groups; of what is too many, that stays which the next step may train on."""
         assert not self._open, "the gen batch is still open"
         step, size = self._step, self.limits.train_batch_size
         groups, self._kept = tuple(self._kept[:size]), self._kept[size:]
+        self._discard_stale(self._weight_version + 1)
         self._step = None
         return StepGroups(
             groups=groups,
-            generated=tuple(step.generated),
+            generated=step.generated,
             filtered=step.filtered,
             num_filtered_samples=step.num_filtered_samples,
             num_gen_batches=step.num_gen_batches,
             num_surplus_used=step.num_surplus_used,
+            num_discarded=step.num_discarded,
         )
 
     def state_dict(self) -> dict:
-        """Plain data (dicts, lists, tuples, numbers, strings). An open step is kept too, but for its metrics."""
+        """Plain data (dicts, lists, tuples, numbers, strings), of an open step too."""
         return {
             "num_drawn": self._num_drawn,
             "kept": [group_to_plain(group) for group in self._kept],
             "open": [_draw_to_plain(draw) for draw in self._open.values()],
             "finished": [group_to_plain(group) for group in self._finished.values()],
+            "step": self._step and self._step.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -189,7 +228,17 @@ class GroupQueue:
         self._kept = [group_from_plain(plain) for plain in state["kept"]]
         self._open = {plain["uid"]: _draw_from_plain(plain) for plain in state["open"]}
         self._finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
-        self._step = None
+        step = state.get("step")
+        self._step = step and _Step.from_state(step)
+
+    def _discard_stale(self, weight_version: int) -> None:
+        fresh = [group for group in self._kept if self._is_fresh(group, weight_version)]
+        self._step.num_discarded += len(self._kept) - len(fresh)
+        self._kept = fresh
+
+    def _is_fresh(self, group: Group, weight_version: int) -> bool:
+        """Whether a step with these weights may train on the group."""
+        return staleness(group, weight_version) <= self.limits.max_staleness
 
     def _exhausted(self) -> str:
         limits, step = self.limits, self._step
@@ -197,10 +246,18 @@ class GroupQueue:
         return (
             f"{limits.section}.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "
             f"{len(self._kept)} of the {limits.train_batch_size} groups that rollout step {step.number} needs "
-            f"(dropped of {len(step.generated)} generated: {reasons}): change the data or the model so that the "
+            f"(dropped of {step.generated.num_groups} generated: {reasons}): change the data or the model so that the "
             "responses of a group differ, raise max_num_gen_batches or data.gen_batch_size, or set "
             "on_exhausted=train_partial (which needs at least one group)."
         )
+
+
+def staleness(group: Group, weight_version: int) -> int:
+    """Versions between the oldest token that was written for the group and weight_version. A replayed sample was not
+    written for it."""
+    new = (sample for sample in group.samples if not sample.exp_mask)
+    versions = (version for sample in new for version in sample.weight_versions)
+    return weight_version - min(versions, default=weight_version)
 
 
 def _draw_to_plain(draw: Draw) -> dict:

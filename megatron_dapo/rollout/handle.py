@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ _GRACE_S = 60.0  # on top of the controller's own deadlines, whose errors say mo
 _POLL_S = 0.5
 _CLOSE_S = 10.0
 _COMMANDS = ("next_batch", "evaluate", "state_dict", "load_state_dict")
+_STOP = "stop"  # not a command: it is heard during one, and not answered
 
 
 class RolloutHandle:
@@ -32,7 +35,8 @@ class RolloutHandle:
 
     An error in the controller is raised here with its message (UserError and RolloutError keep their class);
     a controller that died is reported with its exit code and log file. One that missed a deadline is asked no more: its
-    late answer would be taken for that of the next call.
+    late answer would be taken for that of the next call. Its state after the last step is kept here, so that the step
+    can be saved.
     """
 
     def __init__(self, config: Config, process: Any, connection: Connection, log_file: Path) -> None:
@@ -44,6 +48,9 @@ class RolloutHandle:
         self._call_timeout_s = rollout.step_timeout_s + _GRACE_S
         self._ready = False
         self._unanswered: str | None = None
+        self._state: dict | None = None  # after the last step
+        self._state_before: dict | None = None  # and before it
+        self._was_refused = False
 
     @classmethod
     def start(cls, config: Config) -> "RolloutHandle":
@@ -74,20 +81,41 @@ class RolloutHandle:
             self._receive("start", self._start_timeout_s)
             self._ready = True
 
-    def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
-        """Groups for one rollout step; see Controller.next_batch."""
-        return self._call("next_batch", step, weight_version)
+    def next_batch(
+        self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
+    ) -> RolloutBatch:
+        """Groups for one rollout step; see Controller.next_batch. Raises Interrupted soon after is_to_stop says so."""
+        batch = self._call("next_batch", step, weight_version, is_to_stop=is_to_stop)
+        if not batch.needs_sync:
+            state = self._call("state_dict")
+            self._state_before, self._state = self._state, state
+        return batch
+
+    def refuse_batch(self) -> None:
+        """The last batch is not trained on: `state_dict` is that before it from now on, so that a resumed run draws its
+        prompts again. No further batch may be asked for."""
+        self._was_refused = True
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Metrics of the held-out prompts, {} without val_files; raises NeedsSync; see Controller.evaluate."""
         return self._call("evaluate", step, weight_version)
 
     def state_dict(self) -> dict:
-        """Prompt cursor, surplus groups, counters; plain data."""
-        return self._call("state_dict")
+        """Prompt cursor, groups that wait, counters; plain data. Where the controller does not answer any more, it is
+        that after the last step."""
+        if self._was_refused:
+            return self._state_before
+        try:
+            return self._call("state_dict")
+        except RolloutError as error:
+            if self._state is None:
+                raise
+            log.warning("the rollout's state is that after the last step: %s", error)
+            return self._state
 
     def load_state_dict(self, state: dict) -> None:
         self._call("load_state_dict", state)
+        self._state = state
 
     def dump_stacks(self) -> None:
         """Have the controller write what its threads and tasks are doing to its log; returns at once."""
@@ -103,17 +131,21 @@ class RolloutHandle:
             self._process.kill()
             self._process.join()
 
-    def _call(self, command: str, *arguments: Any) -> Any:
+    def _call(self, command: str, *arguments: Any, is_to_stop: Callable[[], bool] = lambda: False) -> Any:
         self.wait_ready()
         try:
             self._connection.send((command, arguments))
         except (BrokenPipeError, ConnectionResetError):
             raise self._died(command) from None
-        return self._receive(command, self._call_timeout_s)
+        return self._receive(command, self._call_timeout_s, is_to_stop)
 
-    def _receive(self, command: str, timeout_s: float) -> Any:
-        deadline = time.monotonic() + timeout_s
+    def _receive(self, command: str, timeout_s: float, is_to_stop: Callable[[], bool] = lambda: False) -> Any:
+        deadline, was_told = time.monotonic() + timeout_s, False
         while not self._connection.poll(_POLL_S):
+            if not was_told and is_to_stop():
+                was_told = True
+                with suppress(OSError):  # it died, which is seen below
+                    self._connection.send((_STOP, ()))
             if not self._process.is_alive() and not self._connection.poll(0):
                 raise self._died(command)
             if time.monotonic() > deadline:
@@ -154,13 +186,13 @@ def _main(config: Config, connection: Connection, log_file: str) -> None:
 
 async def _serve(config: Config, connection: Connection, log_file: str) -> None:
     """Answer commands until the trainer closes the pipe or dies: then also work under way is dropped."""
-    commands: asyncio.Queue = asyncio.Queue()
+    commands, stop_asked = asyncio.Queue(), asyncio.Event()
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
     loop.add_signal_handler(signal.SIGUSR2, _dump_tasks)
     faulthandler.register(signal.SIGUSR2, chain=True)  # also where the loop does not get to it
-    threading.Thread(target=_read_commands, args=(connection, loop, commands, gone), daemon=True).start()
-    answering = asyncio.create_task(_answer_commands(config, connection, commands, log_file))
+    threading.Thread(target=_read_commands, args=(connection, loop, commands, stop_asked, gone), daemon=True).start()
+    answering = asyncio.create_task(_answer_commands(config, connection, commands, stop_asked, log_file))
     await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
     if gone.done():
         log.info("the controller ends: %s", gone.result())
@@ -174,19 +206,33 @@ def _dump_tasks() -> None:
     sys.stderr.flush()
 
 
-def _read_commands(connection: Connection, loop: Any, commands: asyncio.Queue, gone: asyncio.Future) -> None:
-    """In a thread of its own, since a pipe is not awaited: so the trainer's death is seen in the middle of a step."""
+def _read_commands(
+    connection: Connection, loop: Any, commands: asyncio.Queue, stop_asked: asyncio.Event, gone: asyncio.Future
+) -> None:
+    """In a thread of its own, since a pipe is not awaited: so the trainer's death, and its request to stop, are seen in
+    the middle of a step. A request that came too late for one command does not stop the next."""
     try:
         while True:
-            loop.call_soon_threadsafe(commands.put_nowait, connection.recv())
+            command = connection.recv()
+            if command[0] == _STOP:
+                loop.call_soon_threadsafe(stop_asked.set)
+            else:
+                loop.call_soon_threadsafe(stop_asked.clear)
+                loop.call_soon_threadsafe(commands.put_nowait, command)
     except (EOFError, OSError):
-        loop.call_soon_threadsafe(lambda: gone.done() or gone.set_result("the trainer closed the pipe"))
+        with suppress(RuntimeError):  # the loop is closed: all is over
+            loop.call_soon_threadsafe(lambda: gone.done() or gone.set_result("the trainer closed the pipe"))
+    time.sleep(_CLOSE_S)
+    os._exit(1)  # where code of the user's holds the loop; a trainer that lives kills us by now, one that died cannot
 
 
-async def _answer_commands(config: Config, connection: Connection, commands: asyncio.Queue, log_file: str) -> None:
+async def _answer_commands(
+    config: Config, connection: Connection, commands: asyncio.Queue, stop_asked: asyncio.Event, log_file: str
+) -> None:
     controller = None
     try:
         controller = Controller(config)
+        controller.stop_asked = stop_asked
         await controller.start()
         connection.send(("ok", None))
         while True:

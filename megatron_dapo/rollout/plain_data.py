@@ -20,7 +20,9 @@ def sample_to_plain(sample: Sample) -> dict:
 
 
 def sample_from_plain(plain: dict) -> Sample:
-    return Sample(**{**plain, **{name: tuple(plain[name]) for name in _PER_TOKEN}})
+    return Sample(
+        **{**plain, **{name: tuple(plain[name]) for name in _PER_TOKEN}, "servers": tuple(plain.get("servers", ()))}
+    )
 
 
 def group_to_plain(group: Group) -> dict:

@@ -1,17 +1,21 @@
 """Training on dumped batches again, without servers: bugs reproduced, layouts compared."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.config import Config, UserError, batch_file, uses_experience_replay
+from megatron_dapo.config import Config, UserError, batch_file, read_vocab_size, uses_experience_replay
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.rollout.handle import RolloutHandle
+from megatron_dapo.rollout.token_checks import fault_of_sample
 
 
 def start_rollout(config: Config) -> "RolloutHandle | Replay":
     """Where the run's batches come from: dumped ones with `trainer.replay`, else a controller, which starts."""
     folder = config.trainer.replay
-    return Replay(folder, uses_experience_replay(config)) if folder else RolloutHandle.start(config)
+    if not folder:
+        return RolloutHandle.start(config)
+    return Replay(folder, read_vocab_size(config.actor_rollout_ref.model.path), uses_experience_replay(config))
 
 
 class Replay:
@@ -21,18 +25,23 @@ class Replay:
     takes_experiences: whether the loss knows what to do with samples that had been replayed in the dumped run.
     """
 
-    def __init__(self, folder: str | Path, takes_experiences: bool = False) -> None:
-        self._folder, self._takes_experiences = Path(folder), takes_experiences
+    def __init__(self, folder: str | Path, vocab_size: int, takes_experiences: bool = False) -> None:
+        self._folder, self._vocab_size, self._takes_experiences = Path(folder), vocab_size, takes_experiences
 
     def wait_ready(self) -> None:
         """At once: nothing has to start."""
 
-    def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
-        """The step's groups and metrics as they were dumped. Raises UserError for a batch that is missing or damaged.
+    def next_batch(
+        self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
+    ) -> RolloutBatch:
+        """The step's groups and metrics as they were dumped. Raises UserError for a batch that is missing, damaged or
+        impossible.
 
-        weight_version: not used; the tokens keep the versions of the weights that wrote them.
+        weight_version: not used; the tokens keep the versions of the weights that wrote them. Nor is is_to_stop: it
+        takes no time.
         """
         batch = read_batch(self._folder, step)
+        self._check(batch, step)
         if not self._takes_experiences and any(sample.exp_mask for group in batch.groups for sample in group.samples):
             raise UserError(
                 f"Batch {batch_file(self._folder, step)} has samples of the dumped run's experience replay, which have "
@@ -40,9 +49,22 @@ class Replay:
             )
         return batch
 
+    def _check(self, batch: RolloutBatch, step: int) -> None:
+        """Raises UserError for the first sample with numbers that no server can have given."""
+        for group in batch.groups:
+            for number, sample in enumerate(group.samples, 1):
+                if fault := fault_of_sample(sample, self._vocab_size):
+                    raise UserError(
+                        f"Batch {batch_file(self._folder, step)}, group {group.uid}, sample {number} {fault}; dump it "
+                        f"again, with the model of actor_rollout_ref.model.path, or replay other batches."
+                    )
+
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """{}: held-out prompts need a server."""
         return {}
+
+    def refuse_batch(self) -> None:
+        """A resumed run reads it again in any case."""
 
     def state_dict(self) -> dict:
         return {"replay": str(self._folder)}

@@ -15,6 +15,7 @@ from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.rollout.token_checks import fault_of
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Sampler:
         rewards: RewardPool,
         tokenizer: Tokenizer,
         retry: RetryPolicy,
+        vocab_size: int,
         multi_turn: MultiTurn | None = None,
         greedy_baseline: bool = False,
     ) -> None:
@@ -60,9 +62,12 @@ class Sampler:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._retry = retry
+        self._vocab_size = vocab_size
         self._multi_turn = multi_turn
         self._greedy_baseline = greedy_baseline
-        self.counts: Counter = Counter()  # "retries": failed requests that were sent again
+        # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
+        # cache put back, "cached_tokens": of prompts that were still in the cache
+        self.counts: Counter = Counter()
 
     async def group(self, draw: Draw, n: int, params: SamplingParams, shaping: OverlongShaping | None) -> Group:
         """n responses to one prompt, the draw's replayed one and new ones by the weight version that the pool expects.
@@ -98,7 +103,9 @@ class Sampler:
                 try:
                     async with budget.spend():
                         generation = await server.generate(tokens, params, self._retry.request_timeout_s)
-                    reason = "it aborted the request" if generation.finish_reason == "abort" else None
+                    self.counts["retractions"] += generation.num_retractions
+                    self.counts["cached_tokens"] += generation.num_cached_tokens
+                    reason = self._fault(generation)
                 except ServerError as error:
                     reason = str(error)
                     if error.status is None:  # no answer: down, or hanging; its next health check tells
@@ -117,6 +124,14 @@ class Sampler:
             log.warning("request for group %s failed on %s, sent again: %s", uid, server.url, reason)
             self.counts["retries"] += 1
             await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_failures - 1))
+
+    def _fault(self, generation: Generation) -> str | None:
+        """Why an answer cannot be taken, whatever its weight version. One with numbers that cannot be counts as a
+        request that failed: it is sent to another server, and a server's health checks say nothing of it."""
+        if generation.finish_reason == "abort":
+            return "it aborted the request"
+        fault = fault_of(generation.tokens, generation.log_probs, self._vocab_size)
+        return f"its answer {fault}" if fault else None
 
     def _is_current(self, generation: Generation) -> bool:
         return all(version == self._servers.version for version in generation.weight_versions)
@@ -142,5 +157,6 @@ def _to_sample(
         is_truncated=not is_terminated,
         is_terminated=is_terminated,
         num_turns=trajectory.num_turns,
+        servers=tuple(trajectory.servers),
         reward_error=verdict.error,
     )

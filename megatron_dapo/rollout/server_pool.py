@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError, SGLangClient
+from megatron_dapo.config import UserError
+from megatron_dapo.rollout.client import Generation, KeyRefused, SamplingParams, ServerError, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.server_list import ServerList
 
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 10.0
 _MISSES = 3
 """Health checks in a row that a server at work may miss: a busy one is not lost."""
+
+PAUSE_S = 30.0
+"""How long a server with requests may be paused by others: the trainer pauses it between two rollout steps only."""
 
 
 class State(Enum):
@@ -28,12 +32,15 @@ class State(Enum):
 
 @dataclass
 class Server:
-    """num_in_flight: requests that hold a place. num_misses: health checks that failed in a row."""
+    """num_in_flight: requests that hold a place. num_misses: health checks that failed in a row. paused_since: when it
+    was first seen paused with the requests that it has. is_ill: it takes no requests though it is not paused."""
 
     client: SGLangClient
     state: State = State.DOWN
     num_in_flight: int = 0
     num_misses: int = 0
+    paused_since: float | None = None
+    is_ill: bool = False
     _requests: set[asyncio.Task] = field(default_factory=set)
 
     @property
@@ -62,11 +69,13 @@ class ServerPool:
     """The servers of the run, which may become more and fewer, and what is known of them.
 
     A server that does not answer is left alone until its health check passes again; one that answers with another
-    weight version than `expect` named, or is paused, is left alone until it holds that and goes on. All are watched,
-    those at work too: what is in flight on one that is lost ends at once with a ServerError. One that is no longer
-    listed finishes what it has, and is watched until then.
+    weight version than `expect` named is left alone until it holds that. One that is paused though it holds it is told
+    to continue: at `expect` at once, with requests after PAUSE_S. All are watched, those at work too: what is in flight
+    on one that is lost ends at once with a ServerError. One that is no longer listed finishes what it has, and is
+    watched until then.
 
     max_concurrency: requests in flight per server. down_timeout_s: how long all servers may be down at once.
+    report_unresponsive: called with servers (URL -> why) that missed their health checks.
     """
 
     def __init__(
@@ -76,10 +85,11 @@ class ServerPool:
         down_timeout_s: float,
         probe_interval_s: float,
         connect: Callable[[str], SGLangClient] = SGLangClient,
+        report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
     ) -> None:
         self.servers: list[Server] = []
         self.version: int | None = None
-        self._listed, self._connect = listed, connect
+        self._listed, self._connect, self._report_unresponsive = listed, connect, report_unresponsive
         self._known: dict[str, Server] = {}  # those that were listed once: their clients are closed in the end
         self._max_concurrency = max_concurrency
         self._down_timeout_s = down_timeout_s
@@ -94,7 +104,7 @@ class ServerPool:
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every listed server is healthy, and for a list with a server. Raises RolloutError naming those
-        that are not after timeout_s, UserError for a list with a mistake."""
+        that are not after timeout_s, UserError for a list with a mistake, and at once for a key that is refused."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._take_list(self._listed.read())
@@ -121,7 +131,7 @@ class ServerPool:
         self._all_down_since = None
         self._take_list(self._listed.now())
         self._follow()
-        await self._probe([server.url for server in self.servers])
+        await self._probe([server.url for server in self.servers if not server.is_ill])
         self._account()  # of a world without servers too
 
     def mean_num_current(self) -> float:
@@ -258,23 +268,41 @@ class ServerPool:
     async def _probe_one(self, server: Server) -> None:
         try:
             version, is_paused = await self._ask(server)
+            if is_paused and version == self.version:
+                await self._set_going(server)
+                is_paused = False
         except ServerError as error:
+            if isinstance(error, KeyRefused) and self._watch is None:  # at the start: waiting changes nothing
+                raise UserError(str(error)) from error
             self.mark_down(server, str(error))
             return
         self._judge(server, version, is_paused)
 
     async def _ask(self, server: Server) -> tuple[int, bool]:
         """Its weight version, and whether it is paused. Raises ServerError where it is not well."""
-        if server.state is State.DOWN:
+        if server.is_ill:
+            await server.client.prove_health(_PROBE_TIMEOUT_S)
+            server.is_ill = False
+        elif server.state is State.DOWN:
             await server.client.health(_PROBE_TIMEOUT_S)
         is_paused = await server.client.is_paused(_PROBE_TIMEOUT_S)
         return await server.client.weight_version(_PROBE_TIMEOUT_S), is_paused
+
+    async def _set_going(self, server: Server) -> None:
+        """Where it takes no requests and no push is under way. Raises ServerError where it is not paused but ill."""
+        log.warning("server %s is paused, or ill: it is told to continue", server.url)
+        server.paused_since = None
+        try:
+            await server.client.set_going(_PROBE_TIMEOUT_S)
+        except ServerError:
+            server.is_ill = True
+            raise
 
     def _judge(self, server: Server, version: int, is_paused: bool) -> None:
         if self.version is not None and version != self.version:
             self.mark_stale(server, f"it holds version {version}, the trainer {self.version}")
         elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
-            self.mark_stale(server, "it is paused, or ill: it takes no requests")
+            self.mark_stale(server, "it is paused: it takes no requests")
         else:
             self._set_state(server, State.CURRENT)
 
@@ -290,6 +318,8 @@ class ServerPool:
             version, is_paused = await self._ask(server)
         except ServerError as error:
             server.num_misses += 1
+            if server.num_misses == _MISSES:
+                self._report_unresponsive({server.url: str(error)})
             if server.num_misses >= _MISSES:
                 self.mark_down(server, f"{_MISSES} health checks failed, the last one with {error}")
                 server.drop_requests()
@@ -299,9 +329,22 @@ class ServerPool:
         is_newer = self.version is not None and version > self.version
         if is_newer and server.state is not State.DOWN:
             return
+        if self._is_paused_by_others(server, version, is_paused):
+            try:
+                await self._set_going(server)
+            except ServerError as error:
+                self.mark_down(server, str(error))
+                server.drop_requests()
+                return
         self._judge(server, version, is_paused and server.state is not State.CURRENT)
         if version != self.version:
             server.drop_requests()
+
+    def _is_paused_by_others(self, server: Server, version: int, is_paused: bool) -> bool:
+        """Whether it had requests and took none for PAUSE_S."""
+        is_stuck = is_paused and server.num_in_flight > 0 and version == self.version
+        server.paused_since = (server.paused_since or time.monotonic()) if is_stuck else None
+        return is_stuck and time.monotonic() - server.paused_since >= PAUSE_S
 
     async def _watch_all(self) -> None:
         while True:

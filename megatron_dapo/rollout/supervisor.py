@@ -1,6 +1,7 @@
 """Starts a config's SGLang servers on this machine, keeps them alive, and stops them."""
 
 import http.client
+import json
 import logging
 import os
 import socket
@@ -11,9 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.child_environment import COMMON, places_to_write
-from megatron_dapo.config import Config, ModelFolder, UserError, servers_per_node
+from megatron_dapo.config import (
+    Config,
+    ModelFolder,
+    RunFolder,
+    UserError,
+    key_header,
+    make_server_key,
+    read_server_key,
+    server_key_file,
+    servers_per_node,
+)
 from megatron_dapo.errors import exit_phrase
 from megatron_dapo.rollout.child_process import ChildProcess
+from megatron_dapo.rollout.server_files import ServerFiles
+from megatron_dapo.rollout.server_watch import PUSH_MARGIN_S, ServerWatch
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +52,8 @@ ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
 
 
 class ServerSupervisor:
-    """The servers of `actor_rollout_ref.rollout.server`. URLs are known from construction on and survive restarts.
+    """The servers of `actor_rollout_ref.rollout.server`. URLs are known from construction on and survive restarts,
+    and so does the key that they demand of everyone, which lies in `key_file`.
 
     first_gpu: GPUs of this machine before it belong to others (the trainer). first_port: the servers listen on it and
     the ports after it; none = free ports. name: of the servers and their log files, before their number. One thread
@@ -58,6 +72,10 @@ class ServerSupervisor:
     ) -> None:
         server = config.actor_rollout_ref.rollout.server
         self._settings = server
+        self.key_file = make_server_key(config)
+        key = read_server_key(self.key_file)
+        self._run = RunFolder.of(config.trainer)
+        self._silent_limit_s = config.weight_sync.timeout_s + PUSH_MARGIN_S
         num_servers = servers_per_node(config)
         numbers = [first_port + i if first_port else 0 for i in range(num_servers)]
         self._ports = [ReservedPort(server.host, number) for number in numbers]
@@ -67,10 +85,19 @@ class ServerSupervisor:
         self.were_healthy = False  # all of them, at some time
         self._servers = [
             _Server(
-                f"{name}-{i}", url, make(config, server.host, port.number, gpus[i]), Path(log_dir) / f"{name}-{i}.log"
+                f"{name}-{i}",
+                url,
+                key,
+                make(config, server.host, port.number, gpus[i]),
+                Path(log_dir) / f"{name}-{i}.log",
             )
             for i, (url, port) in enumerate(zip(self.urls, self._ports, strict=True))
         ]
+
+    def overrides(self) -> list[str]:
+        """What names these servers in a trainer's config."""
+        keys = {"server_urls": self.urls, "server_api_key_file": str(self.key_file)}
+        return [f"actor_rollout_ref.rollout.{key}={json.dumps(value)}" for key, value in keys.items()]
 
     def start(self) -> None:
         """Start all of them; does not wait."""
@@ -83,7 +110,8 @@ class ServerSupervisor:
             time.sleep(POLL_INTERVAL_S)
 
     def check(self) -> bool:
-        """Look at every server once, restart the dead. True if all are healthy, but for those that were given up.
+        """Look at every server once, restart those that are dead or do not work any more. True if all are healthy, but
+        for those that were given up.
 
         A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up. Raises
         ServerFailure when none is left, or where that happens before all were healthy once: then it is a mistake.
@@ -102,10 +130,11 @@ class ServerSupervisor:
         running = [server for server in self._servers if server.process is not None]
         for server in running:
             server.process.terminate()
+            server.files.note(server.process.pids())
         deadline = time.monotonic() + STOP_GRACE_S
         for server in running:
-            server.process.stop(max(0.0, deadline - time.monotonic()))
-            server.process = None
+            server.stop(max(0.0, deadline - time.monotonic()))
+            server.forget()
         for port in self._ports:
             port.release()
 
@@ -116,11 +145,16 @@ class ServerSupervisor:
             return False
         code = server.process.poll()
         if code is not None:
-            self._restart(server, code)
+            self._restart(server, exit_phrase(code))
             return False
         if server.is_healthy:
-            return True
-        if server.probe():
+            if failure := server.watch.failure():
+                self._restart(server, f"{failure}, and is killed")
+            return failure is None
+        is_up = server.probe()
+        server.files.note(server.process.pids())
+        if is_up:
+            server.watch = ServerWatch(server.get, self._silent_limit_s, self._run.unresponsive(server.url))
             log.info("%s is healthy at %s after %.0f s", server.name, server.url, server.age_s())
             return True
         if time.monotonic() > server.deadline:
@@ -132,9 +166,9 @@ class ServerSupervisor:
             )
         return False
 
-    def _restart(self, server: "_Server", code: int) -> None:
-        end = server.process.describe_end()
-        server.process.stop(0.0)  # the rest of its family
+    def _restart(self, server: "_Server", why: str) -> None:
+        server.stop(0.0)  # the rest of its family
+        end = f"{server.name} {why}; its log is {server.log_file}\n{server.process.log_tail()}"
         if server.num_restarts >= self._settings.max_restarts:
             times = f"after {server.num_restarts} restarts (actor_rollout_ref.rollout.server.max_restarts)"
             self._give_up(server, f"{server.url}: {times}: {end}")
@@ -144,7 +178,7 @@ class ServerSupervisor:
         delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)  # 0, 1, 3, 7, ...
         log.error(
             "%s at %s %s; restart %d of %d%s",
-            *(server.name, server.url, exit_phrase(code), server.num_restarts, self._settings.max_restarts),
+            *(server.name, server.url, why, server.num_restarts, self._settings.max_restarts),
             f" in {delay_s:.0f} s" if delay_s else "",
         )
         if delay_s:
@@ -155,8 +189,8 @@ class ServerSupervisor:
     def _give_up(self, server: "_Server", why: str) -> None:
         if not self.were_healthy:
             raise ServerFailure(why)
-        server.process.stop(0.0)
-        server.process = None
+        server.stop(0.0)
+        server.forget()
         num_left = sum(server.process is not None for server in self._servers)
         if not num_left:
             raise ServerFailure(f"none is left; the last one: {why}")
@@ -182,6 +216,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         arguments += ("--load-format", "dummy")
     if is_gpu():
         environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most, per log-prob
+        arguments.append("--enable-fp32-lm-head")
         arguments += _given(
             ("--max-total-tokens", settings.max_total_tokens),
             ("--max-running-requests", settings.max_running_requests),
@@ -192,7 +228,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
 
         environment = sglang_cpu.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
         arguments += sglang_cpu.server_arguments(settings.max_total_tokens, settings.max_running_requests)
-    command = (sys.executable, "-m", "sglang.launch_server", *arguments, *settings.extra_args)
+    program = ("-m", "megatron_dapo.keyed_sglang", str(server_key_file(config)))
+    command = (sys.executable, *program, *arguments, *settings.extra_args)
     environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
     return ServerCommand(command, environment)
 
@@ -214,9 +251,12 @@ def _no_proxy(environment: Mapping[str, str], host: str) -> dict[str, str]:
 class _Server:
     """One server's process and its fortunes."""
 
-    def __init__(self, name: str, url: str, command: ServerCommand, log_file: Path) -> None:
+    def __init__(self, name: str, url: str, key: str, command: ServerCommand, log_file: Path) -> None:
         self.name, self.url, self.command, self.log_file = name, url, command, log_file
+        self._headers = key_header(key)
         self.process: ChildProcess | None = None
+        self.files: ServerFiles | None = None
+        self.watch: ServerWatch | None = None  # from when it is healthy
         self.num_restarts = 0
         self.num_failed_starts = 0  # in a row
         self.starts_again_at: float | None = None
@@ -225,27 +265,42 @@ class _Server:
         self._started = 0.0
 
     def start(self, startup_timeout_s: float) -> None:
+        if self.files is not None:  # of its last life
+            self.files.remove()
+        self.files = ServerFiles(self.command.environment)
+        environment = self.command.environment | self.files.variables
         self._started = time.monotonic()
         self.deadline = self._started + startup_timeout_s
         self.is_healthy = False
         self.starts_again_at = None
-        self.process = ChildProcess(self.name, self.command.command, self.log_file, self.command.environment)
+        self.process = ChildProcess(self.name, self.command.command, self.log_file, environment)
         log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.process.pid, self.log_file)
+
+    def stop(self, grace_s: float) -> None:
+        if self.watch is not None:
+            self.watch.stop()
+        self.process.stop(grace_s)
+
+    def forget(self) -> None:
+        """After the end of all its processes: what is left of them goes."""
+        self.process = None
+        self.files.remove()
 
     def age_s(self) -> float:
         return time.monotonic() - self._started
 
     def probe(self) -> bool:
-        """Ask for health, and remember it: from then on the process's life is what is watched."""
-        status = self._get("/ready")
-        self.is_healthy = (self._get("/health") if status == 404 else status) == 200  # SGLang before 0.5.20: no /ready
+        """Ask for health, and remember it: from then on its process and its watch tell."""
+        status = self.get("/ready")
+        self.is_healthy = (self.get("/health") if status == 404 else status) == 200  # SGLang before 0.5.20: no /ready
         return self.is_healthy
 
-    def _get(self, route: str) -> int | None:
+    def get(self, route: str, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
+        """The status of its answer."""
         address = self.url.removeprefix("http://")
-        connection = http.client.HTTPConnection(address, timeout=PROBE_TIMEOUT_S)  # never through a proxy
+        connection = http.client.HTTPConnection(address, timeout=timeout_s)  # never through a proxy
         try:
-            connection.request("GET", route)
+            connection.request("GET", route, headers=self._headers)
             return connection.getresponse().status
         except (OSError, http.client.HTTPException):
             return None  # not there yet
@@ -296,9 +351,11 @@ def _given(*options: tuple[str, object]) -> list[str]:
 
 
 def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
-    """Per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; nothing on a CPU."""
-    from megatron_dapo.platform import is_gpu
+    """Per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; nothing on a CPU.
+    Raises UserError where there are too few, or none that torch can use."""
+    from megatron_dapo.platform import is_gpu, require_usable_gpus
 
+    require_usable_gpus()
     if not is_gpu():
         return [[] for _ in range(num_servers)]
     visible = visible_gpus()

@@ -74,6 +74,7 @@ class Trajectory:
     loss_mask: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     num_turns: int = 0
+    servers: list[str] = field(default_factory=list)  # URLs of those that wrote turns
     finish_reason: str = "stop"
     verdict: RewardResult | None = None
     solved: bool | None = None  # by the environment's last word on it, if it said one
@@ -85,6 +86,8 @@ class Trajectory:
         self.loss_mask += [1] * len(generation.tokens)
         self.weight_versions += generation.weight_versions
         self.num_turns += 1
+        if generation.server not in self.servers:
+            self.servers.append(generation.server)
 
     def read(self, tokens: Sequence[int]) -> None:
         """Add the environment's tokens: no loss, log-prob 0, the version of the turn before them."""

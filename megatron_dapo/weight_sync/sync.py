@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -76,6 +76,8 @@ class WeightSync:
     source: this stage's weights. urls: of the servers there are now, asked on rank 0, which leads, before every push.
     connect: URL -> how the server there is asked, on the source rank of each stage (`layout.is_source`), which sends.
     num_kv_heads: of the model, needed for `verify` where a server has more tensor-parallel ranks than that.
+    report_unresponsive: called on rank 0 with the servers (URL -> why) that were left out: they may be stuck for long,
+    over NCCL as members of a group in which another one died.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class WeightSync:
         config: WeightSyncConfig,
         device: torch.device,
         num_kv_heads: int | None = None,
+        report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
     ) -> None:
         """Collective over all ranks. Raises WeightSyncError when ranks of a stage would not plan alike."""
         self._source, self._layout, self._config, self._device = source, layout, config, device
@@ -100,6 +103,7 @@ class WeightSync:
         self._calls = ServerCalls(connect) if is_source else None
         probe_s = min(PROBE_S, PROBE_SHARE * self._reserve_s)
         self._sender = Sender(layout.pp_rank, self._calls, self._plan, device, probe_s) if is_source else None
+        self._report_unresponsive = report_unresponsive
         self._going: dict[str, Call] = {}  # servers that are being set going while nobody waits
         # the same on all ranks: who is in the groups, and who confirmed the last push, of which version
         self._group: dict[str, int] | None = None
@@ -249,9 +253,10 @@ class WeightSync:
         if failures:
             log.warning("weight sync: %s: left out %s", phase, blame(failures))
 
-    def _set_going_meanwhile(self, urls: Iterable[str]) -> None:
+    def _set_going_meanwhile(self, failures: dict[str, str]) -> None:
         """Returns at once. The next push stops what is still under way then."""
-        self._going |= {call.url: call for call in self._calls.start(urls, set_going, BACKGROUND_S)}
+        self._report_unresponsive(failures)
+        self._going |= {call.url: call for call in self._calls.start(failures, set_going, BACKGROUND_S)}
 
     def _at_least(self, limit_s: float) -> float:
         """A time limit that is never so short that no server could keep it: the reserve gives what lacks."""
@@ -348,7 +353,8 @@ class WeightSync:
         """Drop the groups and set the surviving servers going; what cannot be reached stays as it is."""
         self._drop_groups()
         if self._leads:
-            self._calls.ask(self._urls(), set_going, CLEANUP_SHARE * self._reserve_s)
+            _, failures = self._calls.ask(self._urls(), set_going, CLEANUP_SHARE * self._reserve_s)
+            self._report_unresponsive(failures)
 
     def _num_rejoins(self, version: int, servers: dict[str, Entrant], confirmed: Sequence[str]) -> int:
         """Servers that hold the weights now and did not hold those of the last push."""

@@ -1,0 +1,96 @@
+"""Running statistics of the samples that a rollout step generated, so that no sample is kept for their sake.
+
+Pure. What a metric is made of is a row of a table.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from megatron_dapo.data.types import Group, Sample
+
+# metric -> what it counts of a generated sample
+_COUNTS: dict[str, Callable[[Sample], int]] = {
+    "dapo/num_truncated_samples": lambda sample: sample.is_truncated,
+    "dapo/num_truncated_by_length": lambda sample: sample.is_truncated and sample.finish_reason == "length",
+    "dapo/num_truncated_by_termination": lambda sample: sample.is_truncated and sample.finish_reason != "length",
+    "reward/num_timeouts": lambda sample: _failed(sample, "timeout"),
+    "reward/num_crashes": lambda sample: _failed(sample, "crash"),
+    "reward/num_exceptions": lambda sample: _failed(sample, "exception"),
+    "rollout/num_env_failures": lambda sample: _failed(sample, "environment"),
+    "rollout/num_tokens": lambda sample: sum(sample.loss_mask),  # an environment's tokens cost no sampling
+}
+# metric -> a generated sample's value, of which the mean is reported; none: the sample does not count
+_MEANS: dict[str, Callable[[Sample], float | None]] = {
+    "dapo/truncation_ratio": lambda sample: sample.is_truncated,
+    "dapo/avg_truncation_penalty_applied": lambda sample: (
+        sample.raw_reward - sample.reward if sample.is_truncated else None
+    ),
+    "reward/mean": lambda sample: sample.reward,
+    "reward/raw_mean": lambda sample: sample.raw_reward,
+    "reward/accuracy": lambda sample: sample.correct,
+    "response_length/mean": lambda sample: sample.num_response_tokens,
+    "rollout/num_turns_mean": lambda sample: sample.num_turns,
+}
+# the same of all samples of the groups that were judged, replayed ones too
+_MEANS_OF_JUDGED: dict[str, Callable[[Sample], float]] = {
+    "prompt_length/mean": lambda sample: len(sample.prompt_tokens),  # as it was answered
+}
+
+
+class StepStatistics:
+    """Over ALL samples generated in one rollout step, kept or not, so that filtering does not colour them.
+
+    Replayed samples were not generated; they belong to the groups that are judged.
+    """
+
+    def __init__(self) -> None:
+        self.num_groups = 0
+        self._sums: Counter = Counter()  # metric -> sum over the samples
+        self._num_values: Counter = Counter()  # metric -> values in the sum, of means
+        self._lengths: list[int] = []  # shortest and longest response
+
+    @property
+    def num_judged_samples(self) -> int:
+        return self._num_values["prompt_length/mean"]
+
+    def add(self, group: Group) -> None:
+        self.num_groups += 1
+        generated = [sample for sample in group.samples if not sample.exp_mask]
+        for metric, count in _COUNTS.items():
+            self._sums[metric] += sum(count(sample) for sample in generated)
+        self._add_values(_MEANS, generated)
+        self._add_values(_MEANS_OF_JUDGED, group.samples)
+        lengths = [*self._lengths, *(sample.num_response_tokens for sample in generated)]
+        self._lengths = [min(lengths), max(lengths)] if lengths else []
+
+    def metrics(self) -> dict[str, float]:
+        """By their names; a mean over nothing (a step filled by earlier groups alone) is left out."""
+        spread = dict(zip(("response_length/min", "response_length/max"), self._lengths, strict=False))
+        counts = {metric: self._sums[metric] for metric in _COUNTS}
+        means = {metric: self._sums[metric] / number for metric, number in self._num_values.items()}
+        return counts | means | spread
+
+    def state_dict(self) -> dict:
+        """Plain data that survives JSON."""
+        return {
+            "num_groups": self.num_groups,
+            "sums": dict(self._sums),
+            "num_values": dict(self._num_values),
+            "lengths": self._lengths,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.num_groups, self._lengths = state["num_groups"], list(state["lengths"])
+        self._sums, self._num_values = Counter(state["sums"]), Counter(state["num_values"])
+
+    def _add_values(self, table: dict[str, Callable[[Sample], float | None]], samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            for metric, value_of in table.items():
+                if (value := value_of(sample)) is not None:
+                    self._sums[metric] += value
+                    self._num_values[metric] += 1
+
+
+def _failed(sample: Sample, kind: str) -> bool:
+    """Whether the sample's reward failed in this way."""
+    return (sample.reward_error or "").startswith(kind)
