@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megatron_dapo.child_environment import set_rank_defaults
 from megatron_dapo.config import (
+    MISMATCH_EXIT_CODE,
     SAVED_EXIT_CODE,
     Config,
     UserError,
@@ -17,6 +19,8 @@ from megatron_dapo.config import (
     load_and_validate,
 )
 from megatron_dapo.config.recipes import add_config_arguments
+from megatron_dapo.errors import SharedUserError
+from megatron_dapo.parent_death import end_with_parent
 from megatron_dapo.standard_streams import open_standard_streams, say
 
 ROLLOUT_FAILED_EXIT_CODE = 1
@@ -29,7 +33,8 @@ _END_S = 60.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for mistakes of the user, printed to stderr, 1 where the rollout
-    failed for good, or 85 for a run that was asked to stop and is saved."""
+    failed for good, 15 where it wrote what the trainer's model would not, or 85 for a run that was asked to stop and is
+    saved."""
     parser = _parser()
     arguments, overrides = parser.parse_known_args(argv)
     if stray := [text for text in overrides if text.startswith("-") or not arguments.takes_overrides]:
@@ -61,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace) -> int:
     open_standard_streams()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a torchrun that is killed leaves its ranks behind
+        end_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
     overrides = [*arguments.overrides, *([f"trainer.replay={arguments.replay}"] if arguments.replay else [])]
     started = os.environ.get("WORLD_SIZE")
@@ -77,7 +84,8 @@ def _train(arguments: argparse.Namespace) -> int:
             time.sleep(_FOR_RANK_0_S)
         return USER_ERROR_EXIT_CODE
 
-    from megatron_dapo.rollout import RolloutError  # a dry run must not wait for torch
+    set_rank_defaults(os.environ)
+    from megatron_dapo.rollout import ForeignSamples, RolloutError  # a dry run must not wait for torch
     from megatron_dapo.trainer import train
 
     try:
@@ -87,9 +95,14 @@ def _train(arguments: argparse.Namespace) -> int:
             print(f"The rollout failed: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_FOR_RANK_0_S)
-        return ROLLOUT_FAILED_EXIT_CODE
-    except UserError as error:  # may concern this rank alone
-        print(f"Rank {rank}: {error.report()}", file=sys.stderr)
+        return MISMATCH_EXIT_CODE if isinstance(error, ForeignSamples) else ROLLOUT_FAILED_EXIT_CODE
+    except UserError as error:
+        if not isinstance(error, SharedUserError):  # may concern this rank alone
+            print(f"Rank {rank}: {error.report()}", file=sys.stderr)
+        elif rank == 0:
+            print(error.report(), file=sys.stderr, flush=True)
+        else:
+            time.sleep(_FOR_RANK_0_S)
         return USER_ERROR_EXIT_CODE
     return 0 if is_done else SAVED_EXIT_CODE
 

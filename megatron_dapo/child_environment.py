@@ -4,7 +4,7 @@ import getpass
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from megatron_dapo.errors import UserError
@@ -17,10 +17,25 @@ COMMON = {"OMP_PROC_BIND": "false", "PYTHONUTF8": "1"}
 core, and what it starts inherits that. Another encoding than UTF-8: torch and SGLang read their own files in the
 locale's."""
 
+# torch reads the first of them that is set
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 # of what servers and kernels keep below ~
 _CACHES = ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR")
 # a socket's path has at most 107 bytes; SGLang makes sockets in TMPDIR, named as tempfile does: /tmp01234567
 _MAX_TMPDIR_BYTES = 107 - len("/tmp01234567")
+
+
+def set_rank_defaults(environment: MutableMapping[str, str]) -> None:
+    """What a rank of the trainer is better off with on a GPU, before it imports torch; what the user has set stays.
+
+    One connection to the device: kernels start in the order in which they were asked for, so that Megatron's
+    collectives begin before the products that are to hide them. Expandable segments: micro-batches differ in length,
+    and an allocator of fixed blocks keeps some of every size.
+    """
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not any(name in environment for name in _ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:
@@ -28,12 +43,17 @@ def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:
     of a user without a home, a scratch folder with a long name. Raises UserError where there is no other place."""
     made = {}
     temporary = tempfile.gettempdir()
-    if len(os.fsencode(temporary)) > _MAX_TMPDIR_BYTES:
+    if not has_room_for_sockets(temporary):
         made["TMPDIR"] = "/tmp"
     if not _can_make(Path(os.path.expanduser("~/.cache/sglang"))):
         caches = cache_folder({"TMPDIR": temporary})
         made |= {name: str(caches / name.lower()) for name in _CACHES if name not in environment}
     return made
+
+
+def has_room_for_sockets(folder: str | Path) -> bool:
+    """Whether the path of a socket in this folder is short enough."""
+    return len(os.fsencode(folder)) <= _MAX_TMPDIR_BYTES
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

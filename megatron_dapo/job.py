@@ -1,9 +1,11 @@
 """This rank's parts of a run, and what the loop in trainer.py asks of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms import KL_CONTROLLERS
@@ -15,6 +17,9 @@ from megatron_dapo.config import (
     Config,
     ModelFolder,
     RunFolder,
+    UserError,
+    given_server_key,
+    needs_old_log_probs,
     needs_reference,
     to_yaml,
     uses_critic,
@@ -22,19 +27,34 @@ from megatron_dapo.config import (
 )
 from megatron_dapo.config.model_folder import CRITIC, MEGATRON
 from megatron_dapo.data import Group
+from megatron_dapo.errors import RunStopped, SharedUserError
 from megatron_dapo.models import export_hf
-from megatron_dapo.platform import JobError, ParallelLayout, Watchdog, device, tell, watchdog
+from megatron_dapo.platform import (
+    JobError,
+    ParallelLayout,
+    Watchdog,
+    device,
+    is_gpu,
+    peak_memory,
+    require_usable_gpus,
+    tell,
+    watchdog,
+)
 from megatron_dapo.rollout import (
+    ForeignSamples,
+    Interrupted,
     NeedsSync,
     Replay,
     RolloutError,
     RolloutHandle,
     ServerList,
     SGLangClient,
+    report_unresponsive,
     start_rollout,
 )
-from megatron_dapo.telemetry import NullTelemetry, Telemetry
-from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages
+from megatron_dapo.standard_streams import say
+from megatron_dapo.telemetry import NullTelemetry, Telemetry, performance
+from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages, in_use
 from megatron_dapo.weight_sync import SyncReport, WeightSync
 
 Answer = TypeVar("Answer")
@@ -46,6 +66,7 @@ _HANG_MARGIN_S = 60.0
 _COMPUTING = ("distribute", "ref_log_probs", "old_log_probs", "values", "advantages", "update_critic", "update")
 # for one question to the rollout: servers may be lost and come back often, but not for ever
 _MAX_SYNCS = 50
+_SHOWN_SERVERS = 8
 
 
 class Job:
@@ -68,6 +89,8 @@ class Job:
         self.weights = None if config.trainer.replay else self._weight_sync()
         self._num_rejoins = 0
         self._num_optimizer_steps = 0  # of the last step
+        self._max_mismatch = config.algorithm.rollout_correction.max_mismatch
+        self._servers_of: list[tuple[str, ...]] = []  # of each of the step's samples, by sample_id; on rank 0
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
         critic = _trained(CRITIC, self.critic) if self.critic is not None else None
@@ -78,11 +101,12 @@ class Job:
         return WeightSync(
             self.policy.weight_source(),
             ServerList.of(self.config.actor_rollout_ref.rollout).now,
-            SGLangClient,
+            partial(SGLangClient, api_key=given_server_key(self.config)),
             self.layout,
             self.config.weight_sync,
             device(),
             num_kv_heads=self.policy.model.spec.num_kv_heads,
+            report_unresponsive=partial(report_unresponsive, self.run),
         )
 
     def wait_for_rollout(self) -> None:
@@ -94,21 +118,25 @@ class Job:
         """The step's groups and the rollout's metrics, on rank 0."""
         watchdog.begin_step(step)
         with self._saved_if_lost(step - 1), self.telemetry.phase("rollout"):
-            batch = self._ask_rollout(step - 1, lambda rollout: rollout.next_batch(step, weight_version=step - 1))
+            is_to_stop = self.checkpoints.is_asked_to_stop
+            batch = self._ask_rollout(step - 1, lambda rollout: rollout.next_batch(step, step - 1, is_to_stop))
         return (list(batch.groups), batch.metrics) if batch else (None, {})
 
     def distribute(self, step: int, groups: list[Group] | None) -> StepShard:
         self._carry_on_saving()
+        self._servers_of = [sample.servers for group in groups or () for sample in group.samples]
         with self.telemetry.phase("distribute"):
             return self.distributor(step, groups)
 
-    def score(self, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
+    def score(self, step: int, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
         """The shard with the log-probs and advantages that its loss needs, and metrics of them."""
         if self.reference is not None:  # first: the policy may have to compare itself with its hidden states
             with self.telemetry.phase("ref_log_probs"):
                 shard = shard.with_mini_batches(self.reference.score(shard.mini_batches))
         with self.telemetry.phase("old_log_probs"):
             shard = shard.with_mini_batches(self.policy.score(shard.mini_batches))
+            if self._max_mismatch is not None and needs_old_log_probs(self.config):
+                self._refuse_foreign(step, shard, self.policy.mean_mismatch(shard.mini_batches, step - 1))
         if self.critic is not None:
             with self.telemetry.phase("values"):
                 shard = self.critic.score(shard)
@@ -127,9 +155,28 @@ class Job:
         if step <= self.config.trainer.critic_warmup:
             return {}
         with self.telemetry.phase("update"):
-            metrics = self.policy.update(shard.mini_batches, weight_version=step - 1)
+            is_checked = self._max_mismatch is None or needs_old_log_probs(self.config)  # in the latter case by `score`
+            check = None if is_checked else partial(self._refuse_foreign, step, shard)
+            metrics = self.policy.update(shard.mini_batches, weight_version=step - 1, check=check)
         self._num_optimizer_steps = _optimizer_steps(metrics)
         return metrics
+
+    def _refuse_foreign(self, step: int, shard: StepShard, mean: float) -> None:
+        """Raises ForeignSamples on all ranks where the step's servers and the trainer differ by more than is allowed;
+        the step before is saved then, with the rollout as it was before this one. mean: the same on all ranks."""
+        if mean <= self._max_mismatch:  # not so where it is no number
+            return
+        if self.rollout is not None:
+            self.rollout.refuse_batch()
+        with self._saved_if_lost(step - 1):
+            shares = self.policy.mismatch_by_sample(shard.mini_batches, weight_version=step - 1)
+            box = [
+                foreign_samples(step, mean, self._max_mismatch, shares, self._servers_of)
+                if self.layout.rank == 0
+                else None
+            ]
+            dist.broadcast_object_list(box, src=0, group=self.layout.cpu_group)
+            raise ForeignSamples(box[0])
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Sends the current weights to the servers that are there: seconds per phase of it, how many have them, and how
@@ -142,6 +189,24 @@ class Job:
         seconds = {f"weight_sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
         return seconds | {name: float(value) for name, value in servers.items()}
 
+    def performance(self, groups: list[Group] | None, metrics: dict[str, float]) -> dict[str, float]:
+        """Of the step so far: GPU memory of the fullest rank, and on rank 0 how well trainer and servers used their
+        GPUs. groups, metrics: the rollout's and the update's. Collective over all ranks; nothing on a CPU."""
+        if not is_gpu():
+            return {}
+        peaks = self.layout.gather(peak_memory())
+        if groups is None:
+            return {}
+        dtype = self.policy.model.config.params_dtype
+        peak = performance.peak_flops(torch.cuda.get_device_name()) if dtype == torch.bfloat16 else None
+        num_passes = self.config.actor_rollout_ref.actor.ppo_epochs if _optimizer_steps(metrics) else 0
+        seconds, spec = self.telemetry.seconds("update"), self.policy.model.spec
+        return {
+            **performance.memory_metrics(peaks),
+            **performance.trainer_metrics(spec, groups, num_passes, seconds, self.layout.world_size, peak),
+            **performance.server_metrics(self.config, metrics),
+        }
+
     def validate(self, step: int) -> None:
         """Answers the held-out prompts with the current weights, where there are any and servers to ask."""
         if self.config.trainer.replay or not self.config.data.val_files:
@@ -150,10 +215,12 @@ class Job:
             metrics = self._ask_rollout(step, lambda rollout: rollout.evaluate(step, weight_version=step))
         self.telemetry.log_validation(step, metrics or {})
 
-    def save(self, step: int, metrics: dict[str, float]) -> bool:
-        """Whether the run was asked to stop, and is saved."""
+    def save(self, step: int, metrics: dict[str, float]) -> None:
+        """Where it is due. Raises RunStopped where the run was asked to stop."""
         with self.telemetry.phase("checkpoint"):
-            return self.checkpoints.after_step(step, _optimizer_steps(metrics))
+            is_stopped = self.checkpoints.after_step(step, _optimizer_steps(metrics))
+        if is_stopped:
+            raise RunStopped
 
     def _carry_on_saving(self) -> None:
         """Between the parts of a step, so that a checkpoint has its name before the next step ends: it takes two looks,
@@ -186,7 +253,7 @@ class Job:
 
     def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | Replay], Answer]) -> Answer | None:
         """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
-        same question again, which loses nothing. Raises RolloutError on all ranks."""
+        same question again, which loses nothing. Raises RolloutError or UserError on all ranks."""
         for _ in range(_MAX_SYNCS):
             answer, needs_sync, error = None, False, None
             if self.rollout is not None:
@@ -195,13 +262,17 @@ class Job:
                     needs_sync = getattr(answer, "needs_sync", False)
                 except NeedsSync:
                     needs_sync = True
+                except UserError as mistake:
+                    error = SharedUserError(mistake.sentences, mistake.details)
+                except Interrupted as interruption:
+                    error = interruption
                 except RolloutError as failure:
-                    error = str(failure)
+                    error = RolloutError(str(failure))
             box = [needs_sync, error]
             dist.broadcast_object_list(box, src=0, group=self.layout.cpu_group)
             needs_sync, error = box
-            if error:
-                raise RolloutError(error)
+            if error is not None:
+                raise error
             if not needs_sync:
                 return answer
             self._push(version)
@@ -209,16 +280,42 @@ class Job:
 
     @contextmanager
     def _saved_if_lost(self, step: int, num_steps: int = 0) -> Iterator[None]:
-        """Where the rollout fails for good, the step that is done is saved before the error ends the run."""
+        """Where the rollout ends in the middle of a step, for good or since it was asked to, the step that is done is
+        saved, and what was sampled since. Then the error ends the run, or RunStopped."""
         try:
             yield
-        except RolloutError as error:
+        except (RolloutError, UserError) as error:
             try:
                 with self.telemetry.phase("checkpoint"):
-                    self.checkpoints.rescue(step, num_steps)
+                    was_handed = isinstance(error, ForeignSamples)
+                    is_stopped = self.checkpoints.rescue(step, num_steps, was_handed)
             except JobError as failure:
                 raise RolloutError(f"{error} Step {step} could not be saved: {failure}.") from failure
-            raise
+            if not is_stopped:
+                raise
+            if not isinstance(error, Interrupted) and self.layout.rank == 0:
+                say(f"When it was stopped, the rollout had failed: {error}")
+            raise RunStopped from error
+
+
+def foreign_samples(
+    step: int, mean: float, limit: float, shares: Mapping[int, tuple[float, int]], servers_of: Sequence[tuple[str, ...]]
+) -> str:
+    """What the user is told, the worst server first. shares: sample_id -> sum of differences, number of tokens."""
+    sums: dict[str, list[float]] = {}
+    for sample_id, (total, number) in shares.items():
+        for server in servers_of[sample_id] or ("a server that the batch does not name",):
+            one = sums.setdefault(server, [0.0, 0])
+            one[0] += total
+            one[1] += number
+    means = sorted(((total / number, server) for server, (total, number) in sums.items()), reverse=True)
+    told = [f"{server} by {by:.3g}" for by, server in means[:_SHOWN_SERVERS]]
+    told += [f"and {len(means) - _SHOWN_SERVERS} more"] if len(means) > _SHOWN_SERVERS else []
+    return (
+        f"the batch of step {step} is not trained on: the servers' log-probs differ from the trainer's by {mean:.3g} "
+        f"in the mean, more than algorithm.rollout_correction.max_mismatch {limit:g} ({'; '.join(told)}); see to it "
+        f"that these servers run the trainer's model, and that nobody else steers them, or raise the key."
+    )
 
 
 def _optimizer_steps(metrics: dict[str, float]) -> int:
@@ -232,7 +329,9 @@ def _trained(folder: str, part: Policy | Critic) -> TrainedModel:
 
 @contextmanager
 def running_job(config: Config) -> Iterator[Job]:
-    """Joins the process groups, starts the controller, builds the models; takes it all down again, whatever happens."""
+    """Joins the process groups, starts the controller, builds the models; takes it all down again, whatever happens.
+    RunStopped ends here."""
+    require_usable_gpus()
     megatron = config.actor_rollout_ref.actor.megatron
     layout = ParallelLayout.initialize(
         tp=megatron.tensor_model_parallel_size,
@@ -246,7 +345,7 @@ def running_job(config: Config) -> Iterator[Job]:
     )
     run = RunFolder.of(config.trainer)
     with _watchdog(config, layout, run) as dog:
-        with _running_job(config, layout, run, dog) as job:
+        with suppress(RunStopped), _running_job(config, layout, run, dog) as job:
             yield job
         layout.shutdown()
 
@@ -280,6 +379,8 @@ def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, dog: Wa
     job = None
     try:
         job = Job(config, layout, telemetry, rollout, run, start)
+        if is_main:
+            say(in_use(job.policy.model, job.policy.state))
         yield job
     finally:
         telemetry.close()

@@ -4,14 +4,29 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # not loaded after a fork, where another thread may have held the loader's lock
 
 
 def end_with_parent(parent: int) -> None:
     """Called by a child: the kernel kills it when the thread that started it ends, however that ends (Linux). parent:
     the starter's pid; where that is gone already the child ends at once."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def watch_parent(interval_s: float = 1.0) -> None:
+    """As `end_with_parent`, a second later, for a parent that may have started us in a thread which it ends before: an
+    MPI launcher."""
+    threading.Thread(target=_end_after, args=(os.getppid(), interval_s), name="parent-watch", daemon=True).start()
+
+
+def _end_after(parent: int, interval_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(interval_s)
+    os.kill(os.getpid(), signal.SIGKILL)

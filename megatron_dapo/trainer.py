@@ -17,17 +17,19 @@ def train(config: Config) -> bool:
             for step in range(start + 1, config.trainer.total_training_steps + 1):
                 groups, metrics = job.next_batch(step)  # dynamic sampling: every group carries signal
                 shard = job.distribute(step, groups)  # mini-batches are fixed, then this rank gets its part of each
-                shard, score_metrics = job.score(shard)  # log-probs and values, only where needed; advantages
+                shard, score_metrics = job.score(step, shard)  # log-probs and values, only where needed; advantages
                 critic_metrics = job.update_critic(shard)  # where there is one
                 actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
                 sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
-                job.telemetry.log(step, metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics)
+                perf_metrics = job.performance(groups, metrics | actor_metrics)  # of the GPUs, where there are some
+                metrics = metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics
+                job.telemetry.log(step, metrics | perf_metrics)
                 if _is_validation_step(config, step):
                     job.validate(step)
-                if job.save(step, actor_metrics):  # where due; was it asked to stop?
-                    return False
+                job.save(step, actor_metrics)  # where due
             job.finish()  # a signal that comes now does not end it
-    return True
+            return True
+    return False  # asked to stop, in the middle of a step or after one
 
 
 def _is_validation_step(config: Config, step: int) -> bool:

@@ -26,7 +26,7 @@ from megatron_dapo.algorithms.metrics import (
     unstack_maxima,
     unstack_sums,
 )
-from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
+from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH, mismatch_sums, truncated_importance
 from megatron_dapo.algorithms.policy_loss import (
     OFF_POLICY_LOSSES,
     OFF_POLICY_SUMS,
@@ -45,6 +45,7 @@ from megatron_dapo.algorithms.value_loss import (
 from megatron_dapo.algorithms.whitening import mean_and_variance, moments, whiten
 
 __all__ = [
+    "MEAN_MISMATCH",
     "AGGREGATIONS",
     "EXPLAINED_VARIANCE_SUMS",
     "FULL_KL",

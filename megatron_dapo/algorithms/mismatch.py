@@ -5,10 +5,11 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.metrics import Maxima, Sums, masked_max, masked_sum
 
+MEAN_MISMATCH = "actor/rollout_abs_diff"
 MISMATCH_SUMS = (
     "actor/rollout_kl",
     "actor/rollout_k3",
-    "actor/rollout_abs_diff",
+    MEAN_MISMATCH,
     "_rollout_weight",
     "_rollout_weight_squared",
 )

@@ -16,6 +16,7 @@ from megatron_dapo.checkpointing.folders import (
     step_of,
 )
 from megatron_dapo.checkpointing.manifest import MANIFEST, Manifest, Verdict, read_manifest, verify, write_manifest
+from megatron_dapo.checkpointing.rollout_state import num_groups_under_way
 from megatron_dapo.checkpointing.stop_signals import StopSignals
 from megatron_dapo.config.model_folder import HF, MEGATRON
 
@@ -30,6 +31,7 @@ __all__ = [
     "Verdict",
     "discard",
     "newest_first",
+    "num_groups_under_way",
     "publish",
     "read_controller_state",
     "read_manifest",

@@ -5,7 +5,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_dapo.config import Config, UserError, uses_critic
+from megatron_dapo.config import Config, UserError, uses_critic, uses_kl_in_reward
 
 # Keys, and sections of them, that change where and how fast the run computes, what it writes and when it stops, but not
 # what is learned: layout and memory (results do not depend on how a batch is cut), servers, time-outs, evaluation.
@@ -31,6 +31,7 @@ _FREE = (
     "actor_rollout_ref.actor.megatron.timeout_s",
     "actor_rollout_ref.rollout.server_urls",
     "actor_rollout_ref.rollout.server_urls_file",
+    "actor_rollout_ref.rollout.server_api_key_file",
     "actor_rollout_ref.rollout.server",
     "actor_rollout_ref.rollout.max_concurrency",
     "actor_rollout_ref.rollout.request_timeout_s",
@@ -39,13 +40,17 @@ _FREE = (
     "actor_rollout_ref.rollout.multi_turn.num_workers",
     "actor_rollout_ref.rollout.multi_turn.step_timeout_s",
     "actor_rollout_ref.rollout.multi_turn.memory_limit_mb",
+    "actor_rollout_ref.rollout.multi_turn.pass_env",
     "actor_rollout_ref.rollout.val_temperature",
     "actor_rollout_ref.rollout.val_top_p",
     "actor_rollout_ref.rollout.val_n",
     "actor_rollout_ref.rollout.dump_samples",
+    "algorithm.rollout_correction.max_mismatch",
     "reward.num_workers",
     "reward.timeout_s",
     "reward.memory_limit_mb",
+    "reward.pass_env",
+    "reward.max_error_share",
     "weight_sync",
     "trainer.experiment_name",
     "trainer.run_dir",
@@ -84,7 +89,10 @@ class ConfigChange:
 
 
 def config_to_plain(config: Config) -> dict:
-    return config.model_dump(mode="json")
+    """The tree as a checkpoint holds it, with what a null that another key decides stands for."""
+    plain = config.model_dump(mode="json")
+    plain["algorithm"]["use_kl_in_reward"] = uses_kl_in_reward(config)
+    return plain
 
 
 def config_hash(config: Config) -> str:

@@ -13,13 +13,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.checkpointing.manifest import MANIFEST, sync_folder
+from megatron_dapo.checkpointing.manifest import MANIFEST, file_names, read_manifest, seal, sync_folder, write_manifest
 from megatron_dapo.config import UserError, write_whole
 
 log = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer.json"
 CONTROLLER_STATE = "controller.json.gz"
+_LATER_STATE = re.compile(r"controller\.(\d+)\.json\.gz")
 
 _STEP = re.compile(r"step_(\d{6,})")
 _STAGING, _RETIRED = ".staging_", ".retired_"
@@ -89,7 +90,7 @@ def retire(newest: Path, keep_last: int | None, keep_every: int | None) -> list[
         return []
     assert keep_last > 0, keep_last
     up_to = [path for path in newest_first(newest.parent) if step_of(path) <= step_of(newest)]
-    old = [path for path in up_to[keep_last:] if not (keep_every and step_of(path) % keep_every == 0)]
+    old = [path for path in up_to[keep_last:] if not (keep_every and step_of(path) and step_of(path) % keep_every == 0)]
     return [path for path in old if _could(discard, path)]
 
 
@@ -107,15 +108,37 @@ def read_trainer_state(folder: Path) -> dict:
         ) from None
 
 
-def write_controller_state(folder: Path, state: dict) -> None:
+def write_controller_state(folder: Path, state: dict, name: str = CONTROLLER_STATE) -> None:
     """state: plain data. What JSON cannot hold, such as bytes in a prompt's extra_info, is an error and not changed."""
     content = json.dumps(state, separators=(",", ":")).encode()
-    write_whole(folder / CONTROLLER_STATE, gzip.compress(content, _GZIP_LEVEL, mtime=0))
+    write_whole(folder / name, gzip.compress(content, _GZIP_LEVEL, mtime=0))
+
+
+def add_controller_state(folder: Path, state: dict) -> None:
+    """Give a checkpoint a later state of the rollout: what was sampled since. A kill at any moment leaves a whole
+    checkpoint: the state has a file of its own, which counts from the moment that the manifest names it."""
+    manifest, there = read_manifest(folder), file_names(folder)
+    name = f"controller.{max(map(_number_of, there), default=0) + 1}.json.gz"
+    write_controller_state(folder, state, name)
+    before = [each for each in there if _number_of(each)]
+    files = {each: record for each, record in manifest.files.items() if each not in before}
+    write_manifest(folder, manifest.contents, files | seal(folder, [name]))
+    for each in before:
+        (folder / each).unlink()
 
 
 def read_controller_state(folder: Path) -> dict:
-    """Tuples come back as lists. Raises FileNotFoundError."""
-    return json.loads(gzip.decompress((folder / CONTROLLER_STATE).read_bytes()))
+    """The latest. Tuples come back as lists. Raises FileNotFoundError."""
+    names = read_manifest(folder).files if (folder / MANIFEST).exists() else ()
+    later = max(names, key=_number_of, default="")
+    name = later if _number_of(later) else CONTROLLER_STATE
+    return json.loads(gzip.decompress((folder / name).read_bytes()))
+
+
+def _number_of(name: str) -> int:
+    """Of a file with a later state of the rollout; 0 for other files."""
+    match = _LATER_STATE.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def _could(delete: Callable[[Path], None], folder: Path) -> bool:

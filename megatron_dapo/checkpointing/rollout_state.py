@@ -29,6 +29,13 @@ def restore_rollout(rollout: Rollout, state: dict, may_begin_anew: bool) -> tupl
     return _describe(now), lost + (new if "queue" in state else [])
 
 
+def num_groups_under_way(state: dict[str, Any]) -> int:
+    """Finished groups of the step that was open when the state was taken; 0 between two steps, and in a replay."""
+    queue = state.get("queue") or {}
+    step = queue.get("step")
+    return step["generated"]["num_groups"] + len(queue["finished"]) if step else 0
+
+
 _WORDS = {"queue": "prompt cursor and groups that waited", "experiences": "experiences to replay"}
 
 

@@ -1,18 +1,20 @@
 """The checkpoints of a training run, as the loop sees them: where to start, save when it is due or asked for, stop."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
-from megatron_dapo.checkpointing.folders import read_controller_state, remove_leftovers
+from megatron_dapo.checkpointing.earlier_run import remove_later_dumps, set_aside
+from megatron_dapo.checkpointing.folders import add_controller_state, read_controller_state, remove_leftovers
 from megatron_dapo.checkpointing.resume import Start, contents_of, find_start, not_kept, report_lines
 from megatron_dapo.checkpointing.rollout_state import Rollout, restore_rollout
 from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist import load, save
-from megatron_dapo.config import Config, ModelFolder, RunFolder
+from megatron_dapo.config import Config, ModelFolder, RunFolder, UserError
 from megatron_dapo.config.model_folder import HF
 from megatron_dapo.models import ModelParts, copy_companions, export_hf
 from megatron_dapo.platform import ParallelLayout, tell
@@ -59,10 +61,29 @@ class _AllPending:
 
 def choose_start(config: Config, run: RunFolder, layout: ParallelLayout) -> Start:
     """Where the run starts, the same on all ranks, before anything is built; see `resume.find_start`. Removes what a
-    killed run left half written. Collective over all ranks. Raises UserError on all."""
+    killed run left half written, and sets aside what would mix with this run. Collective over all ranks. Raises
+    UserError on all."""
     start = find_start(run.checkpoints, config, layout)
     tell(layout, f"tidying {run.checkpoints}", lambda: remove_leftovers(run.checkpoints))
+    words = tell(layout, f"tidying {run.path}", lambda: _without_earlier_run(config, run, start))
+    if words and layout.rank == 0:
+        say(words)
     return start
+
+
+def _without_earlier_run(config: Config, run: RunFolder, start: Start) -> str:
+    """What was done, for the user. Raises UserError where the run would begin from the model that it writes."""
+    if start.folder is None:
+        given = Path(config.actor_rollout_ref.model.path).resolve()
+        if run.model.exists() and given.is_relative_to(run.model.resolve()):
+            raise UserError(
+                f"actor_rollout_ref.model.path is {given}, where this run writes its own model; choose another "
+                f"trainer.run_dir."
+            )
+        earlier = set_aside(run)
+        return f"{run.path} held an earlier run without a checkpoint; it is now in {earlier}" if earlier else ""
+    steps = remove_later_dumps(run, start.step)
+    return f"Removed the samples and batches of steps {steps[0]} to {steps[-1]}, after the checkpoint" if steps else ""
 
 
 class RunCheckpoints:
@@ -111,27 +132,39 @@ class RunCheckpoints:
             self._save(step)
         if is_last:
             self._stop.obeyed()  # it stops by itself
-        if not asked_by:
-            return False
-        self._saver.finish()
-        self._stop.obeyed()
-        if self._layout.rank == 0:
-            self._report([f"Stopped after step {step} by {asked_by}; saved in {self._run.checkpoint(step)}"])
-        return True
+        if asked_by:
+            self._saver.finish()
+            self._obey(step, asked_by)
+        return bool(asked_by)
 
     def poll(self) -> None:
         """Carries on what is ready of the checkpoint that is being written. Raises JobError as `after_step` does."""
         self._saver.poll()
 
-    def rescue(self, step: int, num_optimizer_steps: int = 0) -> None:
-        """Before a run ends in failure: saves its last finished step, where that is not done or under way, and finishes
-        it. num_optimizer_steps: those of the step, where `after_step` was not told. Raises JobError on all ranks."""
-        if step not in (self._saved, self._start.step):
+    def is_asked_to_stop(self) -> bool:
+        """Whether this rank was. Not collective."""
+        return self._stop.asked() is not None
+
+    def rescue(self, step: int, num_optimizer_steps: int = 0, was_handed: bool = False) -> bool:
+        """Before a run ends in the middle of a step: saves the one before, its last finished step, or, where that is
+        saved or under way, what was sampled since. num_optimizer_steps: those of the step, where `after_step` was not
+        told. True where the run was asked to stop, so that it ends as asked. was_handed: the next step's groups have
+        left the rollout and are not trained on, which is no end that may be asked for. Raises JobError on all ranks."""
+        asked_by = None if was_handed else self._stop.agreed()
+        is_saved = step == self._saved or (self._start.folder is not None and step == self._start.step)
+        if is_saved:
+            self._saver.finish()
+            if not was_handed:
+                tell(self._layout, f"adding to {self._run.checkpoint(step)}", lambda: self._add_rollout(step))
+        elif step > 0 or asked_by:  # else there is nothing but the model's own weights
             self._num_optimizer_steps += num_optimizer_steps
             self._save(step)
-            if self._layout.rank == 0:
+            if self._layout.rank == 0 and not asked_by:
                 self._report([f"Step {step} is saved in {self._run.checkpoint(step)}: the run fails"])
-        self._saver.finish()
+            self._saver.finish()
+        if asked_by:
+            self._obey(step, asked_by)
+        return asked_by is not None
 
     def finish(self) -> None:
         """Waits until the checkpoint that is being written is in its place. Raises JobError on all ranks."""
@@ -143,6 +176,14 @@ class RunCheckpoints:
 
     def __exit__(self, *_: object) -> None:
         self._stop.__exit__()
+
+    def _add_rollout(self, step: int) -> None:
+        add_controller_state(self._run.checkpoint(step), self._trained.rollout.state_dict())
+
+    def _obey(self, step: int, asked_by: str) -> None:
+        self._stop.obeyed()
+        if self._layout.rank == 0:
+            self._report([f"Stopped after step {step} by {asked_by}; saved in {self._run.checkpoint(step)}"])
 
     def _save(self, step: int) -> None:
         trained, rollout = self._trained, self._trained.rollout
@@ -211,7 +252,7 @@ class RunCheckpoints:
 
     def _report(self, lines: list[str]) -> None:
         say("\n".join(lines))
-        with self._run.log("checkpoints").open("a", encoding="utf-8") as log:
+        with suppress(OSError), self._run.log("checkpoints").open("a", encoding="utf-8") as log:  # said already
             log.write("\n".join(lines) + "\n")
 
 

@@ -8,6 +8,8 @@ from megatron_dapo.config.file_lock import FileLock
 
 # a file server may take this long to find that a node which held the lock is lost (NFS: a lease of 90 s)
 PATIENCE_S = 150.0
+# a process of this machine that was just killed may take this long to give its memory back
+PATIENCE_HERE_S = 15.0
 _POLL_S = 0.5
 
 
@@ -18,16 +20,21 @@ class RunLock:
         self._path, self._lock = path, FileLock(path)
 
     def acquire(self, patience_s: float = PATIENCE_S) -> None:
-        """Waits for a run that is about to end. Raises UserError where it does not, or the folder cannot be written."""
-        deadline, told = time.monotonic() + patience_s, False
+        """Waits for a run that is about to end; less long where its process is one of this machine, and runs. Raises
+        UserError where it does not end, or the folder cannot be written."""
+        start, told = time.monotonic(), False
         while not self._try_acquire():
-            if time.monotonic() > deadline:
+            pid = self._lock.holder_here()
+            limit_s = patience_s if pid is None else min(patience_s, PATIENCE_HERE_S)
+            cure = f"remove {self._path} if it is lost with its node" if pid is None else ended_by(pid)
+            if time.monotonic() - start >= limit_s:
                 raise UserError(
-                    f"{self._path.parent} is the folder of a run that is going on ({self._lock.holder()}); stop that "
-                    f"one, choose another trainer.run_dir, or, where it is lost with its node, remove {self._path}."
+                    f"{self._path.parent} is the folder of a run that is going on ({self._lock.holder()}): {cure}, or "
+                    "choose another trainer.run_dir."
                 )
             if not told:
-                print(f"Waiting for {self._lock.holder()}, which holds {self._path.parent}", flush=True)
+                holder = f"{self._lock.holder()}, which holds {self._path.parent}"
+                print(f"Waiting {limit_s:g} s at most for {holder}: {cure}", flush=True)
                 told = True
             time.sleep(_POLL_S)
 
@@ -42,3 +49,8 @@ class RunLock:
 
     def release(self) -> None:
         self._lock.release()
+
+
+def ended_by(pid: int) -> str:
+    """How a trainer's rank is ended."""
+    return f"`kill {pid}` has it save and stop, at the latest when its step ends, `kill -9 {pid}` ends it at once"

@@ -1,4 +1,4 @@
-"""A request to stop: SIGTERM or SIGUSR1 to a rank, or a file in the run folder. All ranks obey at one step's end."""
+"""A request to stop: SIGTERM or SIGUSR1 to a rank, or a file in the run folder. All ranks obey together."""
 
 import signal
 from pathlib import Path
@@ -31,10 +31,13 @@ class StopRequest:
 
     def agreed(self) -> str | None:
         """What the first rank that was asked to stop was asked by, the same on all ranks; None = go on. Collective."""
-        mine = self._signals.received.name if self._signals.received else None
-        if mine is None and self._ranks.rank == 0 and self._file.exists():
-            mine = f"the file {self._file}"
-        return next(filter(None, self._ranks.gather(mine)), None)
+        return next(filter(None, self._ranks.gather(self.asked())), None)
+
+    def asked(self) -> str | None:
+        """What this rank was asked to stop by. Not collective."""
+        if self._signals.received:
+            return self._signals.received.name
+        return f"the file {self._file}" if self._ranks.rank == 0 and self._file.exists() else None
 
     def obeyed(self) -> None:
         """Remove the file, so that the run can be started again."""

@@ -1,15 +1,18 @@
 """The environment pool: worker processes with hard limits. A stuck environment costs one trajectory, never the run."""
 
 import logging
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from megatron_dapo.envs.registry import check_environment
 from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.rewards.worker_environment import worker_environment
 from megatron_dapo.rewards.worker_pool import Worker, WorkerLost, WorkerPool
 
 _MAX_LOGGED_FAILURES = 20
+_NO_OBSERVATION = "crash: the worker's answer is no observation; the class may have replaced parts of its modules"
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +29,29 @@ class EnvironmentPool:
     """`num_workers` processes, each of which hosts the environment of one trajectory at a time.
 
     environment: a name of the table or package.module:Class; kwargs: its keyword arguments. step_timeout_s: hard limit
-    of one reset, step or close. memory_limit_mb: address space of a worker.
+    of one reset, step or close. memory_limit_mb: address space of a worker. pass_env: names of environment variables
+    that workers get though they look like secrets.
     """
 
     def __init__(
-        self, environment: str, kwargs: dict[str, Any], num_workers: int, step_timeout_s: float, memory_limit_mb: int
+        self,
+        environment: str,
+        kwargs: dict[str, Any],
+        num_workers: int,
+        step_timeout_s: float,
+        memory_limit_mb: int,
+        pass_env: Sequence[str] = (),
     ) -> None:
         self._environment, self._step_timeout_s = environment, step_timeout_s
         settings = {
             "environment": environment,
             "kwargs": kwargs,
-            "timeout_s": step_timeout_s,
             "memory_limit_mb": memory_limit_mb,
         }
         self._pool = WorkerPool(
             "megatron_dapo.envs.worker",
             settings,
+            worker_environment(os.environ, pass_env, "actor_rollout_ref.rollout.multi_turn.pass_env"),
             num_workers,
             farewell={"close": True},
             farewell_timeout_s=step_timeout_s,
@@ -99,4 +109,8 @@ class EnvironmentSession:
             raise EnvironmentFailure("timeout") from None
         if "error" in reply:
             raise EnvironmentFailure(reply["error"])
-        return Observation(**{**reply, "messages": tuple(reply["messages"])})
+        try:
+            return Observation(**{**reply, "messages": tuple(reply["messages"])})
+        except (KeyError, TypeError, ValueError):
+            self._worker.distrust()
+            raise EnvironmentFailure(_NO_OBSERVATION) from None

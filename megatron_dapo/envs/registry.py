@@ -33,6 +33,11 @@ def make(name: str, kwargs: dict[str, Any]) -> Environment:
     module_name, _, attribute = ENVIRONMENTS.get(name, name).partition(":")
     try:
         factory: Callable[..., Environment] = getattr(importlib.import_module(module_name), attribute)
+    except SystemExit as error:
+        raise UserError(
+            f"{KEY}: {module_name} ends its process while it is imported, by sys.exit({error.code!r}); let it do that "
+            f"only where it is run as a program (if __name__ == '__main__')."
+        ) from error
     except Exception as error:
         raise UserError(
             f"{KEY}: cannot import {name!r} ({type(error).__name__}: {error}); it must be package.module:Class, "
@@ -42,7 +47,7 @@ def make(name: str, kwargs: dict[str, Any]) -> Environment:
         return factory(**kwargs)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{KEY}: {name} cannot be made with environment_kwargs {kwargs} ({type(error).__name__}: {error}); "
             f"correct them."

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dapo.envs.registry import make
+from megatron_dapo.envs.registry import ENVIRONMENTS, make
 from megatron_dapo.envs.types import Environment, Observation, Task
 from megatron_dapo.errors import UserError
+from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.worker_process import Message, serve
 
 
@@ -21,6 +22,7 @@ def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]
         host.check()
     except UserError as error:
         return {"user_error": error.sentences}, host.answer
+    import_ahead(ENVIRONMENTS.get(settings["environment"], settings["environment"]))
     return {}, host.answer
 
 

@@ -46,10 +46,11 @@ def build_model(
     """This rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a critic's
     spec: with a value head, which is 0.
 
+    fused_head: kernels that are compiled on the machine work here; on a GPU the activation is one of them then, too.
     for_training: false saves time and memory where there will be no gradients.
     """
     use_te = _use_transformer_engine(megatron)
-    config = _transformer_config(spec, layout, megatron, use_te, for_training)
+    config = _transformer_config(spec, layout, megatron, use_te, for_training, fused=fused_head and is_gpu())
     chunks = [
         _build_chunk(spec, layout, config, use_te, stage if layout.vpp else None)
         for stage in range(layout.num_model_chunks)
@@ -123,7 +124,7 @@ def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
 
 
 def _transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, megatron: MegatronConfig, use_te: bool, for_training: bool
+    spec: ModelSpec, layout: ParallelLayout, megatron: MegatronConfig, use_te: bool, for_training: bool, fused: bool
 ) -> TransformerConfig:
     dtype = model_dtype(megatron.dtype)
     return TransformerConfig(
@@ -158,10 +159,12 @@ def _transformer_config(
         moe_token_dispatcher_type="alltoall",  # for dense models too: the default one refuses the line above
         # the loss function returns (sum, count): Megatron divides the gradients by the global count, nothing else does
         calculate_per_token_loss=True,
-        # fused paths need CUDA extensions; Transformer Engine brings its own
-        bias_activation_fusion=False,
+        # SwiGLU as one kernel forward and one backward, which torch.compile makes: with Transformer Engine's layers too
+        bias_activation_fusion=fused,
+        # without biases and dropout there is nothing to fuse; attention is never Megatron's own, which masks a softmax
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        # asks for apex, for the output layer's sake, which is not used; training/optimizer.py turns it on
         gradient_accumulation_fusion=False,
         persist_layer_norm=use_te,
         apply_rope_fusion=use_te,

@@ -71,7 +71,7 @@ class LogProbHead(torch.nn.Module):
         self._linear = (output_layer,)  # in a tuple: not a submodule, its parameter has one name only
         self._vocab_size = vocab_size
         self._chunk_size = chunk_size
-        self._fused = fused
+        self.is_fused = fused
         self.task: HeadTask | None = None
         self.result: HeadLoss | None = None
         self.kept: Reference | None = None
@@ -97,7 +97,7 @@ class LogProbHead(torch.nn.Module):
         values = {field.name: getattr(task.tokens, field.name) for field in fields(task.tokens)}
         per_token = {k: _in_order(v) for k, v in values.items() if isinstance(v, Tensor) and v.dim()}
         tokens = replace(task.tokens, **per_token).select(rows)
-        if self._fused:
+        if self.is_fused:
             targets = _in_order(task.targets_BS)[rows]
             plan, head = self._plan(hidden, task), self._head(weight, task)
             given = hidden.flatten(0, 1), targets, plan, tokens, task.loss, head
@@ -112,7 +112,7 @@ class LogProbHead(torch.nn.Module):
 
     def _scores(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """(log-prob [N]; KL with a reference, else entropy if wanted) of the counted rows; no gradient if fused."""
-        if not self._fused:
+        if not self.is_fused:
             outputs = self._composed(hidden, weight, task, rows, task.want_entropy, task.reference is not None)
             return outputs.log_probs, outputs.entropy if task.reference is None else outputs.kl
         assert not torch.is_grad_enabled(), "the fused head gives log-probs without gradient only"

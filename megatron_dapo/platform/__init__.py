@@ -4,7 +4,14 @@ Import from here what __all__ lists, `watchdog` for `beat` and `phase`, and `ncc
 (`megatron_cpu`, `sglang_cpu`) are imported only where there is no GPU.
 """
 
-from megatron_dapo.platform.device import device, is_gpu, model_dtype, prepare_megatron
+from megatron_dapo.platform.device import (
+    device,
+    is_gpu,
+    model_dtype,
+    peak_memory,
+    prepare_megatron,
+    require_usable_gpus,
+)
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.ranks import JobError, Ranks, SingleRank, describe, tell, together
 from megatron_dapo.platform.watchdog import Watchdog
@@ -19,7 +26,9 @@ __all__ = [
     "device",
     "is_gpu",
     "model_dtype",
+    "peak_memory",
     "prepare_megatron",
+    "require_usable_gpus",
     "tell",
     "together",
 ]

@@ -6,6 +6,9 @@ import warnings
 
 import torch
 
+from megatron_dapo import nvidia_driver
+from megatron_dapo.errors import UserError
+
 
 def is_gpu() -> bool:
     return torch.cuda.is_available()
@@ -17,6 +20,31 @@ def device() -> torch.device:
         return torch.device("cpu")
     # a launcher that shows each process its own GPU alone (`srun --gpus-per-task=1`) leaves no other number than 0
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
+
+
+def require_usable_gpus() -> None:
+    """Where a run begins. Raises UserError on a machine with NVIDIA's driver whose GPUs torch, though built for them,
+    cannot use: it would go on with the CPU, thousands of times too slow."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user's own wish
+    if is_gpu() or torch.version.cuda is None or hidden or not nvidia_driver.is_loaded():
+        return
+    try:
+        torch.cuda.init()
+        why = "it finds none"
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+    raise UserError(
+        f"This machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU here ({why}); update the "
+        "driver to one for this CUDA, ask the scheduler for GPUs, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
+    )
+
+
+def peak_memory() -> tuple[int, int]:
+    """Bytes that this process's tensors took on its GPU, and that its allocator held for them, at most since the last
+    call."""
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
 
 
 def collective_backend() -> str:

@@ -134,6 +134,9 @@ def _import_megatron_without_compiling() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # SGLang's flash_mla is in the CUDA lock: without a driver's libcuda its import raises OSError, and
+            # megatron-core goes on without it on ImportError alone, which None here makes of it
+            sys.modules.setdefault("flash_mla", None)
             import megatron.core
             import megatron.core.jit
             import megatron.core.tensor_parallel.random  # the generators adapted below

@@ -1,6 +1,5 @@
 """This rank's place in the parallel layout, and the process groups that go with it."""
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.platform import nccl
+from megatron_dapo.platform import nccl, stores
 from megatron_dapo.platform.device import collective_backend, device, is_gpu, prepare_megatron
 
 
@@ -109,15 +108,10 @@ class ParallelLayout:
 
         timeout = timedelta(seconds=timeout_s)
         if not dist.is_initialized():
-            alone = "RANK" not in os.environ
             if is_gpu():
                 nccl.prepare()
                 torch.cuda.set_device(device())
-            dist.init_process_group(
-                collective_backend(),
-                timeout=timeout,
-                **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
-            )
+            dist.init_process_group(collective_backend(), timeout=timeout, **stores.rendezvous(timeout))
         cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=object_timeout_s or timeout_s))
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,

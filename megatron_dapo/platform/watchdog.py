@@ -11,6 +11,7 @@ import dis
 import faulthandler
 import json
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.config import HANG_EXIT_CODE, write_whole
+from megatron_dapo.platform import stores
 from megatron_dapo.platform.ranks import Ranks
 
 TELL_INTERVAL_S = 1.0
@@ -173,11 +175,12 @@ class Watchdog:
         self._alarm, self._num_exchanges, self._num_told = "", 0, 0
         # everybody waits for rank 0 and through its store; rank 0 looks after all
         self._watched = [rank for rank in (range(world_size) if self._rank == 0 else [0]) if rank != self._rank]
-        host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=_STORE_TIMEOUT_S)
-        store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False) if self._rank == 0 else None
-        port = ranks.gather(store.port if store else None)[0]
-        self._store = store or dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-        self._own_store = self._store.clone()  # a client answers one thread at a time
+        host, timeout = stores.meeting_address(), timedelta(seconds=_STORE_TIMEOUT_S)
+        mine = stores.host_store(host, 0, timeout) if self._rank == 0 else None
+        port, token = ranks.gather((mine.port, secrets.token_bytes(32)) if mine else None)[0]
+        store = mine or stores.join_store(host, port, timeout)
+        self._store = stores.SignedStore(store, token)
+        self._own_store = stores.SignedStore(store.clone(), token)  # a client answers one thread at a time
         if self._rank == 0:
             self._store.set("alarm", "")
         self._tell()
@@ -207,13 +210,14 @@ class Watchdog:
         while not self._closing.wait(TELL_INTERVAL_S):
             try:
                 self._tell()
-                alarm, *places = self._store.multi_get(keys)
+                alarm, *places = self._store.get(*keys)
             except dist.DistError:
                 continue  # the judge sees that nothing is heard
             for rank, text in zip(self._watched, places, strict=True):
-                number, fields = json.loads(text)
-                self._heard[rank] = number, Place(**fields)
-            self._alarm = alarm.decode()
+                if text is not None:
+                    number, fields = json.loads(text)
+                    self._heard[rank] = number, Place(**fields)
+            self._alarm = alarm or ""
             self._num_exchanges += 1
         try:
             self._tell(has_left=True)
@@ -280,21 +284,22 @@ class Watchdog:
 
     def _ask(self, why: str, mine: Place, places: dict[int, Place], last: dict[int, Place], silent: set[int]) -> None:
         """Tells the others, and fills in what they answer. Never returns where the store does not answer."""
-        store, others = self._own_store, set(range(self._world)) - {self._rank}
+        store, others = self._own_store, sorted(set(range(self._world)) - {self._rank})
         try:
-            store.compare_set("alarm", "", why)
+            store.set_first("alarm", why)
             silent.clear()
             silent.update(others)
             store.set(f"stopped/{self._rank}", json.dumps(asdict(mine)))
-            for rank, text in zip(
-                sorted(others), store.multi_get([f"place/{rank}" for rank in sorted(others)]), strict=True
-            ):
-                last[rank] = Place(**json.loads(text)[1])
+            for rank, text in zip(others, store.get(*(f"place/{rank}" for rank in others)), strict=True):
+                if text is not None:
+                    last[rank] = Place(**json.loads(text)[1])
             deadline = time.monotonic() + _ANSWERS_S
             while silent and time.monotonic() < deadline:
-                for rank in [rank for rank in silent if store.check([f"stopped/{rank}"])]:
-                    places[rank] = Place(**json.loads(store.get(f"stopped/{rank}")))
-                    silent.discard(rank)
+                for rank in [rank for rank in silent if store.store.check([f"stopped/{rank}"])]:
+                    [text] = store.get(f"stopped/{rank}")
+                    if text is not None:
+                        places[rank] = Place(**json.loads(text))
+                        silent.discard(rank)
                 time.sleep(_JUDGE_INTERVAL_S)
         except dist.DistError:  # rank 0 has ended meanwhile
             return
@@ -308,7 +313,7 @@ class Watchdog:
                 if word == "left" and self._rank != 0:
                     return
                 keys = [f"{word}/{rank}" for rank in others]
-                while time.monotonic() < until and not self._own_store.check(keys):
+                while time.monotonic() < until and not self._own_store.store.check(keys):
                     time.sleep(_JUDGE_INTERVAL_S)
         except dist.DistError:  # rank 0 has ended meanwhile
             return

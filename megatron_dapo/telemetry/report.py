@@ -1,11 +1,11 @@
 """What came of a run: reads metrics.jsonl and makes the closing table."""
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.telemetry.console import duration
+from megatron_dapo.telemetry.metrics_file import records_of
 
 PHASE_TITLES = {
     "start": "waiting for the servers",
@@ -36,13 +36,12 @@ def read_metrics(path: Path) -> list[dict]:
     """The records of metrics.jsonl, in order. Where a step comes again (a resumed or repeated run), the later one
     counts and what followed the earlier one does not.
 
-    Raises FileNotFoundError; a last line cut off by a crash is left out.
+    Raises FileNotFoundError; lines that are no records are left out.
     """
     records: list[dict] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for line in lines[:-1]:  # what follows the last newline is empty, or was not written to its end
-        record = json.loads(line)
-        records = [earlier for earlier in records if _place(earlier) < _place(record)]
+    for record in filter(None, (record for _, record in records_of(path))):
+        while records and _place(records[-1]) >= _place(record):
+            records.pop()
         records.append(record)
     return records
 

@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from megatron_dapo.config import Config, RunFolder, UserError, write_whole
 from megatron_dapo.standard_streams import fall_silent, say
 from megatron_dapo.telemetry.console import StepTable, progress, validation_line
+from megatron_dapo.telemetry.metrics_file import MetricsFile
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Record:
 
 
 class Sink(Protocol):
+    """Raises OSError where it cannot write now."""
+
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
@@ -68,35 +70,15 @@ class JsonLines:
     """metrics.jsonl: per line an object with step, time (seconds since 1970) and the metrics; NaN and inf are null."""
 
     def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
-        run_folder.path.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(run_folder.metrics)
-        if resumed_after is not None:
-            _drop_later_steps(run_folder.metrics, resumed_after)
-        self._file = run_folder.metrics.open("a", encoding="utf-8")
+        self._file = MetricsFile(run_folder.metrics, resumed_after)
 
     def write(self, record: Record) -> None:
         finite = {name: float(x) if math.isfinite(x) else None for name, x in record.metrics.items()}
         line = {"step": record.step, "time": round(time.time(), 3), **finite}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(line, allow_nan=False))
 
     def close(self) -> None:
-        self._file.close()
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove what a killed run wrote after the last newline, so that the next line does not continue it."""
-    content = path.read_bytes() if path.exists() else b""
-    if not content.endswith(b"\n"):
-        write_whole(path, content[: content.rfind(b"\n") + 1])
-
-
-def _drop_later_steps(path: Path, step: int) -> None:
-    """Remove what a killed run reported after its last checkpoint: the resumed run reports those steps again."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    if len(kept) < len(lines):
-        write_whole(path, "".join(kept))
+        """Every record is written."""
 
 
 class TensorBoard:

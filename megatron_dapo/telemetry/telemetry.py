@@ -1,12 +1,15 @@
 """Rank 0's ear and mouth: times phases, hands each step's metrics to the sinks of `trainer.logger`."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from megatron_dapo.config import Config, RunFolder
 from megatron_dapo.platform import watchdog
 from megatron_dapo.telemetry.sinks import SINKS, Record, Sink
 from megatron_dapo.telemetry.timers import PhaseTimers
+
+log = logging.getLogger(__name__)
 
 
 class Telemetry:
@@ -18,13 +21,20 @@ class Telemetry:
 
     def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         self._timers = PhaseTimers()
-        self._sinks: list[Sink] = [SINKS[name](config, run_folder, resumed_after) for name in config.trainer.logger]
+        self._sinks: dict[str, Sink] = {
+            name: SINKS[name](config, run_folder, resumed_after) for name in config.trainer.logger
+        }
+        self._failing: set[str] = set()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the seconds inside as `time/NAME` of the next `log` or `log_validation`."""
         with watchdog.phase(name), self._timers.phase(name):
             yield
+
+    def seconds(self, name: str) -> float:
+        """Of a phase, since the last record."""
+        return self._timers.seconds(name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Report one rollout step. metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN."""
@@ -35,12 +45,23 @@ class Telemetry:
         self._write(Record(step, {**metrics, **self._timers.take()}, is_validation=True))
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        for name, sink in self._sinks.items():
+            self._try(name, sink.close, "at the end")
 
     def _write(self, record: Record) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+        for name, sink in self._sinks.items():
+            self._try(name, lambda sink=sink: sink.write(record), f"at step {record.step}")
+
+    def _try(self, name: str, work: Callable[[], None], when: str) -> None:
+        """No run ends for a metric: what cannot be written, as on a full disk, is told once, until it can again."""
+        try:
+            work()
+        except OSError as error:
+            if name not in self._failing:
+                log.warning("metrics for %s cannot be written %s (%s); training goes on", name, when, error)
+            self._failing.add(name)
+        else:
+            self._failing.discard(name)
 
 
 class NullTelemetry:
@@ -48,6 +69,9 @@ class NullTelemetry:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return watchdog.phase(name)
+
+    def seconds(self, name: str) -> float:
+        return 0.0
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         pass

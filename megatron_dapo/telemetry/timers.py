@@ -28,6 +28,10 @@ class PhaseTimers:
             if self._inner:
                 self._inner[-1] += elapsed
 
+    def seconds(self, name: str) -> float:
+        """Of a phase, so far; 0 where there was none."""
+        return self._seconds.get(name, 0.0)
+
     def take(self) -> dict[str, float]:
         """{"time/PHASE": seconds ..., "time/step": seconds since the first phase began}, and start anew."""
         step = {} if self._start is None else {"time/step": self._clock() - self._start}

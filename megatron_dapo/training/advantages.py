@@ -51,7 +51,7 @@ def _per_token(
     penalised = uses_kl_in_reward(config)
     coefficient = controller.value if penalised else 0.0
     estimates: list[tuple[Tensor, Tensor]] = []
-    sums = torch.zeros(6, dtype=torch.float64, device=device())  # three moments; KL, its tokens and samples
+    sums = torch.zeros(6, dtype=torch.float64, device=device())  # three moments; means of KL, their number; samples
     if layout.is_last_stage:
         for batch in _batches(shard):
             kl = _kl(batch, config.algorithm.kl_penalty) if penalised else torch.zeros_like(batch.loss_mask).double()
@@ -59,15 +59,24 @@ def _per_token(
             if layout.tp_rank == 0:  # each token once
                 counted = batch.loss_mask != 0
                 sums[:3] += moments(estimates[-1][0], counted)
-                sums[3:5] += torch.stack([kl.sum(), counted.sum()])
+                sums[3:5] += _sum_of_means(kl, counted, batch)
                 sums[5] += len(batch.sample_ids)
     dist.all_reduce(sums)
     mean, variance = mean_and_variance(sums[:3])
     metrics = {"actor/advantage_mean": float(mean), "actor/advantage_std": float(variance.sqrt())}
     if penalised:
-        kl_sum, num_tokens, num_samples = sums[3:].tolist()
-        metrics |= _move(controller, kl_sum / max(num_tokens, 1.0), int(num_samples))
+        sum_of_means, num_means, num_samples = sums[3:].tolist()
+        metrics |= _move(controller, sum_of_means / max(num_means, 1.0), int(num_samples))
     return (_with_estimates(shard, estimates, sums[:3]) if estimates else shard), metrics
+
+
+def _sum_of_means(kl: Tensor, counted: Tensor, batch: MicroBatch) -> Tensor:
+    """[2]: the sum over the samples of the mean KL of their counted tokens, and how many samples have such tokens."""
+    segments = batch.segment_ids.reshape(-1)
+    per_segment = kl.new_zeros(2, batch.num_segments)
+    per_segment.index_add_(1, segments, torch.stack([kl.reshape(-1), counted.reshape(-1).to(kl.dtype)]))
+    total, num_tokens = per_segment
+    return torch.stack([(total / num_tokens.clamp(min=1.0)).sum(), (num_tokens > 0).sum()])
 
 
 def _estimate(
@@ -104,7 +113,8 @@ def _per_group(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
     """R_i - beta * sum_t KL_t, then the estimator over the group again. The KL of a sample is summed over its counted
-    tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over all new tokens."""
+    tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over the new samples of
+    the mean over their tokens."""
     # sample -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older policy's)
     kl_of_sample: dict[int, tuple[float, float]] = {}
     if layout.is_last_stage and layout.tp_rank == 0:
@@ -117,9 +127,8 @@ def _per_group(
     }
     algorithm = config.algorithm
     advantages = group_estimates(penalised, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)
-    num_tokens = sum(tokens for _, tokens in kl_of_sample.values())
-    new = [kl for kl, tokens in kl_of_sample.values() if tokens]
-    metrics = _move(controller, sum(new) / max(num_tokens, 1.0), len(kl_of_sample))
+    means = [kl / tokens for kl, tokens in kl_of_sample.values() if tokens]
+    metrics = _move(controller, sum(means) / max(len(means), 1), len(kl_of_sample))
     moved = [[_with_advantages(batch, advantages) for batch in mini_batch] for mini_batch in shard.mini_batches]
     return shard.with_mini_batches(moved), metrics
 

@@ -60,6 +60,7 @@ def make_training_state(
         DistributedDataParallel(model.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(half_precision(model))
     ]
+    _accumulate_in_products(stages)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -83,6 +84,19 @@ def make_training_state(
         no_sync = [stage.no_sync for stage in stages]
         model.config.no_sync_func = no_sync if len(stages) > 1 else no_sync[0]
     return TrainingState(stages, optimizer, _lr_schedule(optimizer, optim, num_rollout_steps))
+
+
+def _accumulate_in_products(stages: list[DistributedDataParallel]) -> None:
+    """Transformer Engine's layers add a weight's gradient to its main_grad in the product that computes it, without a
+    buffer and two passes over it. They then mark the parameter, and Megatron's hook adds nothing (TE 2.20,
+    module/linear.py: main_grad must be there, so this comes after DDP's buffers and never for a reference).
+
+    Megatron would ask them at their construction, by a key which its output layer refuses where apex is missing.
+    """
+    for stage in stages:
+        for module in stage.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
 
 def _lr_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, num_rollout_steps: int) -> OptimizerParamScheduler:

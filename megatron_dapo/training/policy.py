@@ -2,8 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import Tensor
 
 from megatron_dapo.algorithms import (
+    MEAN_MISMATCH,
     OFF_POLICY_SUMS,
     TokenBatch,
     finalize,
@@ -18,6 +23,7 @@ from megatron_dapo.models import ModelParts, WeightSource, build_model, load_hf_
 from megatron_dapo.platform import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import loss_config
+from megatron_dapo.training.mismatch import Shares, difference_sums, mean_over_ranks, shares_of
 from megatron_dapo.training.optimizer import make_training_state
 from megatron_dapo.training.schedule import MetricSums, Schedule, Scores
 
@@ -70,21 +76,41 @@ class Policy:
 
         return with_scores(self._schedule, mini_batches, fill, full_kl=self._full_kl_in_reward)
 
-    def update(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> dict[str, float]:
+    def mean_mismatch(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> float:
+        """Mean |old - server's log-prob| over the tokens that weights of this version wrote, the same on every rank,
+        of mini-batches with old log-probs."""
+        return mean_over_ranks(difference_sums(chain(*mini_batches), weight_version), self.layout, self._device)
+
+    def mismatch_by_sample(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> Shares:
+        """The same by sample, of all ranks: another pass. The weights are those that began the step."""
+        batches = list(chain(*mini_batches))
+        log_probs = self._schedule.log_probs(batches)
+        mine = shares_of(batches, log_probs, weight_version) if log_probs and self.layout.tp_rank == 0 else {}
+        return {sample_id: share for shares in self.layout.gather(mine) for sample_id, share in shares.items()}
+
+    def update(
+        self,
+        mini_batches: Sequence[MiniBatch],
+        weight_version: int,
+        check: Callable[[float], None] | None = None,
+    ) -> dict[str, float]:
         """One optimizer step per mini-batch and epoch. Returns the actor's metrics over all of them, on every rank.
 
-        weight_version: of the weights that this starts from, which the servers have.
+        weight_version: of the weights that this starts from, which the servers have. check: is told, before anything
+        has changed, the `mean_mismatch` of the first mini-batch, and may raise, on all ranks.
         """
         self._weight_version = weight_version
-        self.state.lr_schedule.step(increment=1)
         parts, norms = [], []
         for _ in range(self._num_epochs):
             for mini_batch in mini_batches:
                 parts.append(self.accumulate_gradients(mini_batch))
+                if not norms:
+                    if check is not None:
+                        check(mean_over_ranks(self._difference_sums(parts[0]), self.layout, self._device))
+                    self.state.lr_schedule.step(increment=1)
                 norms.append(self.state.step())
         sizes = tuple(map(len, metric_names(self.loss_config)))
-        device = next(self.model.chunks[0].parameters()).device
-        metrics = self.metrics_of(MetricSums.over_ranks(MetricSums.together(parts), sizes, self.layout, device))
+        metrics = self.metrics_of(MetricSums.over_ranks(MetricSums.together(parts), sizes, self.layout, self._device))
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.state.lr
         metrics["actor/num_optimizer_steps"] = float(len(norms))
@@ -110,6 +136,14 @@ class Policy:
             is_current=(batch.weight_version == self._weight_version) & (batch.exp_mask == 0),
             exp_mask=None if self.loss_config.off_policy is None else batch.exp_mask,
         )
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.chunks[0].parameters()).device
+
+    def _difference_sums(self, part: MetricSums | None) -> Tensor | None:
+        names, _ = metric_names(self.loss_config)
+        return None if part is None else part.sums[names.index(MEAN_MISMATCH)]
 
     def metrics_of(self, part: MetricSums) -> dict[str, float]:
         """Named means and maxima. Where no token was replayed, that part is 0, not absent."""

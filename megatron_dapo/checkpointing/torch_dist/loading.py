@@ -76,7 +76,7 @@ def load(
         slot.set_num_steps(common["optimizer_steps"])
     restored, notes = ["model", "optimizer"], []
     if lr_schedule is not None:
-        notes += _restore_schedule(lr_schedule, common["lr_schedule"])
+        notes += restore_schedule(lr_schedule, common["lr_schedule"])
         restored.append("lr_schedule")
     if same_layout:
         restore_generators(answer[GENERATORS])
@@ -177,12 +177,20 @@ def _zero_padding(model: ModelParts, optimizer: MegatronOptimizer | None) -> Non
                     tensor.zero_()
 
 
-def _restore_schedule(lr_schedule: OptimizerParamScheduler, saved: dict) -> list[str]:
-    """Continues at the saved step; everything else of the schedule is this run's configuration's."""
+def restore_schedule(lr_schedule: OptimizerParamScheduler, saved: dict) -> list[str]:
+    """Continue at the saved step; everything else of the schedule is this run's configuration's.
+
+    Returns a sentence that names what of it differs from the saved one, and is read.
+    """
     lr_schedule.num_steps = 0
     lr_schedule.step(increment=saved["num_steps"])
     here = lr_schedule.state_dict()
-    changed = [f"{name} was {saved[name]}, is {here[name]}" for name in here if saved.get(name) != here[name]]
+    unread = ("lr_decay_steps", "min_lr") if here["lr_decay_style"] == "constant" else ()
+    changed = [
+        f"{name} was {saved[name]}, is {here[name]}"
+        for name in here
+        if name not in unread and saved.get(name) != here[name]
+    ]
     return [f"lr_schedule: as this run's configuration says: {', '.join(changed)}."] if changed else []
 
 

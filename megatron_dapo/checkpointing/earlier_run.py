@@ -1,0 +1,40 @@
+"""What an earlier run left in the run folder that this one would overwrite or mix with its own."""
+
+import re
+from pathlib import Path
+
+from megatron_dapo.config import RunFolder
+
+
+def set_aside(run: RunFolder) -> Path | None:
+    """For a run that starts at step 0: moves what an earlier run reported and wrote there, a finished one without a
+    checkpoint or one that ended before its first, to a new folder earlier_N of the run folder. None where there is
+    nothing of one."""
+    dumps = [path for folder in (run.rollouts, run.batches) for path in _dumps(folder)]
+    has_reported = run.metrics.is_file() and run.metrics.stat().st_size
+    if not (dumps or has_reported or run.model.exists()):
+        return None
+    number = 1
+    while (earlier := run.path / f"earlier_{number}").exists():
+        number += 1
+    earlier.mkdir()
+    for path in (run.metrics, run.tensorboard, run.wandb_id, run.rollouts, run.batches, run.model, run.config):
+        if path.exists():
+            path.rename(earlier / path.name)
+    return earlier
+
+
+def remove_later_dumps(run: RunFolder, step: int) -> list[int]:
+    """For a run that goes on after a step: removes the samples and batches that were written of later steps, which it
+    does again, or not at all where it is shorter now; those steps, ascending."""
+    dumps = {path: later for folder in (run.rollouts, run.batches) for path, later in _dumps(folder).items()}
+    for path, later in dumps.items():
+        if later > step:
+            path.unlink()
+    return sorted({later for later in dumps.values() if later > step})
+
+
+def _dumps(folder: Path) -> dict[Path, int]:
+    """Files of one rollout step each -> the step."""
+    names = {path: re.fullmatch(r"step_(\d{6,})\.(jsonl|json\.gz)", path.name) for path in folder.glob("step_*")}
+    return {path: int(name[1]) for path, name in names.items() if name}

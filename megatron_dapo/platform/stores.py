@@ -1,0 +1,89 @@
+"""The stores in which ranks meet, on the address that they use and no other: torch's own listen on all of them."""
+
+import hmac
+import os
+import socket
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+_DIGEST_LENGTH = 64
+
+
+def rendezvous(timeout: timedelta) -> dict:
+    """What `init_process_group` needs: the store at MASTER_ADDR and MASTER_PORT, this rank, and how many there are.
+    Without a launcher: a job of one process.
+
+    Where torchrun's agent keeps the store, it has opened it before the ranks began, on all addresses.
+    """
+    if "RANK" not in os.environ:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = host_store(address, port, timeout, world) if is_host else join_store(address, port, timeout, world)
+    return {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world}
+
+
+def meeting_address() -> str:
+    """Where rank 0 opens further stores: loopback where all ranks are on its machine."""
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        return LOOPBACK
+    return os.environ.get("MASTER_ADDR", LOOPBACK)
+
+
+def host_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
+    """A store that listens on this address; port 0: a free one. world_size: waits for as many."""
+    listener = _listener(address, port)
+    own = {}
+    if listener is not None:
+        port = listener.getsockname()[1]
+        own["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers=world_size is not None, **own)
+
+
+def join_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
+    """A client of the store there, with the same arguments as the host's."""
+    return dist.TCPStore(address, port, world_size, False, timeout, wait_for_workers=world_size is not None)
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """None where only all addresses will do: for a name, which may mean another address to other nodes (its own
+    machine's is often a loopback address), and for an address that is another machine's, which hands on to this one."""
+    try:
+        bound = ip_address(LOOPBACK if address == "localhost" else address)
+        family = socket.AF_INET6 if bound.version == 6 else socket.AF_INET
+        return socket.create_server((str(bound), port), family=family)
+    except (ValueError, OSError):
+        return None
+
+
+class SignedStore:
+    """Texts under keys of a store, each with proof that a rank of this job wrote it there: whoever reaches the store
+    may write to it, and what others wrote does not count."""
+
+    def __init__(self, store: dist.Store, token: bytes) -> None:
+        """token: of the job, known to its ranks alone."""
+        self.store, self._token = store, token
+
+    def set(self, key: str, text: str) -> None:
+        self.store.set(key, self._signed(key, text))
+
+    def set_first(self, key: str, text: str) -> None:
+        """Unless a rank has set it to another text than "" before."""
+        present = self.store.compare_set(key, self._signed(key, ""), self._signed(key, text))
+        if self._opened(key, present) is None:
+            self.set(key, text)
+
+    def get(self, *keys: str) -> list[str | None]:
+        """None where it is not a rank's."""
+        return [self._opened(key, value) for key, value in zip(keys, self.store.multi_get(list(keys)), strict=True)]
+
+    def _signed(self, key: str, text: str) -> str:
+        return hmac.new(self._token, f"{key}\n{text}".encode(), "sha256").hexdigest() + text
+
+    def _opened(self, key: str, value: bytes) -> str | None:
+        text = value[_DIGEST_LENGTH:].decode(errors="replace")
+        return text if hmac.compare_digest(value, self._signed(key, text).encode()) else None

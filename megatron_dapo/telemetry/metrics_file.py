@@ -1,0 +1,65 @@
+"""metrics.jsonl: one record per line, read although parts of it are damaged, and written although the disk is full."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dapo.config import UserError, write_whole
+
+log = logging.getLogger(__name__)
+
+
+def records_of(path: Path) -> Iterator[tuple[bytes, dict | None]]:
+    """(line, its record) of each whole line; none where it is no record: a disk that was full, or that lost its power,
+    leaves such lines. What follows the last newline was not written to its end and is left out. Raises
+    FileNotFoundError."""
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        yield line + b"\n", record if isinstance(record, dict) and type(record.get("step")) is int else None
+
+
+class MetricsFile:
+    """Appends lines, each whole or not at all. One that cannot be written is kept, and written before the next one."""
+
+    def __init__(self, path: Path, last_step: int | None = None) -> None:
+        """last_step: later records are taken back; none = all stay. Lines that are no records are removed either way.
+        Raises UserError where the file cannot be made."""
+        self._path, self._unwritten = path, b""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            _clean(path, last_step)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written ({error.strerror or error}); free some space, or choose another "
+                f"trainer.run_dir."
+            ) from error
+
+    def append(self, line: str) -> None:
+        """Raises OSError where it cannot be written now."""
+        self._unwritten += line.encode("utf-8") + b"\n"
+        with self._path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                rest = self._unwritten
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(size)
+                raise
+        self._unwritten = b""
+
+
+def _clean(path: Path, last_step: int | None) -> None:
+    records = list(records_of(path))
+    if num_damaged := sum(record is None for _, record in records):
+        log.warning("%s: %d lines that are no records are removed", path, num_damaged)
+    kept = [line for line, record in records if record and (last_step is None or record["step"] <= last_step)]
+    content = b"".join(kept)
+    if len(content) < path.stat().st_size:
+        write_whole(path, content)

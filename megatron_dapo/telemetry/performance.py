@@ -1,0 +1,68 @@
+"""How well a step used its GPUs: memory, MFU, tokens per second and GPU. What is not known is left out."""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_dapo.config import Config, ModelSpec
+from megatron_dapo.config.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.data import Group
+
+GIB = 2**30
+
+# Dense bfloat16 tensor-core TFLOP/s of NVIDIA's data sheets, by the name that the driver gives; the first that fits.
+PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200 NVL": 835.5,
+    "H200": 989.5,
+    "H100 PCIe": 756.5,
+    "H100 NVL": 835.5,
+    "H100": 989.5,
+    "H800 PCIe": 756.5,
+    "H800": 989.5,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+}
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    """Per second, in bfloat16. None for a GPU that is not in the table."""
+    words = gpu_name.replace("-", " ").split()
+    return next((peak * 1e12 for name, peak in PEAK_TFLOPS.items() if _follows(name.split(), words)), None)
+
+
+def _follows(name: Sequence[str], words: Sequence[str]) -> bool:
+    """Whether a name's words are there in this order, with others between them: A100 80GB PCIe is an A100 PCIe."""
+    rest = iter(words)
+    return all(word in rest for word in name)
+
+
+def memory_metrics(allocated_and_reserved: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Of every rank's peaks in bytes; the fullest rank's."""
+    allocated, reserved = map(max, zip(*allocated_and_reserved, strict=True))
+    return {"perf/max_memory_allocated_gib": allocated / GIB, "perf/max_memory_reserved_gib": reserved / GIB}
+
+
+def trainer_metrics(
+    spec: ModelSpec, groups: Sequence[Group], num_passes: int, seconds: float, num_gpus: int, peak: float | None
+) -> dict[str, float]:
+    """Of the update alone, over the samples as they are: num_passes (epochs) in `seconds`. peak: FLOP/s of one GPU in
+    the model's dtype, where it is known. Nothing in steps without an update."""
+    if not seconds or not num_passes:
+        return {}
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = [sample.num_tokens for sample in samples]
+    metrics = {"perf/update_tokens_per_s_per_gpu": num_passes * sum(lengths) / seconds / num_gpus}
+    if peak is not None:
+        num_answered = sum(sum(sample.loss_mask) for sample in samples)
+        flops = num_passes * TRAINING_PASSES * forward_flops(spec, lengths, num_answered)
+        metrics["perf/mfu"] = flops / (seconds * num_gpus * peak)
+    return metrics
+
+
+def server_metrics(config: Config, metrics: Mapping[str, float]) -> dict[str, float]:
+    """From the rollout's metrics. GPUs per server are those of the config; a replay has no servers."""
+    if config.trainer.replay or not metrics.get("rollout/num_servers"):
+        return {}
+    gpus = metrics["rollout/num_servers"] * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    return {"perf/rollout_tokens_per_s_per_gpu": metrics["rollout/tokens_per_s"] / gpus}

@@ -1,0 +1,41 @@
+"""What the trainer computes with: layers, attention, head and optimizer differ from one installation to another."""
+
+import importlib.metadata
+from collections.abc import Iterator
+
+import torch
+
+from megatron_dapo.models import ModelParts
+from megatron_dapo.platform import is_gpu
+from megatron_dapo.training.optimizer import TrainingState
+
+
+def in_use(model: ModelParts, state: TrainingState) -> str:
+    """One line, of this rank. What it names is read from the built objects, not from the config."""
+    return "trainer: " + ", ".join(_parts(model, state))
+
+
+def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
+    config = model.config
+    if model.uses_transformer_engine:
+        yield f"layers of Transformer Engine {importlib.metadata.version('transformer_engine')}"
+        yield "its attention (flash or fused, as it chooses)"
+    else:
+        yield "layers of our own (no Transformer Engine)"
+        is_half = config.params_dtype in (torch.float16, torch.bfloat16)
+        attention = "variable-length flash attention" if is_gpu() and is_half else "attention segment by segment"
+        yield f"torch's {attention}"
+    yield "fused SwiGLU" if config.bias_activation_fusion else "plain SwiGLU"
+    yield f"weights in {str(config.params_dtype).removeprefix('torch.')}" + (
+        f", FP8 {config.fp8}" if config.fp8 else ""
+    )
+    if model.head is not None and not model.spec.value_head:
+        yield f"{'fused' if model.head.is_fused else 'composed'} log-prob head"
+    yield f"optimizer {' and '.join(sorted(set(_optimizers(state))))}"
+
+
+def _optimizers(state: TrainingState) -> Iterator[str]:
+    """Package and class of what steps the weights: Megatron takes Transformer Engine's, else apex's, else torch's."""
+    for each in getattr(state.optimizer, "chained_optimizers", [state.optimizer]):
+        kind = type(each.optimizer)
+        yield f"{kind.__module__.partition('.')[0]} {kind.__name__}"
