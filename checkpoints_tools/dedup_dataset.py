@@ -21,7 +21,7 @@ import pyarrow.parquet
 from checkpoints_tools.command_line import exit_code, no_space, progress, rank, signals_as_exit
 from megatron_dapo.config import UserError, whole_file
 from megatron_dapo.config.file_lock import FileLock
-from megatron_dapo.data import content_key
+from megatron_dapo.data import content_key, rows_of
 from megatron_dapo.standard_streams import say
 
 BATCH_ROWS = 8192  # read at once, and of a row group written
@@ -153,7 +153,9 @@ def _opened(path: Path) -> pyarrow.parquet.ParquetFile:
     if not path.is_file():
         raise UserError(f"--input {path} is not a file here; correct the path.")
     try:
-        return pyarrow.parquet.ParquetFile(path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
+        return pyarrow.parquet.ParquetFile(
+            path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"--input {path} cannot be read as parquet: {error}; download it again.") from error
 
@@ -183,7 +185,7 @@ def _kept(files: Iterator, prompt_key: str, report: Report, advance) -> Iterator
         columns = [name for name in (prompt_key, *ANSWER_COLUMNS) if name in file.schema_arrow.names]
         try:
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
-                rows = batch.select(columns).to_pylist()
+                rows = rows_of(batch.select(columns), path, number)
                 first = [
                     report.is_first(row, f"{path}, row {number + offset}", prompt_key)
                     for offset, row in enumerate(rows, 1)

@@ -82,15 +82,13 @@ class Job:
         # outlive `leave`, and some fail when the interpreter ends (exit code 134)
         import torch.distributed.nn.functional
 
+        from megatron_dapo.platform import stores
+
         os.environ.update(torchrun_variables(os.environ))
-        alone = "RANK" not in os.environ
-        if not alone:
+        if "RANK" in os.environ:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        dist.init_process_group(
-            "gloo",
-            timeout=timedelta(seconds=TIMEOUT_S),
-            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
-        )
+        timeout = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", timeout=timeout, **stores.rendezvous(timeout))
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.is_main = self.rank == 0
 

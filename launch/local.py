@@ -3,7 +3,6 @@
 python -m launch.local --config configs/demo.yaml [--replay DIR] [--dry-run] [key=value ...]
 """
 
-import json
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from launch.command_line import (
     show_log,
 )
 from megatron_dapo.checkpointing import StopSignals
+from megatron_dapo.checkpointing.run_lock import RunLock
 from megatron_dapo.child_environment import COMMON
 from megatron_dapo.config import (
     SAVED_EXIT_CODE,
@@ -77,13 +77,14 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
 
     open_standard_streams()
     run = RunFolder.of(config.trainer).create()
+    _wait_for_folder(run)
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))
     with show_log(run.log("launch")), StopSignals(STOP_SIGNALS) as stop:
         servers = None
         if not has_given_servers(config) and not config.trainer.replay:
             servers = ServerSupervisor(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
-        given = [f"actor_rollout_ref.rollout.server_urls={json.dumps(servers.urls)}"] if servers else []
+        given = servers.overrides() if servers else []
         ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), given))
         try:
             if servers:
@@ -99,6 +100,14 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
                 servers.stop()
 
 
+def _wait_for_folder(run: RunFolder) -> None:
+    """Before servers are started in vain, and logs of a run that goes on are written to. Raises UserError where it
+    does."""
+    lock = RunLock(run.lock)
+    lock.acquire()
+    lock.release()  # rank 0 takes it for the time of the run
+
+
 def _watch(servers, ranks, stop: StopSignals) -> int:
     """Until the trainer ends. A stop signal has it save first; a second one does not wait. Raises ServerFailure."""
     was_asked = False
@@ -106,7 +115,8 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
         if stop.received and not was_asked:
             was_asked = True
             log.warning(
-                "%s: the trainer saves at the end of its step, then all stops; a second signal stops it at once",
+                "%s: the trainer saves, at the latest when its step ends, then all stops; "
+                "a second signal stops it at once",
                 stop.received.name,
             )
             ranks.ask_to_stop()

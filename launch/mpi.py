@@ -8,9 +8,9 @@ given by their URLs. Programs that train by themselves call `bootstrap()` and fi
 have set; `together` gives them the same end.
 
 Exit code: the trainer's, which mpirun passes on as it is (85: asked to stop, and saved; 2: a mistake of the user; 137:
-a rank was killed by SIGKILL). SIGUSR1 to mpirun reaches every rank, which saves at the end of its step; SIGTERM does
-not: mpirun kills the ranks within a second of it. `--bind-to none`, because the controller and the reward processes of
-rank 0 would share the one core that mpirun binds it to.
+a rank was killed by SIGKILL). SIGUSR1 to mpirun reaches every rank, which saves, at the latest when its step ends;
+SIGTERM does not: mpirun kills the ranks within a second of it. `--bind-to none`, because the controller and the reward
+processes of rank 0 would share the one core that mpirun binds it to.
 """
 
 import ipaddress
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from megatron_dapo.config import SAVED_EXIT_CODE, UserError
+from megatron_dapo.parent_death import watch_parent
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bootstrap()
     except UserError as error:
         return _refuse(error)
+    watch_parent()  # mpirun that is killed leaves its ranks behind
     return together(lambda: _train(arguments))
 
 

@@ -3,6 +3,7 @@
 python -m launch.sglang_server --config FILE [--first-port N] [--log-dir DIR] [--node NAME] [key=value ...]
 """
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from launch.command_line import STOP_SIGNALS, USER_ERROR_EXIT_CODE, checked_conf
 from megatron_dapo.checkpointing import StopSignals
 from megatron_dapo.config import Config, RunFolder, UserError, make_folder
 from megatron_dapo.standard_streams import say
+
+log = logging.getLogger("launch")
 
 POLL_INTERVAL_S = 0.5
 SERVERS_FAILED_EXIT_CODE = 1
@@ -49,6 +52,7 @@ def serve(config: Config, log_dir: Path | None = None, first_port: int | None = 
     name, log_file = (f"server-{node}", None) if node else ("server", log_dir / "servers.log")
     with show_log(log_file), StopSignals(STOP_SIGNALS) as stop:
         servers = ServerSupervisor(config, log_dir, first_port=first_port, name=name)
+        log.info("the servers demand the key in %s (actor_rollout_ref.rollout.server_api_key_file)", servers.key_file)
         was_told = False
         try:
             servers.start()

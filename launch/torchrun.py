@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 USER_ERROR_EXIT_CODE = 2
-# a rank saves at the end of its step, which may take long
+# a rank saves when it has stopped sampling, or at the end of its step, which may take long
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _LEFT_TO_TORCHRUN = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

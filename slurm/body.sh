@@ -13,6 +13,7 @@
 #                   for chains: for i in 1 2 3; do REQUEUE=off sbatch --dependency=singleton slurm/dapo_32b.sh; done
 #   MAX_RESTARTS    requeues of one job (default 20)
 #   MIN_BANDWIDTH   GB/s that the preflight's all-reduce must reach (default: what launch.preflight asks for)
+#   NOTICE_S        seconds of #SBATCH --signal, of which the plan says whether they are enough; the scripts set it
 #   PREPARE         a Python module and its arguments, run before all else; demo.sh sets it
 #   DRY_RUN=1       print nodes, processes and memory, and stop; works outside of Slurm too
 #
@@ -55,7 +56,7 @@ elif [ "$CONTAINER" = pyxis ]; then
     HERE=("$PYTHON" -m) # a dry run, on this host
 fi
 ASK=("${HERE[@]}" launch.slurm)
-PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN_BANDWIDTH"})
+PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN_BANDWIDTH"} ${NOTICE_S:+--notice "$NOTICE_S"})
 
 prepare() { # what this node does for all
     local words
@@ -143,7 +144,7 @@ on_signal() { # before the time limit the job still runs; after scancel it does 
         CANCELLED=1
     elif [ -z "$ASKED_BY" ]; then
         ASKED_BY=$1
-        stamp "$1: the trainer saves at the end of its step, then the job ends"
+        stamp "$1: the trainer saves, at the latest when its step ends, then the job ends"
         [ -z "${RUN:-}" ] || touch "$RUN/stop"
     fi
 }

@@ -15,7 +15,7 @@ from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, par
 from launch.preflight import all_reduce, gpus, http, machine
 from launch.preflight.nodes import LOOPBACK, Finding, Nodes, PreflightError
 from launch.preflight.report import table
-from megatron_dapo.config import Config, RunFolder, UserError, servers_per_node, starts_servers
+from megatron_dapo.config import Config, RunFolder, UserError, given_server_key, servers_per_node, starts_servers
 from megatron_dapo.rollout import ServerList
 
 FAILED_EXIT_CODE = 1
@@ -280,8 +280,14 @@ class Preflight:
     def _given_servers(self) -> None:
         if self._nodes.index not in self._trainers or self._config.trainer.replay:
             return
-        urls = ServerList.of(self._config.actor_rollout_ref.rollout).read()
-        faults = {url: http.fault(f"{url}/health", None) for url in urls}
+        try:
+            urls = ServerList.of(self._config.actor_rollout_ref.rollout).read()
+            key = given_server_key(self._config)
+        except UserError as error:
+            self._add("HTTP", machine.Result("fails", str(error)))
+            return
+        # not /health, which SGLang answers without its key too
+        faults = {url: http.fault(f"{url}/model_info", None, key) for url in urls}
         wrong = "; ".join(f"{url} ({fault})" for url, fault in faults.items() if fault)
         problem = f"does not reach {wrong} of the given servers; start them, or look at the network."
         self._add("HTTP", machine.Result(f"{len(urls)} given servers", problem if wrong else None))

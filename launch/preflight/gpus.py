@@ -3,17 +3,21 @@
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.preflight.machine import Result
+from launch.preflight.machine import REPOSITORY, Result
+from megatron_dapo import nvidia_driver
 from megatron_dapo.config import Config, servers_per_node, starts_servers
 
 NVML_PACKAGE = "nvidia-ml-py"
+CUDA_13_DRIVER = 580  # the first whose CUDA is 13; older ones need NVIDIA's compatibility package beside them
 _COMPILE_S = 60.0
+_PROBE_S = 60.0  # the other nodes wait for the checks of this one
 _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
@@ -32,7 +36,7 @@ def are_expected() -> bool:
     if torch.version.cuda is None:
         return False
     granted = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("CUDA_VISIBLE_DEVICES")
-    return bool(granted and granted != "0") or Path("/proc/driver/nvidia/version").exists()
+    return bool(granted and granted != "0") or nvidia_driver.is_loaded()
 
 
 def check(config: Config, role: str) -> Result:
@@ -68,7 +72,29 @@ def check(config: Config, role: str) -> Result:
         return Result(
             f"{len(faults)} faults", f"{'; '.join(faults)}; take the node out of the job, or cure that first."
         )
-    return Result(f"{there} x {name}, {count} used, driver {pynvml.nvmlSystemGetDriverVersion()}, healthy")
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    if fault := unusable(count, driver):
+        return Result(f"unusable, driver {driver}", fault)
+    return Result(f"{there} x {name}, {count} used, driver {driver}, healthy")
+
+
+def unusable(count: int, driver: str, timeout_s: float = _PROBE_S) -> str | None:
+    """What keeps torch from computing on the first `count` GPUs, and the cure. The driver's library counts GPUs, and
+    calls them healthy, that a driver too old for torch's CUDA cannot use."""
+    probe = [sys.executable, "-m", "launch.preflight.gpu_probe", str(count)]
+    cure = "look at `nvidia-smi` and `dmesg`, or take the node out of the job."
+    number = driver.partition(".")[0]
+    if number.isdigit() and int(number) < CUDA_13_DRIVER:
+        cure = f"update the driver to {CUDA_13_DRIVER} or newer, which CUDA 13 needs, or take the node out of the job."
+    try:
+        done = subprocess.run(probe, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"does not compute on its GPUs within {timeout_s:g} s (driver {driver}); {cure}"
+    if done.returncode == 0:
+        return None
+    said = [*done.stdout.split("\n"), *reversed(done.stderr.strip().splitlines())]
+    told = next((line for line in said if line.strip()), f"exit code {done.returncode}")
+    return f"cannot compute on its GPUs with driver {driver} ({told}); {cure}"
 
 
 def compiler(uses_gpus: bool) -> Result:

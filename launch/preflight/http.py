@@ -6,6 +6,9 @@ from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+from megatron_dapo.config import key_header
+from megatron_dapo.config.server_key import CURE
+
 PATIENCE_S = 15.0
 
 
@@ -36,18 +39,21 @@ def _handler(token: str) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def fault(url: str, token: str | None, timeout_s: float = PATIENCE_S) -> str | None:
-    """Why a GET of `url` does not answer with the token (None: whatever it says); none where it does. Goes through no
-    proxy, as the controller's own requests do not."""
+def fault(url: str, token: str | None, key: str | None = None, timeout_s: float = PATIENCE_S) -> str | None:
+    """Why a GET of `url` does not answer with the token (None: whatever it says, but that it wants another key); none
+    where it does. Goes through no proxy, as the controller's own requests do not."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", parts.path or "/")
-        answer = connection.getresponse().read()
+        connection.request("GET", parts.path or "/", headers=key_header(key))
+        response = connection.getresponse()
+        answer = response.read()
     except (OSError, http.client.HTTPException) as error:
         return " ".join(str(error).split()) or type(error).__name__
     finally:
         connection.close()
+    if response.status in (401, 403):
+        return f"{'refuses the key that it was sent' if key else 'demands a key'}; {CURE}"
     return None if token in (None, answer.decode(errors="replace")) else "something else answers there"
 
 

@@ -20,7 +20,7 @@ from megatron_dapo.config.hf_config import read_model_spec
 from megatron_dapo.config.memory import ADAM_MOMENTS, MAIN_PARAMETER, dtype_bytes, num_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "megatron-core", "sglang", "triton")
+PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformer-engine", "flash-attn", "apex")
 LOG_BYTES = 10**9
 WHOLE_MODEL = Layout(tp=1, pp=1, vpp=None, world=1)
 _SHARED_S = 30.0  # a network file system may show a new file late

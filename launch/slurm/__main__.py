@@ -10,8 +10,10 @@ from pathlib import Path
 
 from launch.command_line import parse, parser
 from launch.slurm.node import run
-from launch.slurm.outcome import NOT_REQUEUED, USER_ERROR, Facts, done_line, is_done, newest_step, outcome
+from launch.slurm.notice import notice_line
+from launch.slurm.outcome import NOT_REQUEUED, USER_ERROR, Facts, done_line, is_done, outcome
 from launch.slurm.plan import ROLES, Allocation, Plan, make_plan, own_overrides
+from launch.slurm.progress import progress
 from launch.slurm.servers import wait_for_servers
 from megatron_dapo.config import (
     Config,
@@ -19,6 +21,7 @@ from megatron_dapo.config import (
     UserError,
     dry_run,
     load_and_validate,
+    make_server_key,
     process_plan,
     to_yaml,
     write_whole,
@@ -65,10 +68,11 @@ def plan_command(argv: list[str]) -> int:
     made.add_argument("--nodes", default="", metavar="A,B,...", help="the job's nodes; none: a dry run")
     made.add_argument("--max-restarts", type=int, default=20, metavar="N")
     made.add_argument("--min-bandwidth", type=float, metavar="GB/s", help="of the preflight's all-reduce")
+    made.add_argument("--notice", type=int, metavar="S", help="seconds before the time limit at which Slurm signals")
     arguments, overrides = parse(made, argv)
     try:
         if not arguments.nodes:
-            check = partial(show_plan, min_bandwidth=arguments.min_bandwidth)
+            check = partial(show_plan, min_bandwidth=arguments.min_bandwidth, notice_s=arguments.notice)
             dry_run(arguments.config, overrides, show=False, check=check)
             return 0
         config = load_and_validate(arguments.config, overrides)
@@ -76,11 +80,13 @@ def plan_command(argv: list[str]) -> int:
             print(done_line(_run(config), config.trainer.total_training_steps), "already; nothing is left to do")
             return NOTHING_TO_DO_EXIT_CODE
         given = Allocation.of(os.environ, arguments.nodes.split(","))
-        plan = make_plan(config, given, newest_step(_run(config)), arguments.min_bandwidth)
+        plan = make_plan(config, given, progress(_run(config)), arguments.min_bandwidth)
         if plan.restart_count > arguments.max_restarts:
             told = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {arguments.max_restarts}"
             print(f"FAILED ({NOT_REQUEUED}): {told}", flush=True)
             return NOT_REQUEUED
+        if plan.server_nodes:
+            make_server_key(config)
         config = load_and_validate(arguments.config, [*overrides, *own_overrides(plan, config)])
     except UserError as error:
         print(error.report(), file=sys.stderr, flush=True)
@@ -88,7 +94,7 @@ def plan_command(argv: list[str]) -> int:
         print(f"FAILED ({USER_ERROR}): {error.sentences[0]}", file=stream, flush=True)
         return USER_ERROR
     write_attempt(plan, config)
-    print(plan.text(), process_plan(config), plan.logs, sep="\n", flush=True)
+    print(plan.text(), *_notice(config, arguments.notice), process_plan(config), plan.logs, sep="\n", flush=True)
     return 0
 
 
@@ -105,10 +111,15 @@ def write_attempt(plan: Plan, config: Config) -> None:
         write_whole(Path(plan.run) / "servers.txt", "".join(f"{url}\n" for url in plan.server_urls))
 
 
-def show_plan(config: Config, min_bandwidth: float | None) -> None:
+def _notice(config: Config, notice_s: int | None) -> list[str]:
+    line = notice_line(config, notice_s)
+    return [f"notice: {line}"] if line else []
+
+
+def show_plan(config: Config, min_bandwidth: float | None, notice_s: int | None = None) -> None:
     """Nodes, processes and memory."""
     plan = make_plan(config, Allocation.imagined(config), min_bandwidth=min_bandwidth)
-    say(f"{plan.text()}\n\n{process_plan(config)}")
+    say("\n".join([plan.text(), *_notice(config, notice_s), "", process_plan(config)]))
 
 
 def wait_command(arguments: argparse.Namespace) -> int:

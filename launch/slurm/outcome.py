@@ -1,6 +1,5 @@
 """How an attempt ended: exit code of the job, the last line of its log, and whether it is to be requeued."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,12 +7,14 @@ from pathlib import Path
 
 from launch.slurm.node import ends
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Plan
-from megatron_dapo.checkpointing import newest_first, step_of
+from launch.slurm.progress import Progress, progress
 from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder
 
 DONE, USER_ERROR, PREFLIGHT_FAILED, SERVERS_FAILED, TRAINER_FAILED, NOT_REQUEUED = 0, 2, 10, 11, 12, 13
 FAILURES = {PREFLIGHT: PREFLIGHT_FAILED, SERVERS: SERVERS_FAILED, TRAINER: TRAINER_FAILED}
 MAX_LINE = 600
+PREEMPTED = "TERM"
+"""What a job that still runs is asked by when others get its nodes: it may not have had the time to gain anything."""
 
 _FAILED_RANK = re.compile(r"^rank (\d+) on (\S+) (.+) at (\S+)$")  # launch.torchrun writes it
 _ERROR = re.compile(
@@ -64,10 +65,11 @@ def outcome(plan: Plan, facts: Facts) -> Outcome:
 
 
 def _saved(plan: Plan, facts: Facts) -> Outcome:
-    step = newest_step(plan.run)
-    saved = f"step {step} of {plan.total_steps} is saved in {plan.run}"
-    if step <= plan.start_step:
-        return _failed(NOT_REQUEUED, f"no step was gained in this attempt, so that it is not repeated; {saved}")
+    reached, started = progress(plan.run), Progress(plan.start_step, plan.start_groups)
+    more = f", and {reached.num_groups} groups of the next one," if reached.num_groups else ""
+    saved = f"step {reached.step} of {plan.total_steps}{more} is saved in {plan.run}"
+    if reached <= started and facts.asked_by != PREEMPTED:
+        return _failed(NOT_REQUEUED, f"nothing was gained in this attempt, so that it is not repeated; {saved}")
     if not (facts.asked_by and facts.may_requeue):
         return Outcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command goes on from there")
     restart = plan.restart_count + 1
@@ -91,14 +93,12 @@ def done_line(run: str, total_steps: int) -> str:
 def is_done(config: Config) -> bool:
     """Whether the run folder holds the result of the whole run: the last act of a training is to write the model."""
     run, total = RunFolder.of(config.trainer), config.trainer.total_training_steps
-    lines = _lines(run.metrics)
-    return run.model.is_dir() and bool(lines) and json.loads(lines[-1])["step"] >= total
+    if not (run.model.is_dir() and run.metrics.is_file()):
+        return False
+    from megatron_dapo.telemetry.metrics_file import records_of  # imports torch: a job's plan does without
 
-
-def newest_step(run: str) -> int:
-    """Rollout steps of the newest checkpoint; 0 without one."""
-    folders = newest_first(RunFolder(Path(run)).checkpoints)
-    return step_of(folders[0]) if folders else 0
+    steps = [record["step"] for _, record in records_of(run.metrics) if record]
+    return bool(steps) and steps[-1] >= total
 
 
 # ---------------------------------------------------------------------------------------------- reading the logs

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_dapo.config import Config, RunFolder, UserError, servers_per_node, starts_servers, write_whole
+from launch.slurm.progress import BEGINNING, Progress
+from megatron_dapo.config import (
+    Config,
+    RunFolder,
+    UserError,
+    server_key_file,
+    servers_per_node,
+    starts_servers,
+    write_whole,
+)
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)
@@ -56,9 +65,10 @@ class Allocation:
 class Plan:
     """One attempt of a job. trainer_nodes come first in the allocation; server_nodes are those after them.
 
-    run, logs: absolute folders. config: the resolved config, a file in logs. start_step: rollout steps that the newest
-    checkpoint held when the attempt began. server_timeout_s: how long the servers may take to become healthy.
-    min_bandwidth: GB/s that the preflight asks of the all-reduce; None: what it thinks right.
+    run, logs: absolute folders. server_key_file: with the key that the servers demand. config: the resolved config, a
+    file in logs. start_step: rollout steps that the newest checkpoint held when the attempt began, and start_groups:
+    finished groups of the next. server_timeout_s: how long the servers may take to become healthy. min_bandwidth: GB/s
+    that the preflight asks of the all-reduce; None: what it thinks right.
     """
 
     job_id: int
@@ -71,7 +81,9 @@ class Plan:
     logs: str
     total_steps: int
     start_step: int = 0
+    start_groups: int = 0
     server_timeout_s: float = 0.0
+    server_key_file: str = ""
     min_bandwidth: float | None = None
 
     @property
@@ -183,7 +195,9 @@ def num_nodes(config: Config) -> tuple[int, int]:
     return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers(config) else 0
 
 
-def make_plan(config: Config, allocation: Allocation, start_step: int = 0, min_bandwidth: float | None = None) -> Plan:
+def make_plan(
+    config: Config, allocation: Allocation, start: Progress = BEGINNING, min_bandwidth: float | None = None
+) -> Plan:
     """Raises UserError where the config does not fit what Slurm gave."""
     num_trainers, num_servers = num_nodes(config)
     sentences = list(_mistakes(config, allocation))
@@ -201,7 +215,9 @@ def make_plan(config: Config, allocation: Allocation, start_step: int = 0, min_b
         run=str(run),
         logs=str(run / "logs" / allocation.attempt),
         total_steps=config.trainer.total_training_steps,
-        start_step=start_step,
+        start_step=start.step,
+        start_groups=start.num_groups,
+        server_key_file=str(server_key_file(config)) if num_servers else "",
         server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
         min_bandwidth=min_bandwidth,
     )
@@ -214,6 +230,7 @@ def own_overrides(plan: Plan, config: Config) -> list[str]:
     rollout = "actor_rollout_ref.rollout"
     if plan.server_nodes:
         values[f"{rollout}.server_urls_file"] = f"{plan.run}/servers.txt"
+        values[f"{rollout}.server_api_key_file"] = plan.server_key_file
         if config.actor_rollout_ref.rollout.server.host == LOOPBACK:  # other nodes have to reach them
             values[f"{rollout}.server.host"] = "0.0.0.0"
     else:  # as its processes count them: the recipe's are not started where servers are given, or batches

@@ -3,9 +3,11 @@
 import http.client
 import time
 from collections.abc import Callable
+from functools import partial
 
 from launch.slurm.node import ends
 from launch.slurm.plan import SERVERS, Plan
+from megatron_dapo.config import key_header, read_server_key
 
 POLL_INTERVAL_S = 1.0
 PROBE_TIMEOUT_S = 2.0
@@ -13,7 +15,7 @@ PROBE_TIMEOUT_S = 2.0
 
 def wait_for_servers(plan: Plan, probe: Callable[[str], bool] | None = None) -> str | None:
     """None when all are healthy; else who is not, in one sentence. Tells each that becomes healthy."""
-    probe = probe or is_healthy
+    probe = probe or partial(is_healthy, key=read_server_key(plan.server_key_file))
     started, missing = time.monotonic(), list(plan.server_urls)
     while True:
         for url in [url for url in missing if probe(url)]:
@@ -28,10 +30,10 @@ def wait_for_servers(plan: Plan, probe: Callable[[str], bool] | None = None) -> 
         time.sleep(POLL_INTERVAL_S)
 
 
-def is_healthy(url: str) -> bool:
+def is_healthy(url: str, key: str) -> bool:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PROBE_TIMEOUT_S)  # through no proxy
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", "/health", headers=key_header(key))
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False  # not there yet

@@ -1,0 +1,27 @@
+"""python -m launch.preflight.gpu_probe NUM: computes something on each of the first NUM GPUs.
+
+A process of its own: CUDA, once it was used, can neither be forked nor given back, and a broken GPU may never answer.
+"""
+
+import sys
+
+import torch
+
+
+def main(num_gpus: int) -> int:
+    """Exit code: 0, or 1 after one line per GPU that fails."""
+    faults = [f"GPU {index}: {fault}" for index in range(num_gpus) if (fault := fault_of(index))]
+    print("\n".join(faults))
+    return 1 if faults else 0
+
+
+def fault_of(index: int) -> str | None:
+    try:
+        total = (torch.ones(8, device=f"cuda:{index}") + 1).sum().item()
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA
+        return str(error).partition("\n")[0]
+    return None if total == 16 else f"1 + 1, summed eight times, is {total:g} there"
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

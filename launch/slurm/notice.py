@@ -1,0 +1,40 @@
+"""Whether Slurm's notice before the time limit is long enough for what a run still does once it is asked to save."""
+
+from megatron_dapo.config import Config, needs_old_log_probs, needs_reference, samples_per_rollout_step, uses_critic
+from megatron_dapo.config.derived import critic_batching, world_size
+from megatron_dapo.config.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.config.model_checks import read_model_specs
+
+_FLOPS = 0.3 * 989.5e12  # of a GPU: 30 % of an H100's bfloat16 peak
+_SAVE_S = 600.0  # the last checkpoint, which is waited for, on slow storage
+
+
+def rest_of_a_step(config: Config) -> float | None:
+    """Seconds, at most: sampling ends when a stop is asked for, but the update does not. Of a step of samples of full
+    length; None where the model's sizes are not here."""
+    specs = read_model_specs(config)
+    if specs is None:
+        return None
+    data, num_samples = config.data, samples_per_rollout_step(config)
+    length = data.max_prompt_length + data.max_response_length
+    flops = forward_flops(specs[0], [length], data.max_response_length) * num_samples
+    passes = TRAINING_PASSES * config.actor_rollout_ref.actor.ppo_epochs
+    passes += needs_old_log_probs(config) + needs_reference(config)
+    if uses_critic(config):  # of the actor's size, about
+        passes += TRAINING_PASSES * critic_batching(config).ppo_epochs + 1
+    return flops * passes / (world_size(config) * _FLOPS) + _SAVE_S
+
+
+def notice_line(config: Config, notice_s: int | None) -> str | None:
+    """For the plan. notice_s: seconds before the limit at which Slurm tells the script; None where nothing is known."""
+    needed_s = rest_of_a_step(config)
+    if notice_s is None or needed_s is None:
+        return None
+    needed = f"update and save of a step of longest samples: about {needed_s:.0f} s on GPUs like H100"
+    if config.trainer.test_freq > 0:  # how long answers get, nobody knows before
+        needed += ", besides the evaluation that follows a step (trainer.test_freq)"
+    if notice_s >= needed_s:
+        return f"{notice_s} s before the time limit; {needed}"
+    enough = -(-int(needed_s + 1) // 600) * 600
+    cure = f"NOTICE_S={enough} sbatch --signal=B:USR1@{enough}"
+    return f"{notice_s} s before the time limit IS TOO SHORT; {needed}; give {cure}"

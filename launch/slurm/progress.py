@@ -1,0 +1,32 @@
+"""How far a run has come, as its newest checkpoint says."""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.checkpointing import newest_first, num_groups_under_way, read_controller_state, step_of
+from megatron_dapo.config import RunFolder
+
+
+@dataclass(frozen=True, order=True)
+class Progress:
+    """step: rollout steps that are done. num_groups: finished groups of the next one, of a run that was stopped while
+    it sampled."""
+
+    step: int = 0
+    num_groups: int = 0
+
+
+BEGINNING = Progress()
+
+
+def progress(run: str) -> Progress:
+    """Of the newest checkpoint by its name; whether it is whole, the trainer finds out."""
+    folders = newest_first(RunFolder(Path(run)).checkpoints)
+    if not folders:
+        return BEGINNING
+    try:
+        num_groups = num_groups_under_way(read_controller_state(folders[0]))
+    except (OSError, ValueError, EOFError, zlib.error):  # damaged, or without a rollout's state
+        num_groups = 0
+    return Progress(step_of(folders[0]), num_groups)
