@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+from megatron_dapo.checkpointing.config_changes import config_to_plain
 from megatron_dapo.checkpointing.folders import remove_leftovers
 from megatron_dapo.checkpointing.resume import find_start
 from megatron_dapo.checkpointing.saver import Retention, Saver
@@ -75,4 +76,4 @@ def run(root: Path, log: Path, num_steps: int = 10**9) -> None:
 
 
 def trainer_state(step: int) -> dict:
-    return {"step": step, "config": Config().model_dump(mode="json")}
+    return {"step": step, "config": config_to_plain(Config())}

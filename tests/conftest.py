@@ -1,6 +1,8 @@
 """Settings of every test: one thread per process, no network, unhurried property tests."""
 
 import os
+import signal
+from collections.abc import Iterator
 
 from megatron_dapo.child_environment import ONE_THREAD
 
@@ -26,3 +28,15 @@ hypothesis.settings.load_profile("megatron_dapo")
 @pytest.fixture
 def free_port() -> int:
     return find_free_port()
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Ctrl-C and a closed terminal end processes again: for tests that send these signals to themselves or to their
+    children. Whoever started the tests may have had them ignored, nohup SIGHUP and a script's `&` SIGINT, and all
+    children inherit that. Not for every test: under nohup the others go on when the terminal is closed."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

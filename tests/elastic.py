@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launch.trainer_ranks import TrainerRanks, trainer_command
-from megatron_dapo.config import Config, RunFolder, to_yaml, write_whole
+from megatron_dapo.config import Config, RunFolder, make_server_key, to_yaml, write_whole
 from megatron_dapo.rollout import read_batch
 from megatron_dapo.telemetry import read_metrics
 from tests.forked_ranks import fork_server
@@ -117,8 +117,9 @@ def train(config: Config, servers: Servers, look: Callable[[int], bool | None] =
     config_file, urls_file = run.logs / "config.yaml", run.path / "servers.txt"
     write_whole(config_file, to_yaml(config))
     write_whole(urls_file, "".join(f"{url}\n" for url in servers.urls))
-    override = f"actor_rollout_ref.rollout.server_urls_file={urls_file}"
-    ranks = TrainerRanks(config, run, trainer_command(str(config_file), [override]))
+    given = {"server_urls_file": urls_file, "server_api_key_file": make_server_key(config)}
+    overrides = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in given.items()]
+    ranks = TrainerRanks(config, run, trainer_command(str(config_file), overrides))
     are_lost = False
     try:
         servers.start()

@@ -50,7 +50,7 @@ class FakeServer:
 
     failures: HTTP statuses of the next requests, before it answers again; "abort" = a finished abort.
     hold: while it is not set, answers wait. is_frozen: it does not say how it is, either. is_paused: as SGLang between
-    pause and continue; it says so, and requests wait.
+    pause and continue; it says so, and requests wait. is_ill: SGLang's word for itself when no token came in time.
     """
 
     def __init__(self, script: Script, version: int = 1) -> None:
@@ -58,7 +58,7 @@ class FakeServer:
         self.failures: list[int | str] = []
         self.hold = asyncio.Event()
         self.hold.set()
-        self.is_frozen = self.is_paused = False
+        self.is_frozen = self.is_paused = self.is_ill = False
         self.requests: list[dict] = []
         self.num_open = self.max_open = 0
         with socket.socket() as probe:
@@ -77,6 +77,8 @@ class FakeServer:
                 web.get("/ready", self._ready),
                 web.get("/server_info", self._server_info),
                 web.get("/model_info", self._model_info),
+                web.get("/health", self._health),
+                web.post("/continue_generation", self._continue),
                 web.post("/generate", self._generate),
             ]
         )
@@ -92,7 +94,14 @@ class FakeServer:
             await runner.cleanup()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.json_response({}, status=503 if self.is_paused else 200)
+        return web.json_response({}, status=503 if self.is_paused or self.is_ill else 200)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=503 if self.is_ill else 200)
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.is_paused = False
+        return web.json_response({})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -144,6 +153,7 @@ def write_files(folder: Path, num_prompts: int = 100, num_val: int = 0, extra_in
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([EOS])
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(WORDS)}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
     for name, count in (("train", num_prompts), ("val", num_val)):
         rows = [

@@ -88,13 +88,13 @@ def config_of(overrides: list[str]) -> Config:
 
 @contextmanager
 def one_server(config: Config, logs: Path) -> Iterator[list[str]]:
-    """The override that names it."""
+    """The overrides that name it."""
     logs.mkdir(parents=True, exist_ok=True)
     supervisor = ServerSupervisor(config, logs)
     try:
         supervisor.start()
         supervisor.wait_healthy()
-        yield [f"actor_rollout_ref.rollout.server_urls={json.dumps(supervisor.urls)}"]
+        yield supervisor.overrides()
     finally:
         supervisor.stop()
 

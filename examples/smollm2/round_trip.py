@@ -14,7 +14,7 @@ from pathlib import Path
 from examples.cache import cache_folder
 from examples.smollm2 import problems
 from examples.smollm2.model import ensure_model
-from megatron_dapo.config import UserError, load_config
+from megatron_dapo.config import UserError, load_config, read_server_key
 
 NUM_PROMPTS, NUM_TOKENS = 16, 24
 # two float32 programs: each may differ from float64 by 8e-5 at log-probs of -10 (seen), and by far less in the mean
@@ -69,13 +69,14 @@ async def sampled(model: Path, log_dir: Path, prompts: Sequence[Sequence[int]]) 
     from megatron_dapo.rollout import SamplingParams, ServerSupervisor, SGLangClient
 
     server = "actor_rollout_ref.rollout.server"
-    overrides = [f"actor_rollout_ref.model.path={model}", f"{server}.startup_timeout_s={START_S}"]
+    run = f"trainer.run_dir={log_dir}"
+    overrides = [f"actor_rollout_ref.model.path={model}", f"{server}.startup_timeout_s={START_S}", run]
     supervisor = ServerSupervisor(load_config(None, [*overrides, f"{server}.max_total_tokens=4096"]), log_dir)
     supervisor.start()
     try:
         supervisor.wait_healthy()
         params = SamplingParams(max_new_tokens=NUM_TOKENS)
-        async with SGLangClient(supervisor.urls[0]) as client:
+        async with SGLangClient(supervisor.urls[0], read_server_key(supervisor.key_file)) as client:
             return await asyncio.gather(*(client.generate(prompt, params, REQUEST_S) for prompt in prompts))
     finally:
         supervisor.stop()

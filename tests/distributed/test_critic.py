@@ -73,13 +73,16 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("critic")
     shape = dict(vocab=VOCAB, layers=4, hidden=HIDDEN, heads=4, kv_heads=2)
     actor = make_tiny(folder / "actor", "qwen3", tied=True, **shape)
-    critic = make_tiny(folder / "critic", "qwen3", seed=3, **shape)
+    return actor, with_value_head(make_tiny(folder / "critic", "qwen3", seed=3, **shape))
+
+
+def with_value_head(critic: Path) -> Path:
     tensors = load_file(critic / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
     tensors["score.weight"] = 0.2 * torch.randn(1, HIDDEN, generator=generator)
     tensors["score.bias"] = torch.tensor([0.3])
     save_file(tensors, critic / "model.safetensors", metadata={"format": "pt"})
-    return actor, critic
+    return critic
 
 
 @pytest.fixture(scope="module")
@@ -137,19 +140,27 @@ def samples() -> list[TrainSample]:
 
 @pytest.fixture(scope="module")
 def values(models, samples, tmp_path_factory) -> dict[int, torch.Tensor]:
-    """Of every position: the last hidden states of transformers, in float64, times the head."""
+    return transformers_values(models[1], samples, tmp_path_factory.mktemp("body"), torch.float64)
+
+
+def transformers_values(
+    critic: Path, samples: list[TrainSample], folder: Path, dtype: torch.dtype
+) -> dict[int, torch.Tensor]:
+    """Of every position: the last hidden states of transformers, computed in dtype, times the head."""
     from transformers import AutoModel
 
-    head = load_file(models[1] / "model.safetensors")
-    body = shutil.copytree(models[1], tmp_path_factory.mktemp("body") / "model")
+    head = load_file(critic / "model.safetensors")
+    weight, bias = (head[f"score.{name}"].to(dtype).double() for name in ("weight", "bias"))
+    body = shutil.copytree(critic, folder / "model")
     tensors = {name: tensor for name, tensor in head.items() if not name.startswith("score")}
     save_file(tensors, body / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModel.from_pretrained(body, dtype=torch.float64, attn_implementation="eager").eval()
+    eager = dict(attn_implementation="eager", experts_implementation="eager")
+    model = AutoModel.from_pretrained(body, dtype=dtype, **eager).eval()
     found = {}
     with torch.no_grad():
         for sample in samples:
             hidden = model(torch.from_numpy(sample.tokens)[None]).last_hidden_state[0]
-            found[sample.sample_id] = hidden @ head["score.weight"][0].double() + head["score.bias"].double()
+            found[sample.sample_id] = hidden.double() @ weight[0] + bias
     return found
 
 

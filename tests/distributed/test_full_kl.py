@@ -63,14 +63,16 @@ def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, ca
 
 
 def test_the_penalty_is_what_transformers_says(models, results):
-    """sum_v p (log p - log q) of all logits in float64, the mean over every response token of the step."""
+    """sum_v p (log p - log q) of all logits in float64, the mean of the responses' means over their tokens."""
     actor, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in models)
-    total, count = 0.0, 0
+    means = []
     for sample in (sample for group in synthetic_groups(VOCAB) for sample in group.samples):
         tokens = torch.tensor([[*sample.prompt_tokens, *sample.response_tokens]])
         with torch.no_grad():
             log_p, log_q = ((m(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(-1) for m in (actor, reference))
         counted = torch.tensor(sample.loss_mask, dtype=torch.bool)
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)[len(sample.prompt_tokens) - 1 :][counted]
-        total, count = total + float(kl.sum()), count + len(kl)
-    assert results["tp1/whole"]["metrics"]["actor/reward_kl_penalty"] == pytest.approx(total / count, rel=1e-5)
+        means.append(float(kl.mean()))
+    assert results["tp1/whole"]["metrics"]["actor/reward_kl_penalty"] == pytest.approx(
+        sum(means) / len(means), rel=1e-5
+    )

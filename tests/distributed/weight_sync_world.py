@@ -15,9 +15,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import WeightSyncConfig
+from megatron_dapo.config import RunFolder, WeightSyncConfig
 from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.rollout import SGLangClient
+from megatron_dapo.rollout import SGLangClient, report_unresponsive
 from megatron_dapo.weight_sync import WeightSync, WeightSyncError
 from tests.distributed import weight_sync_server
 from tests.forked_ranks import fork_server
@@ -124,6 +124,7 @@ def _sharded_rank(
     sizes: tuple[int, int, int],
     urls: list[str],
     odd_rank: int | None,
+    run: RunFolder | None,
     config: dict,
 ) -> None:
     torch.set_num_threads(1)
@@ -140,7 +141,8 @@ def _sharded_rank(
 
     def open_sync() -> WeightSync:
         keys, device = WeightSyncConfig(**config), torch.device("cpu")
-        return WeightSync(model, lambda: urls, SGLangClient, model.layout, keys, device)
+        told = {"report_unresponsive": partial(report_unresponsive, run)} if run else {}
+        return WeightSync(model, lambda: urls, SGLangClient, model.layout, keys, device, **told)
 
     serve_orders(pipe, open_sync, partial(setattr, model, "version"))
 
@@ -176,12 +178,19 @@ class Ranks:
 
 
 class Trainer(Ranks):
-    """Trainer ranks of a sharded random model."""
+    """Trainer ranks of a sharded random model. run: where they leave notes about servers that did not answer."""
 
     def __init__(
-        self, urls: Sequence[str], tp: int = 1, pp: int = 1, dp: int = 1, odd_rank: int | None = None, **config: object
+        self,
+        urls: Sequence[str],
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        odd_rank: int | None = None,
+        run: RunFolder | None = None,
+        **config: object,
     ) -> None:
-        super().__init__(_sharded_rank, tp * pp * dp, free_port(), (tp, pp, dp), list(urls), odd_rank, config)
+        super().__init__(_sharded_rank, tp * pp * dp, free_port(), (tp, pp, dp), list(urls), odd_rank, run, config)
 
 
 # ---------------------------------------------------------------------------------------------------- servers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import load_config
+from megatron_dapo.config import load_config, read_server_key
 from megatron_dapo.rollout import ServerSupervisor
 from tests.forked_ranks import run_ranks
 from tests.helpers import REPOSITORY
@@ -18,9 +18,11 @@ from tests.tiny_models import make_tiny
 
 @dataclass(frozen=True)
 class RunningServer:
-    """model_path: the checkpoint whose answers are to be expected; it was served after a conversion and back."""
+    """model_path: the checkpoint whose answers are to be expected; it was served after a conversion and back. key: what
+    it demands of everyone."""
 
     url: str
+    key: str
     model_path: Path
     supervisor: ServerSupervisor
 
@@ -33,12 +35,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model_path = make_tiny(folder / "model", "qwen2")
     served = _there_and_back(model_path, folder)
     rollout = "actor_rollout_ref.rollout.server"
-    config = load_config(None, [f"actor_rollout_ref.model.path={served}", f"{rollout}.startup_timeout_s=200.0"])
+    model, run = f"actor_rollout_ref.model.path={served}", f"trainer.run_dir={folder}/run"
+    config = load_config(None, [model, run, f"{rollout}.startup_timeout_s=200.0"])
     supervisor = ServerSupervisor(config, folder)
     supervisor.start()
     try:
         supervisor.wait_healthy()
-        yield RunningServer(supervisor.urls[0], model_path, supervisor)
+        yield RunningServer(supervisor.urls[0], read_server_key(supervisor.key_file), model_path, supervisor)
     finally:
         supervisor.stop()
 

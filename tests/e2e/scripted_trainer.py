@@ -1,25 +1,31 @@
 """The trainer as launch starts it, with a rollout that is a function of what it drew, and a signal to itself.
 
 python -m tests.e2e.scripted_trainer STEP NAME TRAIN_ARGUMENTS...   STEP: after its report rank 0 gets the signal NAME
+
+NAME may also be an end in the middle of the step after that, when three groups of its gen batch are finished: `asked`,
+a SIGTERM; `asked_and_lost`, a SIGTERM and then a failure of the servers; `exhausted`, a mistake of the user.
 """
 
 import os
 import random
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import megatron_dapo.job
 from megatron_dapo.__main__ import main
-from megatron_dapo.config import Config
+from megatron_dapo.config import Config, UserError
 from megatron_dapo.data import Group, Prompt, RolloutBatch
 from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.rollout import Interrupted, RolloutError
 from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
 from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
 from megatron_dapo.telemetry import Telemetry
 from tests.synthetic import synthetic_groups
 
+NUM_FINISHED = 3  # groups, at an end in the middle of a step
 VOCABULARY = 64
 NUM_PROMPTS, NUM_GROUPS, GEN_BATCH, GROUP_SIZE = 25, 4, 9, 4
 
@@ -31,7 +37,9 @@ class ScriptedRollout:
     def __init__(self, config: Config) -> None:
         self._pool = make_pool(config)
         self._cursor = PromptCursor(NUM_PROMPTS, seed=1)
-        self._queue = GroupQueue(QueueLimits(NUM_GROUPS, GEN_BATCH, max_num_gen_batches=20), by_correctness("strict"))
+        # so that groups wait between steps
+        limits = QueueLimits(NUM_GROUPS, GEN_BATCH, max_num_gen_batches=20, max_staleness=10)
+        self._queue = GroupQueue(limits, by_correctness("strict"))
 
     def wait_ready(self) -> None:
         pass
@@ -39,14 +47,20 @@ class ScriptedRollout:
     def dump_stacks(self) -> None:
         pass
 
-    def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
-        self._queue.begin(step)
+    def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool]) -> RolloutBatch:
+        self._queue.begin(step, weight_version)
         while self._queue.wants_gen_batch():
-            drawn = next_prompts(self._cursor, self._pool, GEN_BATCH)
-            self._queue.open_gen_batch([_prompt(number) for number, _ in drawn], [replayed for _, replayed in drawn])
+            if not self._queue.has_open_gen_batch:
+                self._open_gen_batch()
             for draw in self._queue.missing():
+                if len(self._queue.missing()) == GEN_BATCH - NUM_FINISHED:
+                    self.interrupt(step)
+                if is_to_stop():
+                    raise Interrupted("as the script has it")
                 self._queue.finish(_group(draw, weight_version))
-            self._queue.close_gen_batch()
+            judged = self._queue.close_gen_batch()
+            if self._pool is not None:
+                self._pool.record(judged)
         taken = self._queue.take()
         metrics = {
             "rollout/num_gen_batches": float(taken.num_gen_batches),
@@ -56,9 +70,16 @@ class ScriptedRollout:
             "rollout/num_filtered": float(taken.filtered.total()),
         }
         if self._pool is not None:
-            self._pool.record(taken.generated)
+            self._pool.end_step()
             metrics |= self._pool.metrics() | replay_metrics(taken.groups, weight_version)
         return RolloutBatch(taken.groups, metrics)
+
+    def _open_gen_batch(self) -> None:
+        drawn = next_prompts(self._cursor, self._pool, GEN_BATCH)
+        self._queue.open_gen_batch([_prompt(number) for number, _ in drawn], [replayed for _, replayed in drawn])
+
+    def interrupt(self, step: int) -> None:
+        """Whatever is to happen in the middle of this step."""
 
     def state_dict(self) -> dict:
         pool = {} if self._pool is None else {"experiences": self._pool.state_dict()}
@@ -105,7 +126,24 @@ def signal_after(step: int, name: str) -> None:
     Telemetry.log = log_and_signal
 
 
+def end_in_the_middle_of(step: int, how: str) -> None:
+    def interrupt(self: ScriptedRollout, number: int) -> None:
+        if number != step:
+            return
+        if how == "exhausted":
+            raise UserError("the data are exhausted, as the script has it.")
+        os.kill(os.getpid(), signal.SIGTERM)
+        if how == "asked_and_lost":
+            raise RolloutError("all servers are lost, as the script has it")
+
+    ScriptedRollout.interrupt = interrupt
+
+
 if __name__ == "__main__":
-    signal_after(int(sys.argv[1]), sys.argv[2])
+    if sys.argv[2].startswith("SIG"):
+        signal_after(int(sys.argv[1]), sys.argv[2])
+    else:
+        end_in_the_middle_of(int(sys.argv[1]) + 1, sys.argv[2])
     megatron_dapo.job.start_rollout = ScriptedRollout
-    sys.exit(main(["train", *sys.argv[3:]]))
+    # the log-probs of made-up groups are no model's
+    sys.exit(main(["train", *sys.argv[3:], "algorithm.rollout_correction.max_mismatch=null"]))

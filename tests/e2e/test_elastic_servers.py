@@ -43,6 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             f"{rollout}.step_timeout_s=200.0",
             f"{rollout}.request_timeout_s=60.0",
             f"{rollout}.max_retries=8",
+            "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
             "algorithm.dapo.enable=true",
             "algorithm.dapo.dynamic_sampling.enable=true",
             "algorithm.dapo.dynamic_sampling.max_num_gen_batches=20",

@@ -36,6 +36,7 @@ def config(tmp_path) -> Config:
             f"trainer.run_dir={tmp_path / 'run'}",
             f"trainer.total_training_steps={NUM_STEPS}",
             f"trainer.n_procs_per_node={NUM_RANKS}",
+            "algorithm.rollout_correction.max_mismatch=null",  # made-up log-probs are no model's
             "trainer.save_interval=1",
             "trainer.keep_last=3",
             "trainer.logger=[jsonl]",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.config import load_config
+from megatron_dapo.config import load_config, read_server_key
 from megatron_dapo.rollout import SamplingParams, SGLangClient
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from tests.distributed.test_parity import hugging_face_log_probs
@@ -30,27 +30,28 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    rollout = "actor_rollout_ref.rollout.server"
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSupervisor]:
+    rollout, logs = "actor_rollout_ref.rollout.server", tmp_path_factory.mktemp("logs")
     config = load_config(
         None,
         [
             f"actor_rollout_ref.model.path={model_path}",
+            f"trainer.run_dir={logs}/run",
             f"{rollout}.max_total_tokens=2048",
             f"{rollout}.startup_timeout_s=300.0",
         ],
     )
-    supervisor = ServerSupervisor(config, tmp_path_factory.mktemp("logs"))
+    supervisor = ServerSupervisor(config, logs)
     supervisor.start()
     try:
         supervisor.wait_healthy()
-        yield supervisor.urls[0]
+        yield supervisor
     finally:
         supervisor.stop()
 
 
-async def generate(url: str):
-    async with SGLangClient(url) as client:
+async def generate(server: ServerSupervisor):
+    async with SGLangClient(server.urls[0], read_server_key(server.key_file)) as client:
         return await client.generate(PROMPT, SamplingParams(max_new_tokens=24, temperature=1.0), timeout_s=60)
 
 
@@ -67,7 +68,7 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
     model_path, server, tmp_path
 ):
     config = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=EVERYTHING)
-    arguments = (free_port(), 2, {"tp": 2, "sp": True, "ep": 2}, str(model_path), [server], {}, config)
+    arguments = (free_port(), 2, {"tp": 2, "sp": True, "ep": 2}, str(model_path), server.overrides(), {}, config)
     with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")
         for version in (0, 150):  # the second: weights 15 % larger, so that other answers are likely

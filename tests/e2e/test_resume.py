@@ -16,8 +16,16 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launch.local import run_local
-from megatron_dapo.checkpointing import CONTROLLER_STATE, newest_first, read_trainer_state, verify, write_manifest
+from megatron_dapo.checkpointing import (
+    CONTROLLER_STATE,
+    newest_first,
+    read_controller_state,
+    read_trainer_state,
+    verify,
+    write_manifest,
+)
 from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate
+from tests.e2e.scripted_trainer import NUM_FINISHED
 from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny
 
@@ -150,6 +158,35 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
         folder / "model.safetensors" for folder in (RunFolder(run).model, RunFolder(whole[0]).model, theirs / "hf")
     ]
     assert len({file.read_bytes() for file in exported}) == 1
+
+
+@pytest.mark.parametrize("whole", ["dp2"], indirect=True)
+@pytest.mark.parametrize(
+    ("how", "save_interval", "code"),
+    [
+        ("asked", NUM_STEPS, 85),  # the step before has to be saved
+        ("asked", STOPPED_AFTER, 85),  # it is saved, but not what was sampled since
+        ("asked_and_lost", NUM_STEPS, 85),
+        ("exhausted", NUM_STEPS, 2),
+    ],
+)
+def test_a_run_that_ends_in_the_middle_of_a_step_goes_on_with_its_open_gen_batch(
+    whole, given, tmp_path, capfd, how, save_interval, code
+):
+    run, layout = tmp_path / "run", whole[1]
+    config = config_of(given, run, f"trainer.save_interval={save_interval}", *layout)
+    assert train(config, STOPPED_AFTER, how) == code
+    saved, told = RunFolder(run).checkpoint(STOPPED_AFTER), capfd.readouterr()
+    assert newest_first(RunFolder(run).checkpoints) == [saved] and verify(saved).is_whole
+    assert (f"Stopped after step {STOPPED_AFTER} by SIGTERM; saved in {saved}" in told.out) == (code == 85)
+    assert told.err.count("the data are exhausted") == (how == "exhausted")
+    assert len(read_controller_state(saved)["queue"]["finished"]) == NUM_FINISHED
+
+    assert train(config.model_copy()) == 0
+    assert f"Resumed after step {STOPPED_AFTER} from {saved}" in capfd.readouterr().out
+    assert metrics_of(run) == metrics_of(whole[0])
+    ours, theirs = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
+    assert (ours / CONTROLLER_STATE).read_bytes() == (theirs / CONTROLLER_STATE).read_bytes()
 
 
 @pytest.mark.parametrize("whole", LAYOUTS, indirect=True)

@@ -100,7 +100,9 @@ def test_every_group_is_trained_on_once_and_none_is_lost(runs):
     queue = read_controller_state(newest_first(run.checkpoints)[0])["queue"]
     waiting = [group["uid"] for group in queue["kept"]]
     dropped = sum(line["dapo/num_filtered_groups"] for line in _metrics(run))
-    assert len(used) + len(waiting) + dropped == queue["num_drawn"] and not set(waiting) & set(used)
+    discarded = sum(line["rollout/num_groups_discarded"] for line in _metrics(run))
+    accounted = len(used) + len(waiting) + dropped + discarded + len(queue["open"])
+    assert accounted == queue["num_drawn"] and not set(waiting) & set(used)
 
 
 def test_the_checkpoint_stands_alone(runs):

@@ -39,11 +39,11 @@ def handle(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         f"data.val_files=[{tmp_path}/prompts.jsonl]",
         "data.apply_chat_template=false",
         f"data.train_batch_size={TRAIN}",
-        f"data.gen_batch_size={TRAIN}",  # so that surplus groups alone never fill a step: it must ask the server
+        f"data.gen_batch_size={TRAIN}",
         "data.max_prompt_length=16",
         f"data.max_response_length={MAX_LENGTH}",
         f"actor_rollout_ref.rollout.n={N}",
-        f"actor_rollout_ref.rollout.server_urls=[{server.url}]",
+        *server.supervisor.overrides(),
         "actor_rollout_ref.rollout.step_timeout_s=400.0",
         "algorithm.dapo.enable=true",
         "algorithm.dapo.dynamic_sampling.enable=true",
@@ -55,26 +55,21 @@ def handle(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     handle.close()
 
 
-async def weight_version(url: str) -> int:
-    async with SGLangClient(url) as client:
+async def weight_version(server) -> int:
+    async with SGLangClient(server.url, server.key) as client:
         return await client.weight_version()
 
 
-async def name_weights(url: str, version: int) -> None:
+async def name_weights(server, version: int) -> None:
     """Stands in for a weight push."""
-    async with SGLangClient(url) as client:
+    async with SGLangClient(server.url, server.key) as client:
         await client.set_weight_version(version)
 
 
-async def pause(url: str) -> None:
+async def pause(server) -> None:
     """From now on requests wait, as in a push."""
-    async with SGLangClient(url) as client:
+    async with SGLangClient(server.url, server.key) as client:
         await client.pause()
-
-
-async def set_going(url: str) -> None:
-    async with SGLangClient(url) as client:
-        await client.continue_()
 
 
 def freeze_behind(pid: int) -> None:
@@ -113,7 +108,7 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
     with ThreadPoolExecutor() as threads:
         handle.wait_ready()
         assert handle.next_batch(1, 1).needs_sync  # the server has the weights of its start
-        asyncio.run(name_weights(url, 1))
+        asyncio.run(name_weights(server, 1))
         batch = handle.next_batch(1, 1)
         check_groups(batch, version=1)
         assert batch.metrics["rollout/tokens_per_s"] > 0
@@ -121,11 +116,8 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
 
         metrics = handle.evaluate(1, 1)
         assert metrics["val/num_prompts"] == 100
+        asyncio.run(pause(server))  # as a push whose last call did not reach it: the server is told to continue
         assert metrics == handle.evaluate(1, 1)  # greedy
-
-        asyncio.run(pause(url))
-        assert handle.next_batch(2, 1).needs_sync  # as after a push whose last call did not reach it
-        asyncio.run(set_going(url))
 
         (pid,) = servers.pids()
         freeze_behind(pid)
@@ -136,8 +128,8 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
         assert supervise(servers, step).needs_sync
         assert servers.pids() != [pid] and servers.urls == [url]
         # it holds the checkpoint's weights again, and says so
-        assert asyncio.run(weight_version(url)) == FOREIGN_VERSION
-        asyncio.run(name_weights(url, 1))
+        assert asyncio.run(weight_version(server)) == FOREIGN_VERSION
+        asyncio.run(name_weights(server, 1))
         batch = handle.next_batch(2, 1)
         check_groups(batch, version=1)
         assert batch.metrics["rollout/num_retries"] > 0

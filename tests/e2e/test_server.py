@@ -5,6 +5,7 @@ import math
 
 import psutil
 import pytest
+import requests
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,7 @@ def ask(server, question):
     """What `question(client)` returns."""
 
     async def run():
-        async with SGLangClient(server.url) as client:
+        async with SGLangClient(server.url, server.key) as client:
             return await question(client)
 
     return asyncio.run(run())
@@ -101,8 +102,10 @@ def test_a_paused_server_goes_on_where_it_was(server, model):
         try:
             await client.flush_cache()
             await client.health()  # SGLang calls a paused server not ready; it is none the less well
+            assert await client.is_paused()
         finally:
-            await client.continue_()
+            await client.set_going()
+        assert not await client.is_paused()
         return await asyncio.gather(*running)
 
     for generation in ask(server, pause_in_the_middle):
@@ -138,3 +141,28 @@ def test_the_processes_of_a_server_are_forks_of_it(server):
     (pid,) = server.supervisor.pids()
     children = psutil.Process(pid).children(recursive=True)
     assert sorted(child.cmdline()[0] for child in children) == ["sglang::detokenizer", "sglang::scheduler"]
+
+
+def test_strangers_are_refused_on_every_route_that_the_server_has(server):
+    """Without a key, and with a wrong one; nothing that they ask for is done."""
+    headers = {"Authorization": f"Bearer {server.key}"}
+    routes = requests.get(f"{server.url}/openapi.json", headers=headers, timeout=TIMEOUT_S).json()["paths"]
+    assert {"/generate", "/pause_generation", "/update_weights_from_disk", "/health", "/ready"} <= routes.keys()
+    for route, methods in [*routes.items(), *((path, {"get": {}}) for path in ("/metrics", "/docs", "/openapi.json"))]:
+        for method in [*methods, "options"]:
+            for brought in ({}, {"Authorization": "Bearer wrong"}):
+                answer = requests.request(method, server.url + route, json={}, headers=brought, timeout=TIMEOUT_S)
+                assert answer.status_code == 401, (method, route, answer.status_code)
+    assert not ask(server, lambda client: client.is_paused())
+
+
+def test_the_key_of_a_server_is_in_its_file_alone(server):
+    """Not in what the list of processes shows, nor in their environment, nor in any log."""
+    (pid,) = server.supervisor.pids()
+    generate(server, PROMPTS, SamplingParams(max_new_tokens=2))
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        assert server.key not in " ".join(process.cmdline()) and server.key not in str(process.environ())
+    folder = server.supervisor.key_file.parent.parent
+    holders = [path for path in folder.rglob("*") if path.is_file() and server.key.encode() in path.read_bytes()]
+    assert holders == [server.supervisor.key_file]
+    assert b"server_args=" in (folder / "server-0.log").read_bytes()

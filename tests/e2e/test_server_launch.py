@@ -62,7 +62,8 @@ def test_ctrl_c_leaves_nothing_of_servers_and_trainer(tmp_path, overrides):
     run.send_signal(signal.SIGINT)
     _, error = run.communicate(timeout=60)
     assert len(family) >= 4, error
-    assert run.returncode == 130 and "SIGINT: the trainer saves at the end of its step, then all stops" in error
+    assert run.returncode == 130
+    assert "SIGINT: the trainer saves, at the latest when its step ends, then all stops; a second signal" in error
     assert not [process for process in family if is_alive(process)]
 
 
@@ -84,3 +85,47 @@ def test_the_servers_of_a_node_tell_their_urls_and_end_on_sigterm(tmp_path, over
     assert url.startswith("http://127.0.0.1:") and f"server-0 is healthy at {url}" in error
     assert run.returncode == 0 and len(family) >= 3
     assert not [process for process in family if is_alive(process)]
+
+
+def test_after_kill_9_of_the_launcher_nothing_is_left_running_and_the_same_command_goes_on(
+    tmp_path, overrides, monkeypatch
+):
+    num_steps = 8
+    given = [
+        *overrides,
+        "reward.function=exact_match",
+        f"trainer.total_training_steps={num_steps}",
+        "trainer.save_interval=1",
+    ]
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    run = start("launch.local", given)
+    launcher, deadline = psutil.Process(run.pid), time.monotonic() + 240
+    metrics, checkpoints = (tmp_path / "run" / name for name in ("metrics.jsonl", "checkpoints"))
+    while not list(checkpoints.glob("step_*")) and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert run.poll() is None, run.communicate()
+    family = launcher.children(recursive=True)
+    run.kill()
+    alive = psutil.wait_procs(family, timeout=60)[1]
+    for process in alive:
+        process.kill()
+    run.communicate()
+    assert len(family) >= 5, "server, scheduler, detokenizer, rank, controller"
+    assert not alive, "they went on without their launcher"
+    noted = shared_memory(tmp_path / "t")
+    assert len(noted) == 1 and all(path.exists() for path in noted)
+
+    again = start("launch.local", given)
+    output, error = again.communicate(timeout=300)
+    assert again.returncode == 0, error
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, num_steps + 1)) and "Resumed after step" in output
+    assert not any(path.exists() for path in noted)
+    assert not list((tmp_path / "t").glob("dapo-server-*")) and not list((tmp_path / "t").glob("tmp????????"))
+
+
+def shared_memory(temporary: Path) -> list[Path]:
+    """Of all servers that have a folder there, as their supervisors have written it down."""
+    lists = temporary.glob("dapo-server-*/.shared_memory")
+    return [Path(line) for file in lists for line in file.read_text().splitlines()]

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, load_config, write_whole
+from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, load_config, read_server_key, write_whole
 from megatron_dapo.rollout import SamplingParams, SGLangClient
 from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation
 from megatron_dapo.rollout.supervisor import ServerSupervisor
@@ -44,7 +45,12 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made = converted(model_path, folder / "made")
     config: Config = load_config(
         None,
-        [f"actor_rollout_ref.model.path={made}", f"{rollout}.num_servers=2", f"{rollout}.max_total_tokens=2048"],
+        [
+            f"actor_rollout_ref.model.path={made}",
+            f"trainer.run_dir={folder}/run",
+            f"{rollout}.num_servers=2",
+            f"{rollout}.max_total_tokens=2048",
+        ],
     )
     supervisor = ServerSupervisor(config, folder)
     supervisor.start()
@@ -55,13 +61,13 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         supervisor.stop()
 
 
-async def read(url: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    async with SGLangClient(url) as client:
+async def read(client: SGLangClient, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    async with client:
         return {name: torch.tensor(await client.weights_by_name(name, len(tensor))) for name, tensor in tensors.items()}
 
 
-async def generate(url: str) -> Generation:
-    async with SGLangClient(url) as client:
+async def generate(client: SGLangClient) -> Generation:
+    async with client:
         return await client.generate(PROMPT, SamplingParams(max_new_tokens=12), timeout_s=60)
 
 
@@ -78,14 +84,15 @@ def log_probs(model_path: Path, version: int, tokens: Sequence[int]) -> torch.Te
 def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_path, servers):
     checkpoint = load_file(model_path / "model.safetensors")
     steady, doomed = servers.urls
+    client = partial(SGLangClient, api_key=read_server_key(servers.key_file))
     config = dict(bucket_size_mb=1, timeout_s=40, verify=True, verify_num_tensors=EVERYTHING)
     # each stage sends three buckets per push: the second one of the sixth push is fatal
     fatal = {doomed: (servers.pids()[1], 5 * 3 + 2)}
-    arguments = (free_port(), 2, {"pp": 2}, str(model_path), servers.urls, fatal, config)
+    arguments = (free_port(), 2, {"pp": 2}, str(model_path), servers.overrides(), fatal, config)
     with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")
         for url in servers.urls:  # weights that nobody pushed: no sample of theirs counts
-            assert set(asyncio.run(generate(url)).weight_versions) == {FOREIGN_VERSION}
+            assert set(asyncio.run(generate(client(url))).weight_versions) == {FOREIGN_VERSION}
         for version in range(1, 6):
             answers = trainer.order(version)
             assert [status for status, _ in answers] == ["ok", "ok"], answers
@@ -93,9 +100,9 @@ def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_pa
             print({phase: f"{seconds:.3f} s" for phase, seconds in report.seconds.items()})
             assert report.num_buckets == 6 and report.rejoined == (version == 1)
             for url in servers.urls:
-                for name, tensor in asyncio.run(read(url, checkpoint)).items():
+                for name, tensor in asyncio.run(read(client(url), checkpoint)).items():
                     assert torch.equal(tensor, changed(checkpoint[name], version)), f"{name} on {url}, push {version}"
-                generation = asyncio.run(generate(url))
+                generation = asyncio.run(generate(client(url)))
                 assert set(generation.weight_versions) == {version}
                 expected = log_probs(model_path, version, generation.tokens)
                 assert (torch.tensor(generation.log_probs) - expected).abs().max() < 1e-4
@@ -103,9 +110,9 @@ def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_pa
         answers = trainer.order(6)
         assert [status for status, _ in answers] == ["ok", "ok"], answers
         assert answers[0][1].num_servers == 1 and "recover" in answers[0][1].seconds
-        for name, tensor in asyncio.run(read(steady, checkpoint)).items():
+        for name, tensor in asyncio.run(read(client(steady), checkpoint)).items():
             assert torch.equal(tensor, changed(checkpoint[name], 6)), f"{name} on {steady}, push 6"
-        assert set(asyncio.run(generate(steady)).weight_versions) == {6}
+        assert set(asyncio.run(generate(client(steady))).weight_versions) == {6}
 
 
 class Growing:
@@ -151,6 +158,7 @@ def test_a_run_takes_in_a_server_that_comes_later_and_outlives_the_one_it_began_
             "data.max_response_length=16",
             "actor_rollout_ref.rollout.n=4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            f"actor_rollout_ref.rollout.server_api_key_file={servers.key_file}",
             "actor_rollout_ref.rollout.step_timeout_s=200.0",
             "actor_rollout_ref.rollout.request_timeout_s=100.0",
             "reward.function=tests.scripted_reward:even_length",

@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 import psutil
 import torch
 
-from megatron_dapo.config import MegatronConfig, WeightSyncConfig
+from megatron_dapo.config import MegatronConfig, WeightSyncConfig, given_server_key, load_config
 from megatron_dapo.models import WeightSource, build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout, device
-from megatron_dapo.rollout import SGLangClient
+from megatron_dapo.rollout import ServerList, SGLangClient
 from megatron_dapo.weight_sync import WeightSync
 from tests.distributed.weight_sync_world import serve_orders
 
@@ -18,8 +18,8 @@ from tests.distributed.weight_sync_world import serve_orders
 class DeadlyClient(SGLangClient):
     """Kills its server, with all of its processes, while the update number `fatal_update` is on its way."""
 
-    def __init__(self, url: str, pid: int, fatal_update: int) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, key: str, pid: int, fatal_update: int) -> None:
+        super().__init__(url, key)
         self._pid, self._left = pid, fatal_update
 
     async def update_weights_from_distributed(self, *args: object, **kwargs: object) -> None:
@@ -45,11 +45,12 @@ def rank_main(
     world_size: int,
     sizes: dict[str, int],
     path: str,
-    urls: list[str],
+    servers: list[str],
     deadly: dict[str, tuple[int, int]],
     config: dict,
 ) -> None:
-    """sizes: of the layout. deadly: URL -> (process, update during which it is killed)."""
+    """sizes: of the layout. servers: overrides that name them. deadly: URL -> (process, update during which it
+    is killed)."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )
@@ -66,10 +67,13 @@ def rank_main(
             parameter.copy_(changed(start, version))
 
     def open_sync() -> WeightSync:
+        given = load_config(None, servers)
+        key = given_server_key(given)
+
         def connect(url: str) -> SGLangClient:
-            return DeadlyClient(url, *deadly[url]) if url in deadly else SGLangClient(url)
+            return DeadlyClient(url, key, *deadly[url]) if url in deadly else SGLangClient(url, key)
 
         source, keys = WeightSource(model, layout), WeightSyncConfig(**config)
-        return WeightSync(source, lambda: urls, connect, layout, keys, device())
+        return WeightSync(source, ServerList.of(given.actor_rollout_ref.rollout).now, connect, layout, keys, device())
 
     serve_orders(pipe, open_sync, set_version)

@@ -40,9 +40,10 @@ def test_the_demo_trains_under_srun_with_pmix_as_under_torchrun_bit_for_bit(clus
     assert mpi_replay.model_of(runs[1]) == mpi_replay.model_of(runs[0])
 
 
-def test_tasks_that_srun_starts_without_mpi_are_refused_before_each_trains_alone(srun):
+@pytest.mark.parametrize(("mpi", "variable"), [("none", "SLURM_STEP_NUM_TASKS"), ("pmi2", "PMI_SIZE")])
+def test_tasks_that_open_mpi_cannot_join_are_refused_before_each_trains_alone(srun, mpi, variable):
     with pytest.raises(AssertionError) as failure:
-        srun(sys.executable, "-m", "launch.mpi", "--config", "configs/demo.yaml", mpi="none")
+        srun(sys.executable, "-m", "launch.mpi", "--config", "configs/demo.yaml", mpi=mpi)
     told = str(failure.value)
-    assert told.count("The launcher started 2 processes (SLURM_STEP_NUM_TASKS), but Open MPI") == 1
-    assert "use srun --mpi=pmix" in told and "exit code 2" in told
+    assert told.count(f"The launcher started 2 processes ({variable}), but Open MPI") == 1
+    assert "srun --mpi=pmix" in told and "exit code 2" in told

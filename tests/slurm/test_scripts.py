@@ -157,6 +157,7 @@ def test_a_job_that_runs_obeys_the_signal_and_says_what_is_saved_where_slurm_ans
     """state: what Slurm calls the job ("": it does not answer); at a signal that is SIGNALING for a moment."""
     failing = "#!/bin/bash\nexit 1\n"
     programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL, "squeue": failing, "scancel": failing}
+    programs["sleep"] = "#!/bin/bash\nexec /bin/sleep 0.05\n"  # it asks Slurm again every two seconds, twice five times
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "step_000040.json.gz").touch()
     overrides = [f"trainer.replay={tmp_path / 'batches'}", "trainer.nnodes=2", "trainer.n_procs_per_node=1"]

@@ -139,7 +139,9 @@ def test_with_a_buffer_truncation_is_punished_by_length_alone():
         ("additive", 1.0, -0.5, 0.5),
         ("additive", -1.0, -0.5, -1.5),
         ("multiplicative", 1.0, -0.25, 0.75),
-        ("multiplicative", -1.0, -0.25, -0.75),
+        ("multiplicative", 0.0, -0.25, 0.0),
+        ("multiplicative", -1.0, -0.25, -1.0),
+        ("multiplicative", -1.0, -2.0, -1.0),
         ("replace_if_positive", 1.0, -0.5, -0.5),
         ("replace_if_positive", 0.25, 0.5, 0.5),
         ("replace_if_positive", 0.0, -0.5, 0.0),
@@ -155,6 +157,14 @@ def test_every_truncation_mode_by_hand(mode, raw, penalty, shaped):
     shaping = OverlongShaping(max_response_length=20, truncation_penalty=penalty, mode=mode)
     assert shape(raw, 20, True, shaping) == pytest.approx((shaped, shaped - raw))
     assert shape(raw, 20, False, shaping) == (raw, 0.0)
+
+
+@pytest.mark.parametrize("mode", TRUNCATION_MODES)
+@given(raw=st.floats(-10, 10), penalty=st.floats(-10, 0))
+def test_no_mode_ever_rewards_truncation(mode, raw, penalty):
+    """Of rewards 0 and 1, and of -1 and 1."""
+    shaping = OverlongShaping(max_response_length=20, truncation_penalty=penalty, mode=mode)
+    assert shape(raw, 20, True, shaping)[0] <= raw
 
 
 def test_without_shaping_the_reward_stays():

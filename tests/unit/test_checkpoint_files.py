@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_dapo.checkpointing import (
     MANIFEST,
     discard,
+    folders,
     newest_first,
     publish,
     read_controller_state,
@@ -18,7 +19,13 @@ from megatron_dapo.checkpointing import (
     verify,
     write_manifest,
 )
-from megatron_dapo.checkpointing.folders import remove_leftovers, retire, write_controller_state
+from megatron_dapo.checkpointing.folders import (
+    add_controller_state,
+    remove_leftovers,
+    retire,
+    write_controller_state,
+)
+from megatron_dapo.checkpointing.manifest import Verdict
 from megatron_dapo.config import UserError
 
 pytestmark = pytest.mark.unit
@@ -234,6 +241,27 @@ def test_what_a_killed_process_left_is_removed_and_checkpoints_stay(tmp_path):
     discard(tmp_path / "step_000003")
     discard(tmp_path / "step_000003")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_takes_a_later_state_of_the_rollout_and_is_whole_at_every_moment(tmp_path, monkeypatch):
+    """Killed before the manifest names the new state, it has the old one."""
+    (tmp_path / "tensors").write_bytes(b"x" * 32)
+    write_controller_state(tmp_path, {"drawn": 1})
+    write_manifest(tmp_path, ["model", "controller"])
+    for number in (2, 3, 4):
+        with monkeypatch.context() as patched:
+            patched.setattr(folders, "write_manifest", killed)
+            with pytest.raises(KeyboardInterrupt):
+                add_controller_state(tmp_path, {"drawn": number})
+        assert verify(tmp_path).is_whole and read_controller_state(tmp_path) == {"drawn": number - 1}
+        add_controller_state(tmp_path, {"drawn": number})
+        assert verify(tmp_path) == Verdict(()) and read_controller_state(tmp_path) == {"drawn": number}
+        assert read_manifest(tmp_path).contents == ("model", "controller")
+    assert len(list(tmp_path.iterdir())) == 4  # of the states the first and the last
+
+
+def killed(*_):
+    raise KeyboardInterrupt
 
 
 def test_the_controllers_state_comes_back_as_it_was_and_the_same_state_gives_the_same_bytes(tmp_path):

@@ -1,12 +1,14 @@
-"""A flat range of a tensor as boxes: what a sharded optimizer's checkpoint is made of."""
+"""What a sharded optimizer's checkpoint is made of, a flat range of a tensor as boxes, and the schedule beside it."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.checkpointing.torch_dist.loading import OptimizerParamScheduler, restore_schedule
 from megatron_dapo.checkpointing.torch_dist.pieces import Box, rectangles
 
 pytestmark = pytest.mark.unit
@@ -59,3 +61,21 @@ def test_what_lies_outside_of_a_box_is_left_out():
     up = Box("up", (2, 3), (0, 0), (2, 3), 6, (0, 0))
     assert torch.cat([p.data.flatten() for p in gate.pieces(values, 2, 0)]).tolist() == [0, 1, 2, 3]
     assert torch.cat([p.data.flatten() for p in up.pieces(values, 2, 0)]).tolist() == [4, 5, 6, 7]
+
+
+def schedule_of(style: str, num_steps: int, lr: float = 1e-6) -> OptimizerParamScheduler:
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.1}])
+    return OptimizerParamScheduler(optimizer, 0.0, lr, 0.0, 2, num_steps, style, 0.1, 0.1, 0, "constant")
+
+
+@pytest.mark.parametrize(
+    ("style", "lr", "words"),
+    [("constant", 1e-6, ""), ("constant", 2e-6, "max_lr"), ("cosine", 1e-6, "lr_decay_steps was 100, is 500")],
+)
+def test_of_a_schedule_what_differs_and_is_read_is_reported(style, lr, words):
+    """A constant learning rate does not depend on the length of the run."""
+    before, now = schedule_of(style, 100), schedule_of(style, 500, lr)
+    before.step(increment=7)
+    notes = restore_schedule(now, before.state_dict())
+    assert now.num_steps == 7 and bool(notes) == bool(words)
+    assert all(words in note and ("lr_decay_steps" in note) == (style == "cosine") for note in notes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.child_environment import cache_folder, places_to_write
+from megatron_dapo.child_environment import cache_folder, places_to_write, set_rank_defaults
 from megatron_dapo.config import UserError, load_config
 from megatron_dapo.platform import sglang_cpu
 from megatron_dapo.rewards import RewardPool, RewardRequest
@@ -62,7 +62,7 @@ def test_a_reward_process_has_one_thread_and_reads_utf_8_whatever_the_user_set(t
             await pool.close()
 
     result = asyncio.run(judge())
-    assert result.correct and result.score == 2  # itself, and the one that watches its pipe
+    assert result.correct and result.score == 1
 
 
 def test_a_server_reads_utf_8_in_any_locale(monkeypatch):
@@ -136,3 +136,35 @@ def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path, s
     for launcher, arguments in started.items():
         shown = python(code, os.environ | setting, str(tmp_path), launcher, *arguments).split()
         assert shown == [str(len(os.sched_getaffinity(0)))], launcher
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "backend:native"}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    ],
+)
+def test_a_rank_gets_defaults_for_its_gpu_and_keeps_what_the_user_set(given, expected):
+    environment = dict(given)
+    set_rank_defaults(environment)
+    assert environment == given | expected
+
+
+def test_a_rank_has_its_defaults_before_it_imports_torch(tmp_path):
+    """Whoever started it: the command that every launcher runs sets them."""
+    code = """
+import os, sys, types
+sys.modules["torch"] = None  # its import fails
+from megatron_dapo import __main__
+__main__._checked_config = lambda *arguments: None
+try:
+    __main__.main(["train"])
+except ImportError:
+    print(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], os.environ["PYTORCH_ALLOC_CONF"])
+"""
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, text=True, capture_output=True)
+    assert done.stdout == "1 expandable_segments:True\n", done.stderr

@@ -202,6 +202,36 @@ def test_a_server_that_does_not_say_that_it_is_paused_is_not():
         ask({"GET /ready": always({}, status=500)}, lambda client: client.is_paused())
 
 
+@pytest.mark.parametrize("session", [200, 400])  # a push left one open, or not
+def test_what_takes_no_requests_when_told_to_continue_is_ill_and_not_paused(session):
+    """SGLang tells both by one status."""
+    paused = {"it is": True}
+
+    async def continue_(request: web.Request) -> web.Response:
+        paused["it is"] = False
+        return web.json_response({})
+
+    async def ready(request: web.Request) -> web.Response:
+        return web.Response(status=503 if paused["it is"] else 200)
+
+    routes = {"POST /end_weight_update": always({}, status=session), "POST /continue_generation": continue_}
+    ask(routes | {"GET /ready": ready}, lambda client: client.set_going())
+    assert not paused["it is"]
+    ill = routes | {"GET /ready": always({}, status=503)}
+    with pytest.raises(ServerError, match="/health: HTTP 503"):
+        ask(ill | {"GET /health": always({}, status=503)}, lambda client: client.set_going())
+    ask(ill | {"GET /health": {}}, lambda client: client.set_going())  # with the token it is well again
+
+
+def test_a_scheduler_that_hangs_is_not_set_going():
+    async def nothing(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return web.Response()
+
+    with pytest.raises(ServerError, match="/end_weight_update: no answer"):
+        ask({"POST /end_weight_update": nothing}, lambda client: client.set_going(timeout_s=0.1))
+
+
 def test_a_server_without_update_sessions_is_found_by_asking():
     async def session(client: SGLangClient) -> None:
         await client.begin_weight_update()

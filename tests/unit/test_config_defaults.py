@@ -9,7 +9,7 @@ pytestmark = pytest.mark.unit
 
 DOCUMENTED_DEFAULTS = {
     "algorithm.adv_estimator": "grpo",
-    "algorithm.use_kl_in_reward": False,
+    "algorithm.use_kl_in_reward": None,
     "algorithm.dapo.enable": False,
     "algorithm.dapo.dynamic_sampling.enable": False,
     "algorithm.dapo.dynamic_sampling.filter_mode": "strict",

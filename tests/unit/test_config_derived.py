@@ -66,7 +66,8 @@ def test_the_clip_range_is_that_of_the_switch():
         (["actor_rollout_ref.actor.kl_loss_coef=0.1"], False),
         (["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"], True),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1"], True),
-        (["algorithm.kl_ctrl.kl_coef=0.1"], False),
+        (["algorithm.kl_ctrl.kl_coef=0.1"], True),
+        (["algorithm.use_kl_in_reward=false", "algorithm.kl_ctrl.kl_coef=0.1"], False),
     ],
 )
 def test_a_reference_model_is_needed_only_for_a_coefficient_that_acts(overrides, needed):

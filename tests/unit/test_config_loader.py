@@ -8,9 +8,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import Config, UserError, config_reference, load_config, to_yaml
+from megatron_dapo.config import Config, UserError, config_reference, load_and_validate, load_config, to_yaml
 from megatron_dapo.config.keys import ALIASES, known_keys, known_sections
-from megatron_dapo.config.loader import nearest
+from megatron_dapo.config.loader import MAX_UNKNOWN, nearest
+from megatron_dapo.config.yaml_dialect import MAX_DEPTH, MAX_VALUES
 
 pytestmark = pytest.mark.unit
 
@@ -53,8 +54,8 @@ def test_on_and_off_are_words_where_words_are_asked_for(word):
 
 @pytest.mark.parametrize("name", ["123", "1e-6", "true", "null", "2026-01-01", "a: b", "a=b", "[x", "~/runs/x", ""])
 def test_an_override_of_a_text_key_is_taken_as_it_stands(name):
-    config = load_config(None, [f"trainer.experiment_name={name}", f"trainer.run_dir={name}"])
-    assert config.trainer.experiment_name == name
+    config = load_config(None, [f"data.prompt_key={name}", f"trainer.run_dir={name}"])
+    assert config.data.prompt_key == name
     assert config.trainer.run_dir == (None if name in ("null", "") else name)  # this key takes null too
 
 
@@ -130,7 +131,9 @@ def test_any_single_letter_typo_is_answered_with_the_key_that_was_meant(data):
         ("data.train_batch_size=0", "a whole number > 0"),
         ("data.train_batch_size=1.5", "a whole number > 0"),
         ("data.train_batch_size=true", "a whole number > 0"),
-        ("data.gen_batch_size=-1", "a whole number > 0, or null"),
+        ("data.gen_batch_size=-1", "a whole number > 0 and <= 1e+09, or null"),
+        ("actor_rollout_ref.rollout.n=1000000000000", "a whole number > 0 and <= 10000"),
+        ("weight_sync.timeout_s=1e-9", "a number >= 0.01 and <= 1e+08"),
         ("data.shuffle=yes", "true or false"),
         ("data.shuffle=1", "true or false"),
         ("data.train_files=a.jsonl", "a list of texts"),
@@ -152,6 +155,27 @@ def test_a_wrong_value_is_one_sentence_with_key_value_place_and_what_is_allowed(
     key = override.partition("=")[0]
     assert sentence.startswith(f"{key} is ") and "(override)" in sentence and f"must be {allowed}" in sentence
     assert "pydantic" not in sentence and "Input should" not in sentence
+
+
+SEEDS = {"data.seed", "trainer.seed"}
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in known_keys().values() if "a whole number" in key.allowed], ids=lambda k: k.name
+)
+def test_a_count_that_cannot_be_meant_is_refused(key):
+    if key.name in SEEDS:
+        load_config(None, [f"{key.name}={10**12}"])
+    else:
+        (sentence,) = sentences(None, [f"{key.name}={10**12}"])
+        assert sentence.startswith(f"{key.name} is ") and key.allowed in sentence
+
+
+@pytest.mark.parametrize("key", [key for key in known_keys().values() if key.name.endswith("_s")], ids=lambda k: k.name)
+@pytest.mark.parametrize("value", ["0", "1e-9", "1e10"])
+def test_a_deadline_that_cannot_be_meant_is_refused(key, value):
+    (sentence,) = sentences(None, [f"{key.name}={value}"])
+    assert sentence.startswith(f"{key.name} is ") and ">= 0.01" in sentence
 
 
 def test_all_mistakes_of_file_and_overrides_are_reported_together(tmp_path):
@@ -177,6 +201,41 @@ def test_a_file_that_is_no_config_is_named_in_one_sentence(tmp_path, content):
     path = written(tmp_path, content)
     (sentence,) = sentences(path)
     assert str(path) in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: " + "x" * 10**6, "above 1 MB"),
+        ("".join(f"key{i}: 1\n" for i in range(MAX_VALUES)), f"more than {MAX_VALUES} keys and values"),
+        (f"data: {{train_files: [{'a,' * MAX_VALUES}]}}", f"more than {MAX_VALUES} keys and values"),
+        ("[" * (MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
+        ("a: {" * (MAX_DEPTH + 1), f"nested more than {MAX_DEPTH} deep"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)), "aliases"),
+        ("a: &a [*a]", "aliases"),
+    ],
+    ids=["long", "keys", "list", "lists", "mappings", "aliases", "recursion"],
+)
+def test_a_file_that_no_config_is_as_large_as_is_named_in_one_sentence(tmp_path, text, words):
+    (sentence,) = sentences(written(tmp_path, text))
+    assert words in sentence and len(sentence) < 500
+
+
+def test_a_file_without_end_is_not_read_to_its_end():
+    (sentence,) = sentences(Path("/dev/zero"))
+    assert "/dev/zero" in sentence and "above 1 MB" in sentence
+
+
+def test_of_many_unknown_keys_the_first_are_named_and_the_others_counted(tmp_path):
+    *first, last = sentences(written(tmp_path, "".join(f"key{i}: 1\n" for i in range(MAX_UNKNOWN + 300))))
+    assert len(first) == MAX_UNKNOWN and all(f"Unknown key key{i} = 1" in text for i, text in enumerate(first))
+    assert "300" in last and f"key{MAX_UNKNOWN}" in last
+
+
+def test_what_a_file_that_cannot_be_read_would_have_said_is_not_guessed(tmp_path):
+    with pytest.raises(UserError) as error:
+        load_and_validate(written(tmp_path, "a: ["), [])
+    assert len(error.value.sentences) == 1
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -268,6 +327,13 @@ def test_a_section_or_a_key_may_be_given_under_its_other_spelling(tmp_path):
     actor = config.actor_rollout_ref.actor
     assert (actor.use_dapo, actor.optim.lr, actor.clip_ratio_low) == (True, 1e-5, 0.1)
     assert config.critic.value_loss_coef == 0.75
+
+
+def test_the_soft_interval_may_be_given_as_overlong_buffer_len():
+    """As the DAPO overview calls it."""
+    (section,) = {name for name in known_sections() if name.endswith("overlong_reward_shaping")}
+    shaping = load_config(None, [f"{section}.overlong_buffer_len=512"]).algorithm.dapo.overlong_reward_shaping
+    assert shaping.buffer_len == 512
 
 
 def test_an_override_wins_over_the_file_whatever_either_calls_the_key(tmp_path):

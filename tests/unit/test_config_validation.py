@@ -98,8 +98,7 @@ CONTRADICTIONS = [
     ("groups.metric=score", ["metric is score", "filter_groups.enable is false"]),
     ("groups.max_num_gen_batches=0", ["max_num_gen_batches is 0", "filter_groups.enable is false"]),
     ("groups.enable=true data.gen_batch_size=51", ["51 x algorithm.filter_groups.max_num_gen_batches 10", "512"]),
-    ("groups.enable=true groups.metric=seq_final_reward algorithm.use_kl_in_reward=true "
-     "algorithm.kl_ctrl.kl_coef=0.01", ["metric is seq_final_reward", "use_kl_in_reward", "seq_reward"]),
+    ("rollout.max_staleness=2", ["rollout.max_staleness is 2", "rollout_correction.rollout_is is none", "to token"]),
     ("actor.use_dapo=true actor.clip_ratio_low=null actor.clip_ratio_high=null actor.clip_ratio=1.5 "
      "actor.clip_ratio_c=null", ["actor.clip_ratio is 1.5", "below 1"]),
     ("actor.use_dapo=true actor.clip_ratio=0.1", ["clip_ratio is 0.1", "clip_ratio_low and", "to null"]),
@@ -124,12 +123,13 @@ CONTRADICTIONS = [
     ("actor.use_kl_loss=true", ["use_kl_loss is true", "kl_loss_coef is 0"]),
     ("actor.kl_loss_coef=0.01", ["kl_loss_coef is 0.01", "use_kl_loss is false"]),
     ("algorithm.use_kl_in_reward=true", ["use_kl_in_reward is true", "kl_coef is 0"]),
-    ("algorithm.kl_ctrl.kl_coef=0.01", ["kl_coef is 0.01", "use_kl_in_reward is false"]),
+    ("algorithm.use_kl_in_reward=false algorithm.kl_ctrl.kl_coef=0.01",
+     ["kl_coef is 0.01", "use_kl_in_reward is false"]),
     ("actor.kl_loss_type=full", ["kl_loss_type is full", "use_kl_loss is false"]),
-    ("algorithm.kl_penalty=full", ["kl_penalty is full", "use_kl_in_reward is false"]),
+    ("algorithm.kl_penalty=full", ["kl_penalty is full", "kl_coef is 0"]),
     ("algorithm.kl_ctrl.target_kl=0.1", ["target_kl is 0.1", "type is fixed", "adaptive"]),
     ("algorithm.kl_ctrl.horizon=100", ["horizon is 100", "type is fixed", "adaptive"]),
-    ("algorithm.kl_ctrl.type=adaptive", ["type is adaptive", "use_kl_in_reward is false"]),
+    ("algorithm.kl_ctrl.type=adaptive", ["type is adaptive", "kl_coef is 0"]),
     (
         "algorithm.rollout_correction.rollout_is_threshold=3",
         ["rollout_is_threshold is 3", "rollout_is is none", "set rollout_is to token"],
@@ -236,6 +236,9 @@ def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
         f"{SAMPLING_ON} sampling.filter_mode=none rollout.n=1",
         f"{SAMPLING_ON} sampling.form=mask sampling.max_num_gen_batches=3 sampling.on_exhausted=train_partial",
         "groups.enable=true groups.metric=seq_final_reward data.gen_batch_size=1024",
+        "groups.enable=true groups.metric=seq_final_reward algorithm.use_kl_in_reward=true "
+        "algorithm.kl_ctrl.kl_coef=0.01",
+        "rollout.max_staleness=2 algorithm.rollout_correction.rollout_is=token",
         "groups.enable=true groups.max_num_gen_batches=0 data.gen_batch_size=1",
         "sampling.enable=false sampling.filter_mode=remove_all_correct",
         "groups.enable=false groups.metric=score",
@@ -363,11 +366,22 @@ def test_the_models_sizes_are_read_from_its_folder(machine):
     assert "num_attention_heads 12" in sentence
 
 
-def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, monkeypatch):
+def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert on_this_machine(machine, "megatron.use_transformer_engine=on") == []  # a laptop, where a recipe is read
+    (tmp_path / "version").touch()
+    monkeypatch.setattr("megatron_dapo.nvidia_driver.VERSION_FILE", tmp_path / "version")
     (sentence,) = on_this_machine(machine, "megatron.use_transformer_engine=on")
     assert "transformer_engine is not installed here" in sentence
     assert on_this_machine(machine, "megatron.use_transformer_engine=auto") == []
     (sentence,) = on_this_machine(machine, "megatron.fp8=hybrid")
     assert "fp8 is hybrid, but the package transformer_engine is not installed here" in sentence
     assert "set fp8 to none" in sentence
+
+
+@pytest.mark.parametrize("key", ["reward.pass_env", "actor_rollout_ref.rollout.multi_turn.pass_env"])
+def test_a_value_among_the_names_of_variables_is_refused_and_not_shown(key):
+    multi_turn = [f"actor_rollout_ref.rollout.multi_turn.{word}" for word in ("enable=true", "environment=calculator")]
+    with pytest.raises(UserError) as caught:
+        validate(load_config(None, [*multi_turn, f"{key}=[JUDGE_API_KEY=sk-12345]"]), MODEL_JSON)
+    assert f"{key}[0]" in str(caught.value) and "sk-12345" not in str(caught.value)

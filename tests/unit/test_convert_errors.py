@@ -211,6 +211,7 @@ def test_a_conversion_to_bf16_rounds_every_tensor_and_the_config_says_so(source,
     assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_conversion_that_is_ended_leaves_nothing(source, tmp_path, monkeypatch, capfd, number):
     staged = []

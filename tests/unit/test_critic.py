@@ -10,7 +10,7 @@ import torch
 from megatron_dapo.algorithms import FixedKLController
 from megatron_dapo.checkpointing import write_manifest
 from megatron_dapo.checkpointing.model_weights import load_weights
-from megatron_dapo.checkpointing.torch_dist import save
+from megatron_dapo.checkpointing.torch_dist import load, save
 from megatron_dapo.config import UserError, load_config
 from megatron_dapo.models import build_model, load_hf_weights, read_model_spec
 from megatron_dapo.platform import ParallelLayout
@@ -30,6 +30,8 @@ SMALL = [
     "critic.optim.lr=1e-2",
 ]
 
+DTYPES = [f"actor_rollout_ref.actor.megatron.dtype={dtype}" for dtype in ("float32", "bfloat16")]
+
 
 @pytest.fixture(scope="module")
 def layout():
@@ -40,6 +42,16 @@ def layout():
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen2", layers=1, hidden=16, heads=2)
+
+
+@pytest.fixture(scope="module")
+def mixture_path(tmp_path_factory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("mixture"), "qwen3_moe", layers=1, hidden=16, heads=2)
+
+
+@pytest.fixture(params=["dense", "mixture"])
+def any_model_path(request, model_path, mixture_path) -> Path:
+    return {"dense": model_path, "mixture": mixture_path}[request.param]
 
 
 def scored(layout, model_path, *overrides: str) -> tuple[Critic, StepShard]:
@@ -56,8 +68,9 @@ def test_without_gae_a_step_has_no_micro_batches_of_a_critic(layout, model_path)
     assert shard.mini_batches and not shard.critic_mini_batches and not shard.outcomes
 
 
-def test_values_learn_the_returns_and_the_metrics_say_so(layout, model_path):
-    critic, shard = scored(layout, model_path, "critic.cliprange_value=null")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_learn_the_returns_and_the_metrics_say_so(layout, any_model_path, dtype):
+    critic, shard = scored(layout, any_model_path, "critic.cliprange_value=null", dtype)
     first, *_, last = [critic.update(shard) for _ in range(30)]
     assert last["critic/vf_loss"] < 0.3 * first["critic/vf_loss"] and first["critic/lr"] == 1e-2
     assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)  # of values that are all 0
@@ -147,3 +160,23 @@ def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(
     trained = dict(critic.model.chunks[0].named_parameters())
     assert again.keys() == trained.keys() and trained["output_layer.weight"].any()
     assert all(torch.equal(again[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_critic_that_is_loaded_again_goes_on_to_the_bit(layout, any_model_path, tmp_path, dtype):
+    """In bfloat16 its float32 copies come back too: weights alone would begin with what is rounded."""
+    critic, shard = scored(layout, any_model_path, dtype)
+    critic.update(shard)
+    training = {"optimizer": critic.state.optimizer, "lr_schedule": critic.state.lr_schedule}
+    save(tmp_path / "critic", critic.model, layout, **training)
+    again, _ = scored(layout, any_model_path, dtype)
+    training = {"optimizer": again.state.optimizer, "lr_schedule": again.state.lr_schedule}
+    report = load(tmp_path / "critic", again.model, layout, **training)
+    assert {"model", "optimizer", "lr_schedule"} <= set(report.restored)
+    for _ in range(2):
+        assert all(
+            torch.equal(mine, theirs)
+            for chunk, other in zip(critic.model.chunks, again.model.chunks, strict=True)
+            for mine, theirs in zip(chunk.parameters(), other.parameters(), strict=True)
+        )
+        assert critic.update(shard) == again.update(shard)

@@ -67,7 +67,7 @@ def test_it_keeps_the_rows_that_the_program_keeps_with_all_their_columns(tmp_pat
     output = tmp_path / "out.parquet"
     output.unlink(missing_ok=True)
     assert dedup(output, *paths) == 0
-    program = PromptDataset.load(list(map(str, paths)), "prompt", CharTokenizer(), 10)
+    program = PromptDataset.load(list(map(str, paths)), "prompt", CharTokenizer(), 10, conflicting_answers="keep")
     kept = read(output)
     assert [key(row) for row in kept] == [(prompt.text, prompt.ground_truth) for prompt in program.prompts]
     firsts = {key(row): row for row in reversed(sum(files, []))}  # the first of each kind is what stays
@@ -105,6 +105,10 @@ def broken(folder: Path) -> dict[str, tuple[list[str], str, list[str], str]]:
     (folder / "cut.parquet").write_bytes(content[:middle] + bytes(2000) + content[middle + 2000 :])
     write(folder / "other.parquet", [{"prompt": "a", "label": "1"}])
     write(folder / "no_answer.parquet", [{"prompt": "a"}])
+    latin = pyarrow.array([b"caf\xe9"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": latin, "label": ["1"]}), folder / "latin.parquet")
+    write(folder / "large.parquet", [{"prompt": "a", "label": "1"}, {"prompt": "a", "label": "1" * 100_000}])
+    write(folder / "nan.parquet", [{"prompt": "a", "label": float("nan")}])
     empty = pyarrow.parquet.read_table(good).slice(0, 0)
     pyarrow.parquet.write_table(empty, folder / "no_rows.parquet")
     (folder / "there.parquet").write_text("")
@@ -113,6 +117,9 @@ def broken(folder: Path) -> dict[str, tuple[list[str], str, list[str], str]]:
         "no such file": ([f"{folder}/absent.parquet"], output, [], "absent.parquet is not a file"),
         "no parquet": ([f"{folder}/text.parquet"], output, [], "text.parquet cannot be read as parquet"),
         "damaged": ([f"{folder}/cut.parquet"], output, [], "cut.parquet"),
+        "not UTF-8": ([f"{folder}/latin.parquet"], output, [], "latin.parquet, rows 1 to 1: there is text that is not"),
+        "too large a row": ([f"{folder}/large.parquet"], output, [], "large.parquet, row 2: the row is larger than"),
+        "no number": ([f"{folder}/nan.parquet"], output, [], "nan.parquet, row 1, column 'label': nan is no answer"),
         "other columns": ([good, f"{folder}/other.parquet"], output, [], "other.parquet has other columns than"),
         "no prompt column": ([good], output, ["--prompt-key", "question"], "no column 'question'"),
         "no answer": ([f"{folder}/no_answer.parquet"], output, [], "no_answer.parquet, row 1: the answer is missing"),
@@ -123,12 +130,14 @@ def broken(folder: Path) -> dict[str, tuple[list[str], str, list[str], str]]:
 
 
 KINDS = (
-    "no such file, no parquet, damaged, other columns, no prompt column, no answer, no rows, output exists, no folder"
+    "no such file, no parquet, damaged, not UTF-8, too large a row, no number, other columns, no prompt column, "
+    "no answer, no rows, output exists, no folder"
 ).split(", ")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mistake_is_one_sentence_and_leaves_nothing(tmp_path, capsys, kind):
+def test_a_mistake_is_one_sentence_and_leaves_nothing(tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.setattr("megatron_dapo.data.prompt_files.MAX_ROW_BYTES", 100_000)
     (tmp_path / "out").mkdir()
     inputs, output, options, words = broken(tmp_path)[kind]
     assert dedup(Path(output), *map(Path, inputs), options=options) == 2

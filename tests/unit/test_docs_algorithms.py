@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dapo.config.keys import canonical, known_keys, show
 from megatron_dapo.config.yaml_dialect import parse_yaml
-from tests.unit.test_seeds import CHOICES, OPTIONS, SEEDS, leaves
+from tests.unit.test_seeds import CHOICES, CONFIGS, OPTIONS, leaves
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,7 @@ def names_in(cell: str) -> list[str]:
 def test_the_defaults_of_the_options_are_those_of_the_schema():
     assert len(OPTION_ROWS) > 30
     for row in OPTION_ROWS:
-        keys = names_in(row[0].replace(" (or `vf_coef`)", ""))
+        keys = names_in(re.sub(r" \(or `\w+`\)", "", row[0]))
         defaults = [show(known_keys()[key].default).strip("'") for key in keys]
         assert row[1].split(", ") == defaults, row
 
@@ -58,6 +58,6 @@ def test_the_code_and_the_tests_of_the_table_exist():
 
 def test_every_key_of_the_documents_is_in_the_table():
     named = {name for row in PLACE_ROWS for name in re.findall(r"`([\w./]+)`", row[1])}
-    of_blocks = {key for path in SEEDS.glob("*.yaml") for key, _ in leaves(parse_yaml(path.read_text())[0])}
+    of_blocks = {key for text in CONFIGS.values() for key, _ in leaves(parse_yaml(text)[0])}
     keys = {canonical(key) for key in (*of_blocks, *CHOICES, *(key for key, _, _ in OPTIONS))}
     assert not keys - {canonical(name) for name in named}

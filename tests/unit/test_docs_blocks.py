@@ -45,6 +45,17 @@ def without_refusals(page: Path) -> str:
     return "\n".join(line for line in page.read_text(encoding="utf-8").splitlines() if "Unknown key" not in line)
 
 
+def test_servers_of_their_own_and_the_trainer_that_uses_them_get_the_same_key():
+    commands = PAGES[0].read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    servers, trainer = (
+        next(line for line in commands if word in line and not line.lstrip().startswith("#"))
+        for word in ("launch.sglang_server", "rollout.server_urls=")
+    )
+    (key,) = re.findall(r"rollout\.server_api_key_file=(\S+)", servers)
+    assert f"rollout.server_api_key_file={key} " in trainer
+    assert any("umask 077; " in line and line.endswith(f"> {key})") for line in commands)
+
+
 def is_file(name: str) -> bool:
     return name.endswith((".py", ".json", ".gz", ".md", ".yaml"))
 

@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = "actor|critic|dapo|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
+SECTIONS = "actor|critic|dapo|perf|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
 
 
 def reported() -> set[str]:

@@ -1,5 +1,6 @@
 """What is being written goes on between the parts of a step; after the last one it is waited for, before the model."""
 
+import pickle
 import signal
 import time
 from concurrent.futures import wait
@@ -12,9 +13,11 @@ from megatron_dapo import trainer
 from megatron_dapo.checkpointing import newest_first
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
-from megatron_dapo.config import load_config
+from megatron_dapo.config import UserError, load_config
+from megatron_dapo.errors import RunStopped, SharedUserError
 from megatron_dapo.job import Job
 from megatron_dapo.platform import JobError, SingleRank
+from megatron_dapo.rollout import ForeignSamples, Interrupted, RolloutError
 from megatron_dapo.telemetry import NullTelemetry
 from tests.checkpoint_run import SlowWrite, trainer_state
 
@@ -51,6 +54,66 @@ def job_of(checkpoints: Checkpoints | Saver) -> SimpleNamespace:
     job.finish = lambda: Job.finish(job)
     job.wait_for_rollout, job.push_weights = nullcontext, lambda version: None
     return job
+
+
+class Rescuer:
+    """Of a run in the middle of a step, which was asked to stop or not."""
+
+    def __init__(self, is_asked_to_stop: bool) -> None:
+        self._is_asked_to_stop, self.rescued = is_asked_to_stop, []
+
+    def rescue(self, step: int, num_steps: int, was_handed: bool) -> bool:
+        self.rescued.append((step, num_steps))
+        return self._is_asked_to_stop and not was_handed
+
+
+@pytest.mark.parametrize("error", [UserError("exhausted"), RolloutError("no server is left"), Interrupted("asked")])
+@pytest.mark.parametrize("is_asked_to_stop", [False, True])
+def test_whatever_ends_a_step_the_one_before_is_saved_first(error, is_asked_to_stop, capfd):
+    """And where the run was asked to stop, it ends as asked; what failed besides is told."""
+    checkpoints = Rescuer(is_asked_to_stop)
+    job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), layout=SingleRank())
+    with pytest.raises(RunStopped if is_asked_to_stop else type(error)):
+        with Job._saved_if_lost(job, 4, 2):
+            raise error
+    assert checkpoints.rescued == [(4, 2)]
+    assert (str(error) in capfd.readouterr().out) == (is_asked_to_stop and not isinstance(error, Interrupted))
+
+
+def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved(monkeypatch):
+    """Else the checkpoint would hold a rollout that is one step ahead of it, and the batch's prompts would be lost."""
+    monkeypatch.setattr("megatron_dapo.job.dist.broadcast_object_list", lambda box, src, group: None)
+    done = []
+    job = SimpleNamespace(
+        rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
+        checkpoints=SimpleNamespace(rescue=lambda step, *_: done.append(f"step {step} saved")),
+        policy=SimpleNamespace(mismatch_by_sample=lambda batches, weight_version: {0: (9.0, 1)}),
+        layout=SimpleNamespace(rank=0, cpu_group=None),
+        telemetry=NullTelemetry(),
+        _max_mismatch=0.5,
+        _servers_of=[("http://a:1",)],
+    )
+    job._saved_if_lost = lambda step: Job._saved_if_lost(job, step)
+    shard = SimpleNamespace(mini_batches=[])
+    Job._refuse_foreign(job, 7, shard, 0.1)
+    assert not done
+    with pytest.raises(ForeignSamples, match="step 7"):
+        Job._refuse_foreign(job, 7, shard, 9.0)
+    assert done == ["refused", "step 6 saved"]
+
+
+def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks(monkeypatch):
+    """So that all of them save the last step."""
+    told = []
+    monkeypatch.setattr("megatron_dapo.job.dist.broadcast_object_list", lambda box, src, group: told.extend(box))
+
+    def question(rollout):
+        raise UserError(["one", "two"], "Traceback")
+
+    with pytest.raises(UserError):
+        Job._ask_rollout(SimpleNamespace(rollout=object(), layout=SimpleNamespace(cpu_group=None)), 1, question)
+    again = pickle.loads(pickle.dumps(told[1]))
+    assert isinstance(again, SharedUserError) and again.sentences == ["one", "two"] and again.details == "Traceback"
 
 
 def test_a_checkpoint_has_its_name_before_the_next_step_ends(tmp_path):

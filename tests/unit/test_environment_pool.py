@@ -42,6 +42,10 @@ class Hostile:
             raise ValueError("no such place")
         if response == "hog":
             bytearray(8 << 30)
+        if response == "replace":
+            sys.modules["__main__"]._plain = lambda observation: {"messages": 3}
+        if response == "secrets":
+            return Observation(({"role": "user", "content": " ".join({"HF_TOKEN", "MY_API_KEY"} & {*os.environ})},))
         if response == "no observation":
             return "well"
         if response == "no text":
@@ -72,10 +76,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_pool(folder, use, name="hostile_environment:Hostile", kwargs=None, num_workers=1, step_timeout_s=3.0):
+def run_pool(folder, use, name="hostile_environment:Hostile", kwargs=None, num_workers=1, step_timeout_s=3.0, **more):
     async def main():
         kwargs_ = {"folder": str(folder)} if kwargs is None else kwargs
-        pool = EnvironmentPool(name, kwargs_, num_workers, step_timeout_s, memory_limit_mb=1024)
+        pool = EnvironmentPool(name, kwargs_, num_workers, step_timeout_s, memory_limit_mb=1024, **more)
         await pool.start()
         try:
             return await use(pool)
@@ -108,6 +112,22 @@ async def answer_of(pool, response):
 ANSWERED = Observation(({"role": "user", "content": "WELL"},), reward=0.5)
 
 
+def test_environments_see_no_secrets_but_those_that_are_passed_on_by_name(folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "1")
+    monkeypatch.setenv("MY_API_KEY", "1")
+    for pass_env, seen in (([], ""), (["MY_API_KEY"], "MY_API_KEY")):
+        answer = run_pool(folder, lambda pool: answer_of(pool, "secrets"), pass_env=pass_env)
+        assert answer.messages[0]["content"] == seen
+
+
+def test_a_class_that_replaces_parts_of_the_worker_costs_its_trajectory(folder):
+    async def use(pool):
+        assert (await failure_of(pool, "replace", "well")).startswith("crash: the worker's answer is no observation")
+        assert await answer_of(pool, "well") == ANSWERED
+
+    run_pool(folder, use)
+
+
 def test_each_failure_costs_one_trajectory_and_says_why(folder):
     failures = {
         "exit": "crash",
@@ -134,14 +154,14 @@ def test_others_go_on_while_one_is_stuck_and_the_event_loop_never_stops(folder):
     async def use(pool):
         stuck = asyncio.create_task(failure_of(pool, "spin"))
         await asyncio.sleep(0.1)
-        beats, began = 0, time.monotonic()
+        beats = 0
         while not stuck.done():
             assert await answer_of(pool, "well") == ANSWERED
             beats += 1
-        return beats, time.monotonic() - began, await stuck
+        return beats, await stuck
 
-    beats, seconds, reason = run_pool(folder, use, num_workers=2, step_timeout_s=2.0)
-    assert beats > 3 and seconds < 20 and reason == "timeout"
+    beats, reason = run_pool(folder, use, num_workers=2, step_timeout_s=2.0)
+    assert beats > 3 and reason == "timeout"
 
 
 def notes(folder):

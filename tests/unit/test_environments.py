@@ -238,7 +238,7 @@ def test_prompt_files_of_games_keep_every_game_in_the_data_set(tmp_path, capsys)
     assert [json.loads(line) for line in household.read_text().splitlines()] == [row(seed) for seed in range(1, 51)]
     tokenizer = load_tokenizer(write_byte_level(tmp_path))
     for path, num_games in ((games, 2), (household, 50)):
-        loaded = PromptDataset.load([str(path)], "prompt", tokenizer, max_prompt_length=1000)
+        loaded = PromptDataset.load([str(path)], "prompt", tokenizer, 1000, conflicting_answers="keep")  # multi-turn
         assert len(loaded.prompts) == num_games
         assert loaded.prompts[0].messages == json.loads(path.read_text().splitlines()[0])["prompt"]
     assert prompts.main(["alfworld", "--games", str(tmp_path / "none"), "--output", str(games)]) == 2

@@ -39,6 +39,12 @@ def group(prompt, *samples):
     return Group(f"uid{prompt}", Prompt(prompt, f"key{prompt}", (1, 2), "", "test", "0"), samples)
 
 
+def record(pool, groups):
+    """A step that generated these groups."""
+    pool.record(groups)
+    pool.end_step()
+
+
 def of(prompt, num_right, n=N, **fields):
     return group(prompt, *(sample(i < num_right, **fields) for i in range(n)))
 
@@ -52,7 +58,7 @@ def prompts_of(experiences):
 
 def test_correct_responses_of_groups_that_are_not_solved_are_kept():
     pool = make_pool()
-    pool.record([of(0, 1), of(1, 0), of(2, 3)])
+    record(pool, [of(0, 1), of(1, 0), of(2, 3)])
     # two tokens of prompt and two of response each
     assert pool.metrics() == {
         "replay/num_prompts": 2, "replay/num_trajectories": 4, "replay/num_tokens": 16, "replay/num_retired": 0,
@@ -62,33 +68,33 @@ def test_correct_responses_of_groups_that_are_not_solved_are_kept():
 def test_a_trajectory_comes_back_as_it_was_recorded():
     recorded = sample(True, log_probs=(-0.1, 0.0, -0.3), mask=(1, 0, 1), version=7, tag=9)
     pool = make_pool()
-    pool.record([group(3, recorded, sample(False))])
+    record(pool, [group(3, recorded, sample(False))])
     (experience,) = pool.draw(2)
     assert experience.sample == recorded
 
 
 def test_a_response_without_a_token_of_the_model_is_nothing_to_learn_from():
     pool = make_pool()
-    pool.record([group(0, sample(True, log_probs=()), sample(True, mask=(0, 0)), sample(False))])
+    record(pool, [group(0, sample(True, log_probs=()), sample(True, mask=(0, 0)), sample(False))])
     assert pool.draw(4) == []
 
 
 def test_a_solved_prompt_is_retired_for_good():
     pool = make_pool(exp_ratio=1.0)
-    pool.record([of(0, 2), of(1, 2)])
-    pool.record([of(0, N)])
-    pool.record([of(0, 2)])  # forgotten again
+    record(pool, [of(0, 2), of(1, 2)])
+    record(pool, [of(0, N)])
+    record(pool, [of(0, 2)])  # forgotten again
     assert prompts_of(pool.draw(9)) == [1]
     assert pool.metrics()["replay/num_retired"] == 1 and pool.metrics()["replay/num_trajectories"] == 2
 
 
 def test_a_replayed_sample_counts_among_the_successes_and_is_not_recorded_again():
     pool = make_pool(exp_ratio=1.0)
-    pool.record([of(0, 1)])
+    record(pool, [of(0, 1)])
     borrowed = sample(True, exp_mask=True)
-    pool.record([group(0, borrowed, *(sample(False) for _ in range(N - 1)))])
+    record(pool, [group(0, borrowed, *(sample(False) for _ in range(N - 1)))])
     assert pool.metrics()["replay/num_trajectories"] == 1
-    pool.record([group(0, borrowed, *(sample(True) for _ in range(N - 1)))])
+    record(pool, [group(0, borrowed, *(sample(True) for _ in range(N - 1)))])
     assert pool.metrics()["replay/num_retired"] == 1
 
 
@@ -97,24 +103,24 @@ def test_a_replayed_sample_counts_among_the_successes_and_is_not_recorded_again(
 
 def test_replay_begins_with_the_first_step_that_is_good_enough_and_goes_on():
     pool = make_pool(start_ratio=0.5)
-    pool.record([of(0, 1), of(1, 2)])  # 3 of 8
+    record(pool, [of(0, 1), of(1, 2)])  # 3 of 8
     assert pool.draw(4) == []
-    pool.record([of(2, 3), of(3, 1)])  # 4 of 8
+    record(pool, [of(2, 3), of(3, 1)])  # 4 of 8
     assert len(pool.draw(4)) == 2
-    pool.record([of(4, 0)])
+    record(pool, [of(4, 0)])
     assert len(pool.draw(4)) == 2
 
 
 def test_replayed_samples_do_not_make_replay_begin():
     pool = make_pool(start_ratio=0.5)
     borrowed = (sample(True, exp_mask=True) for _ in range(3))
-    pool.record([of(0, 1), group(1, *borrowed, sample(False))])  # fresh: 1 of 5
+    record(pool, [of(0, 1), group(1, *borrowed, sample(False))])  # fresh: 1 of 5
     assert pool.draw(4) == []
 
 
 def test_a_share_of_the_gen_batch_is_replayed_rounded_down():
     pool = make_pool(exp_ratio=0.29)
-    pool.record([of(prompt, 1) for prompt in range(200)])
+    record(pool, [of(prompt, 1) for prompt in range(200)])
     assert [len(pool.draw(size)) for size in (1, 3, 4, 100, 103)] == [0, 0, 1, 29, 29]
 
 
@@ -124,7 +130,7 @@ def test_of_a_prompt_the_trajectory_of_least_entropy_is_replayed():
     # an environment's tokens have log-prob 0: over all tokens its mean would be the lowest
     diluted = sample(True, log_probs=(-1.2, 0.0, 0.0, 0.0), mask=(1, 0, 0, 0), tag=12)
     sure = sample(True, log_probs=(-0.2, -0.6, -0.1), tag=13)
-    pool.record([group(0, unsure, diluted, sure, sample(False))])
+    record(pool, [group(0, unsure, diluted, sure, sample(False))])
     (drawn,) = pool.draw(2)
     assert drawn.sample == sure and drawn.entropy == pytest.approx(0.3)
 
@@ -134,7 +140,7 @@ def test_buckets_are_drawn_by_the_normal_density_around_half_the_group():
     counts = Counter()
     for seed in range(3000):
         pool = make_pool(seed, exp_ratio=0.25)
-        pool.record([of(0, 2), of(10, 1), of(11, 1), of(12, 1), of(20, 3)])
+        record(pool, [of(0, 2), of(10, 1), of(11, 1), of(12, 1), of(20, 3)])
         counts[min(pool.draw(4)[0].prompt // 10, 2)] += 1
     total = 1.0 + 2 * math.exp(-0.5)
     shares = [counts[bucket] / 3000 for bucket in range(3)]
@@ -146,7 +152,7 @@ def test_prompts_of_a_bucket_are_equally_likely_and_drawn_once():
     counts = Counter()
     for seed in range(1500):
         pool = make_pool(seed)
-        pool.record([of(prompt, 1) for prompt in range(3)])
+        record(pool, [of(prompt, 1) for prompt in range(3)])
         drawn = prompts_of(pool.draw(4))
         assert len(set(drawn)) == 2
         counts.update(drawn)
@@ -156,20 +162,34 @@ def test_prompts_of_a_bucket_are_equally_likely_and_drawn_once():
 def test_no_prompt_is_replayed_twice_in_a_step_of_several_gen_batches():
     """A state saved in the middle of a step knows what was drawn; the next step may draw all of them again."""
     pool, other = make_pool(exp_ratio=0.5), make_pool(exp_ratio=0.5)
-    pool.record([of(prompt, 1) for prompt in range(3)])
+    record(pool, [of(prompt, 1) for prompt in range(3)])
     first = prompts_of(pool.draw(4))
     other.load_state_dict(json.loads(json.dumps(pool.state_dict())))
     rest = prompts_of(pool.draw(4))
     assert sorted(first + rest) == [0, 1, 2] and pool.draw(4) == []
     assert prompts_of(other.draw(4)) == rest
-    pool.record([of(9, 0)])
+    record(pool, [of(9, 0)])
     assert len(pool.draw(6)) == 3
+
+
+def test_what_a_step_records_is_drawn_after_its_end_and_is_part_of_the_state_before():
+    pool = make_pool(exp_ratio=1.0, start_ratio=0.0)
+    record(pool, [of(0, 1)])
+    pool.record([of(1, 1)])
+    pool.record([of(2, 3), of(3, N)])
+    assert prompts_of(pool.draw(8)) == [0]
+    other = make_pool(exp_ratio=1.0, start_ratio=0.0)
+    other.load_state_dict(json.loads(json.dumps(pool.state_dict())))
+    pool.forget_step()
+    for each, prompts, num_retired in ((other, [0, 1, 2], 1), (pool, [0], 0)):
+        each.end_step()
+        assert sorted(prompts_of(each.draw(8))) == prompts and each.metrics()["replay/num_retired"] == num_retired
 
 
 def test_far_buckets_of_large_groups_are_drawn_too():
     """exp(-(128 - 1)^2 / 2) is 0 in floating point."""
     pool = make_pool(group_size=256, exp_ratio=1.0)
-    pool.record([of(0, 1, n=256)])
+    record(pool, [of(0, 1, n=256)])
     assert prompts_of(pool.draw(1)) == [0]
 
 
@@ -179,19 +199,19 @@ def test_far_buckets_of_large_groups_are_drawn_too():
 def test_of_a_prompt_the_newest_are_kept():
     pool = make_pool(max_trajectories_per_prompt=2)
     best = sample(True, log_probs=(-0.1,), tag=1)
-    pool.record([group(0, best, sample(False))])
-    pool.record([group(0, sample(True, tag=2), sample(True, log_probs=(-0.4,), tag=3), sample(False))])
+    record(pool, [group(0, best, sample(False))])
+    record(pool, [group(0, sample(True, tag=2), sample(True, log_probs=(-0.4,), tag=3), sample(False))])
     assert pool.metrics()["replay/num_trajectories"] == 2
     assert pool.draw(2)[0].sample.response_tokens == (3,)
 
 
 def test_beyond_the_tokens_what_was_recorded_first_leaves_first():
     pool = make_pool(max_tokens=12, exp_ratio=1.0)
-    pool.record([of(0, 1), of(1, 1)])
-    pool.record([of(0, 1), of(2, 1)])
+    record(pool, [of(0, 1), of(1, 1)])
+    record(pool, [of(0, 1), of(2, 1)])
     assert pool.metrics()["replay/num_tokens"] == 12
     assert sorted(prompts_of(pool.draw(9))) == [0, 1, 2]
-    pool.record([of(3, 1)])  # prompt 1 goes: of prompt 0 the second trajectory is left
+    record(pool, [of(3, 1)])  # prompt 1 goes: of prompt 0 the second trajectory is left
     assert sorted(prompts_of(pool.draw(9))) == [0, 2, 3]
 
 
@@ -234,7 +254,7 @@ def test_bounds_hold_retired_prompts_stay_away_and_a_saved_pool_goes_on(history)
             groups.append(group(prompt, *(sample(ok, log_probs=log_probs, version=step) for ok in right)))
             written |= {each for each in groups[-1].samples if each.correct}
             solved |= {prompt} if all(right) else set()
-        pool.record(groups)
+        record(pool, groups)
         metrics = pool.metrics()
         assert metrics["replay/num_tokens"] <= rules["max_tokens"] and metrics["replay/num_retired"] == len(solved)
         assert (
@@ -245,7 +265,7 @@ def test_bounds_hold_retired_prompts_stay_away_and_a_saved_pool_goes_on(history)
 def test_the_seed_decides_and_draws_go_on_from_one_to_the_next():
     def draws(seed):
         pool = make_pool(seed, exp_ratio=0.5)
-        pool.record([of(prompt, 1) for prompt in range(50)])
+        record(pool, [of(prompt, 1) for prompt in range(50)])
         return [prompts_of(pool.draw(8)) for _ in range(3)]
 
     assert draws(1) == draws(1) != draws(2)
@@ -257,7 +277,7 @@ def test_the_seed_decides_and_draws_go_on_from_one_to_the_next():
 
 def test_replayed_prompts_are_spread_among_the_new_ones_and_take_their_place():
     pool = make_pool(exp_ratio=0.5)
-    pool.record([of(prompt, 1) for prompt in range(100, 200)])
+    record(pool, [of(prompt, 1) for prompt in range(100, 200)])
     cursor = PromptCursor(100, seed=1, shuffle=False)
     drawn = next_prompts(cursor, pool, 6)
     assert [number for number, replayed in drawn if not replayed] == [0, 1, 2]
@@ -268,7 +288,7 @@ def test_replayed_prompts_are_spread_among_the_new_ones_and_take_their_place():
 
 def test_a_pool_with_few_prompts_leaves_the_rest_to_new_ones():
     pool = make_pool(exp_ratio=0.5)
-    pool.record([of(7, 1)])
+    record(pool, [of(7, 1)])
     drawn = next_prompts(PromptCursor(100, seed=1, shuffle=False), pool, 8)
     assert [number for number, _ in drawn] == [0, 1, 2, 3, 4, 5, 6, 7] and drawn[-1][1] is not None
 

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     # beside config, whose schema takes longer to import than a reward or environment process to start
-    ("errors", "parent_death", "standard_streams"),
+    ("errors", "nvidia_driver", "parent_death", "standard_streams"),
     ("config", "algorithms", "child_environment"),
-    ("data", "kernels", "platform"),
+    ("data", "kernels", "platform", "keyed_sglang"),
     ("models", "rewards"),
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),

@@ -61,12 +61,12 @@ def test_a_group_is_dropped_where_its_metric_has_no_spread(correct, raw_reward, 
 
 def test_filter_groups_samples_again_until_the_batch_is_full_and_counts_its_reason():
     queue = make_queue(load_config(None, [*GROUPS, "data.gen_batch_size=3"]))
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, MIXED, ALL_WRONG])
     assert queue.wants_gen_batch()
     run_gen_batch(queue, 3, [MIXED, MIXED, ALL_WRONG])
     result = queue.take()
-    assert indices(result.groups) == [1, 3] and queue.num_surplus == 1
+    assert indices(result.groups) == [1, 3] and result.num_discarded == 1
     metrics = step_metrics(result, weight_version=1, num_retries=0, seconds=1.0)
     assert metrics["dapo/num_filtered_samples"] == 6 and metrics["dapo/filter_ratio"] == 0.5
     assert metrics["dapo/filtered_uniform"] == 3 and metrics["dapo/num_kept_groups"] == 3
@@ -75,7 +75,7 @@ def test_filter_groups_samples_again_until_the_batch_is_full_and_counts_its_reas
 @pytest.mark.parametrize(("limit", "rounds"), [(2, 2), (0, 25), (-1, 25)])
 def test_filter_groups_stops_at_its_limit_and_never_where_the_limit_is_not_positive(limit, rounds):
     queue = make_queue(load_config(None, [*GROUPS, f"algorithm.filter_groups.max_num_gen_batches={limit}"]))
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED, ALL_WRONG])
     for number in range(1, rounds):
         assert queue.wants_gen_batch()
@@ -93,7 +93,7 @@ def test_at_the_limit_filter_groups_may_stop_the_run_and_names_its_own_key():
             [*GROUPS, "algorithm.filter_groups.max_num_gen_batches=1", "algorithm.filter_groups.on_exhausted=raise"],
         )
     )
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED, ALL_WRONG])
     with pytest.raises(UserError, match="algorithm.filter_groups.max_num_gen_batches = 1.*uniform 1"):
         queue.wants_gen_batch()
@@ -101,7 +101,7 @@ def test_at_the_limit_filter_groups_may_stop_the_run_and_names_its_own_key():
 
 def test_masked_groups_stay_in_their_places_and_are_counted_as_filtered():
     queue = make_queue(load_config(None, MASK))
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, MIXED, ALL_WRONG])
     assert not queue.wants_gen_batch()  # one gen batch, whatever it held
     state = json.loads(json.dumps(queue.state_dict()))
@@ -117,13 +117,13 @@ def test_masked_groups_stay_in_their_places_and_are_counted_as_filtered():
 
     other = make_queue(load_config(None, MASK))
     other.load_state_dict(state)
-    other.begin(2)
+    other.begin(2, weight_version=1)
     assert other.take().groups == result.groups
 
 
 def test_a_step_whose_groups_are_all_masked_is_handed_over_all_the_same():
     queue = make_queue(load_config(None, MASK))
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, ALL_WRONG, ALL_WRONG])
     assert not queue.wants_gen_batch()
     assert [group.keep for group in queue.take().groups] == [False] * 3

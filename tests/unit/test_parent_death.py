@@ -1,12 +1,43 @@
 """A child that must not outlive its parent, of which it hears nothing when that is killed."""
 
+import os
+import select
 import signal
 import subprocess
 import sys
+from typing import TextIO
 
 import pytest
 
+from tests.helpers import REPOSITORY
+
 pytestmark = pytest.mark.unit
+
+
+def is_closed(pipe: TextIO) -> bool:
+    """Within a third of the time for which a child would go on: whether all who had the pipe are gone."""
+    return bool(select.select([pipe], [], [], 20)[0]) and pipe.read() == ""
+
+
+WATCHED_PARENT = """
+import subprocess, sys, threading
+child = "from megatron_dapo.parent_death import watch_parent; watch_parent(0.05); print('runs', flush=True); "
+command = [sys.executable, "-c", child + "import time; time.sleep(60)"]
+started = []
+starter = threading.Thread(target=lambda: started.append(subprocess.Popen(command, start_new_session=True)))
+starter.start()
+starter.join()
+started[0].wait()
+"""
+
+
+def test_a_child_that_a_thread_started_goes_on_without_the_thread_and_ends_with_the_process():
+    with subprocess.Popen([sys.executable, "-c", WATCHED_PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "runs\n"
+        parent.send_signal(signal.SIGKILL)
+        assert is_closed(parent.stdout)
+        assert parent.wait(5) == -signal.SIGKILL
+
 
 PARENT = """
 import os, subprocess, sys
@@ -22,8 +53,27 @@ def test_a_child_is_killed_with_its_parent():
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout.readline() == "runs\n"
         parent.send_signal(signal.SIGKILL)
-        assert parent.stdout.read() == "", "the end of the pipe that both had, and not a minute later"
+        assert is_closed(parent.stdout)
         assert parent.wait(5) == -signal.SIGKILL
+
+
+RANK = """
+import time
+from megatron_dapo import __main__ as program
+program._checked_config = lambda *_: (print("runs", flush=True), time.sleep(60))
+program.main(["train"])
+"""
+AGENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}], start_new_session=True)"
+
+
+def test_a_rank_under_torchrun_is_killed_with_it():
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "any"}
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
+    ) as agent:
+        assert agent.stdout.readline() == "runs\n"
+        agent.send_signal(signal.SIGKILL)
+        assert is_closed(agent.stdout)
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once():

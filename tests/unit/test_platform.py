@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megatron_dapo import platform
+from megatron_dapo.config import UserError, load_config
 from megatron_dapo.platform import megatron_cpu, model_dtype
+from megatron_dapo.rollout import ServerSupervisor
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -64,6 +66,66 @@ assert cpp_extension.CUDA_HOME
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert "CUDA runtime" not in done.stderr
+
+
+def test_a_cuda_installation_without_a_driver_imports_everything_that_needs_no_gpu(tmp_path):
+    """A login node, where models are converted and jobs are tried: what is built for CUDA alone cannot be loaded."""
+    (tmp_path / "flash_mla").mkdir()
+    (tmp_path / "flash_mla" / "__init__.py").write_text(
+        "raise OSError('libcuda.so.1: cannot open shared object file: No such file or directory')\n"
+    )
+    modules = [f"checkpoints_tools.{file.stem}" for file in (REPOSITORY / "checkpoints_tools").glob("[!_]*.py")]
+    modules += ["megatron_dapo.__main__", "megatron_dapo.trainer", "launch.slurm.__main__", "launch.preflight.__main__"]
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code, *modules]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
+
+
+def driver_that_torch_cannot_use(monkeypatch, tmp_path) -> None:
+    """As of torch 2.14 for CUDA 13 on a machine whose driver is of CUDA 12."""
+
+    def init() -> None:
+        raise RuntimeError(f"{TOO_OLD}\nPlease update your GPU driver")
+
+    (tmp_path / "version").touch()
+    monkeypatch.setattr("megatron_dapo.nvidia_driver.VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_gpus_that_torch_cannot_use_are_a_mistake_and_not_a_cpu(monkeypatch, tmp_path):
+    driver_that_torch_cannot_use(monkeypatch, tmp_path)
+    with pytest.raises(UserError) as error:
+        platform.require_usable_gpus()
+    (sentence,) = error.value.sentences
+    assert TOO_OLD in sentence and "CUDA_VISIBLE_DEVICES=" in sentence
+
+
+def test_servers_of_a_config_are_not_started_on_the_cpu_beside_gpus_that_torch_cannot_use(monkeypatch, tmp_path):
+    driver_that_torch_cannot_use(monkeypatch, tmp_path)
+    with pytest.raises(UserError, match="cannot use a GPU here"):
+        ServerSupervisor(load_config(None, ["actor_rollout_ref.model.path=some/model"]), tmp_path)
+
+
+@pytest.mark.parametrize("reason", ["hidden by the user", "torch of the CPU", "no driver", "usable"])
+def test_elsewhere_nothing_is_refused(reason, monkeypatch, tmp_path):
+    driver_that_torch_cannot_use(monkeypatch, tmp_path)
+    if reason == "hidden by the user":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    elif reason == "torch of the CPU":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    elif reason == "no driver":
+        (tmp_path / "version").unlink()
+    else:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    platform.require_usable_gpus()
 
 
 def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is():

@@ -4,6 +4,7 @@ how much room checkpoints need."""
 import itertools
 import os
 import socket
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable
@@ -171,6 +172,57 @@ def test_a_node_that_comes_late_is_waited_for_and_one_that_reports_a_fault_is_no
 
     assert meet(lambda late: late.meet(1)) == [0, 1]
     assert str(meet(lambda faulty: faulty.stop("b", "broken"))) == "b: broken"
+
+
+def test_the_versions_that_nodes_compare_name_what_layers_and_optimizer_come_from(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", {"transformer-engine": "2.20.2"}.__getitem__)
+    monkeypatch.setattr("importlib.metadata.PackageNotFoundError", KeyError)
+    versions = machine.versions()
+    assert versions["transformer-engine"] == "2.20.2" and versions["apex"] == versions["flash-attn"] == "none"
+
+
+STAND_IN_TORCH = """
+class Sum:
+    def __add__(self, other): return self
+    def sum(self): return self
+    def item(self): return 16
+def ones(size, device):
+    {body}
+    return Sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "driver", "told"),
+    [
+        ("pass", "580.65.06", None),
+        ("raise RuntimeError('The driver is too old (found version 12040).\\nUpdate')", "550.54.14",
+         ["GPU 0: The driver is too old (found version 12040).", "driver 550.54.14", "580 or newer"]),
+        ("assert device != 'cuda:1', 'it fell off'", "590.1", ["GPU 1: it fell off", "nvidia-smi"]),
+        ("import time; time.sleep(60)", "590.1", ["within 3 s", "take the node out"]),
+        ("import os; os._exit(7)", "590.1", ["exit code 7"]),
+    ],
+)  # fmt: skip
+def test_gpus_that_the_driver_counts_and_torch_cannot_use_are_told(body, driver, told, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(STAND_IN_TORCH.format(body=body))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    fault = gpus.unusable(2, driver, timeout_s=3.0 if "sleep" in body else 60.0)
+    assert fault is None if told is None else all(words in fault for words in told), fault
+
+
+def test_a_node_whose_driver_is_too_old_for_torch_is_named_whatever_its_role(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(STAND_IN_TORCH.format(body="raise RuntimeError('The driver is too old')"))
+    nvml = Nvml(**HEALTHY, nvmlInit=None, nvmlDeviceGetHandleByIndex=0, nvmlDeviceGetName="H100")
+    nvml.nvmlSystemGetDriverVersion = lambda: "550.54.14"
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    config = load_config(REPOSITORY / "configs" / "dapo_7b.yaml")
+    for role in ("trainer", "server"):
+        result = gpus.check(config, role)
+        assert "driver 550.54.14" in result.found and "580 or newer" in result.problem
 
 
 def test_gpus_that_slurm_gives_to_a_torch_of_the_cpu_are_a_problem(monkeypatch):

@@ -1,6 +1,9 @@
 """Prompt data sets: verl's and slime's rows, duplicates, lengths, errors that name the place; the cursor."""
 
+import gzip
+import hashlib
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from datetime import UTC, date, datetime
@@ -12,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError
+from megatron_dapo.config import UserError, load_config
 from megatron_dapo.data.prompts import PromptCursor, PromptDataset, content_of
 from megatron_dapo.data.types import Prompt
+from megatron_dapo.rollout.controller import load_prompts
 
 pytestmark = pytest.mark.unit
 
@@ -114,12 +118,12 @@ def test_rows_with_equal_content_are_one_prompt_whatever_their_index(write):
         verl_row("p1", index="c"),
         verl_row("p1", answer="35"),
     ]
-    data = load(write(rows))
+    data = load(write(rows), conflicting_answers="keep")
     assert [(p.text, p.ground_truth) for p in data.prompts] == [("p1", "34"), ("p2", "34"), ("p1", "35")]
     assert [p.index for p in data.prompts] == [0, 1, 2]
     assert len({p.key for p in data.prompts}) == 3
     assert data.report[0].num_duplicates == 1
-    assert len(load(write(rows), dedup=False).prompts) == 4
+    assert len(load(write(rows), dedup=False, conflicting_answers="keep").prompts) == 4
 
 
 def test_duplicates_are_found_across_files_and_formats(tmp_path):
@@ -136,8 +140,68 @@ def test_duplicates_are_found_across_files_and_formats(tmp_path):
 def test_dedup_keeps_exactly_the_first_of_each_content(tmp_path_factory, contents):
     path = tmp_path_factory.getbasetemp() / "dedup.jsonl"
     write_jsonl(path, [verl_row(f"p{p}", f"{a}", index=i) for i, (p, a) in enumerate(contents)])
-    kept = [(p.text, p.ground_truth) for p in load(str(path)).prompts]
+    kept = [(p.text, p.ground_truth) for p in load(str(path), conflicting_answers="keep").prompts]
     assert kept == [(f"p{p}", f"{a}") for p, a in dict.fromkeys(contents)]
+
+
+def test_a_prompts_key_is_that_of_earlier_versions(tmp_path):
+    """Checkpoints hold a hash of the keys: a run resumes only where they are the same."""
+    content = json.dumps([verl_row("p\u00e9")["prompt"], "34"], sort_keys=True)
+    (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [verl_row("p\u00e9")])).prompts
+    assert prompt.key == hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def test_a_prompt_with_two_answers_is_refused_and_both_rows_are_named(tmp_path):
+    first = write_jsonl(tmp_path / "a.jsonl", [verl_row("p1"), verl_row("p2", index="x"), verl_row("p2", index="y")])
+    second = write_parquet(tmp_path / "b.parquet", [verl_row("p1"), verl_row("p2", answer="35")])
+    assert len(load(first).prompts) == 2  # the same prompt with the same answer is none
+    for dedup in (True, False):
+        with pytest.raises(UserError) as caught:
+            load(first, second, dedup=dedup)
+        (sentence,) = caught.value.sentences
+        for words in (f"{second}, row 2: the answer is '35'", f"'34' for the same prompt in {first}, row 2"):
+            assert words in sentence
+        assert "data.conflicting_answers" in sentence
+
+
+def test_the_first_prompts_with_two_answers_are_named_and_the_others_counted(tmp_path):
+    rows = [verl_row(f"p{number}", answer=answer) for answer in "12" for number in range(5)]
+    with pytest.raises(UserError) as caught:
+        load(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [f"row {number}:" in words for number, words in zip((6, 7, 8), caught.value.sentences, strict=True)] == (
+        [True] * 3
+    )
+    assert "(2 more prompts" in caught.value.sentences[-1]
+
+
+def test_a_run_asks_for_conflicting_answers_by_its_key_and_not_in_multi_turn_rollouts(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [verl_row("p"), verl_row("q"), verl_row("q", answer="35")])
+
+    def prompts(*overrides):
+        config = load_config(None, ["data.apply_chat_template=false", *overrides])
+        return [prompt.text for prompt in load_prompts([path], config, CharTokenizer())]
+
+    with pytest.raises(UserError, match="row 3: the answer is '35'"):
+        prompts()
+    assert prompts("data.conflicting_answers=drop") == ["p"]
+    assert prompts("data.conflicting_answers=keep") == ["p", "q", "q"]
+    assert prompts("actor_rollout_ref.rollout.multi_turn.enable=true") == ["p", "q", "q"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=40), st.booleans())
+def test_dropping_leaves_the_prompts_that_have_one_answer(tmp_path_factory, contents, dedup):
+    path = str(tmp_path_factory.getbasetemp() / "conflicts.jsonl")
+    write_jsonl(tmp_path_factory.getbasetemp() / "conflicts.jsonl", [verl_row(f"p{p}", f"{a}") for p, a in contents])
+    with_one = [(p, a) for p, a in contents if len({b for q, b in contents if q == p}) == 1]
+    expected = [(f"p{p}", f"{a}") for p, a in (dict.fromkeys(with_one) if dedup else with_one)]
+    if not expected:
+        with pytest.raises(UserError, match="no prompt is left: .*with conflicting answers"):
+            load(path, dedup=dedup, conflicting_answers="drop")
+        return
+    data = load(path, dedup=dedup, conflicting_answers="drop")
+    assert [(prompt.text, prompt.ground_truth) for prompt in data.prompts] == expected
+    assert [prompt.index for prompt in data.prompts] == list(range(len(expected)))
+    assert data.report[0].num_kept == len(expected)
 
 
 def test_overlong_prompts_are_dropped_cut_from_the_left_or_refused(write):
@@ -189,6 +253,119 @@ def test_parquet_errors_name_the_place_too(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(UserError, match="broken.*cannot be read as parquet"):
         load(str(tmp_path / "broken.parquet"))
+
+
+ROW = '{"prompt": "p", "label": "1"}\n'
+DAMAGED_LINES = {
+    "Latin-1": ('{"prompt": "caf\u00e9", "label": "1"}'.encode("latin-1"), "not UTF-8 (byte 0xe9 at position 15)"),
+    "half of a pair": (b'{"prompt": "\\ud800 ", "label": "1"}', "'\\ud800' is half of a surrogate pair"),
+    "half of a pair in a key": (b'{"prompt": "p", "label": "1", "extra_info": {"\\uDFFF": 1}}', "half of a surrogate"),
+    "lists 100 000 deep": (b'{"prompt": "p", "label": "1", "extra_info": ' + b"[" * 100_000, "more than 100 deep"),
+    "lists 400 deep": (
+        b'{"prompt": "p", "label": "1", "extra_info": {"a": ' + b"[" * 400 + b"]" * 400 + b"}}",
+        "more than 100 deep",
+    ),
+    "NaN": (b'{"prompt": "p", "label": NaN}', "NaN is no JSON number"),
+    "-Infinity": (b'{"prompt": "p", "label": "1", "extra_info": {"a": [-Infinity]}}', "-Infinity is no JSON number"),
+    "too large a number": (b'{"prompt": "p", "label": 1e999}', "inf is no answer"),
+    "a key that is there twice": (b'{"prompt": "p", "label": "1", "label": "2"}', "the key 'label' occurs twice"),
+    "a key that is there twice inside": (b'{"prompt": "p", "reward_model": {"a": 1, "a": 1}}', "the key 'a' occurs"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_LINES)
+def test_a_line_that_is_no_text_or_no_json_is_named(tmp_path, kind):
+    line, words = DAMAGED_LINES[kind]
+    (tmp_path / "bad.jsonl").write_bytes(ROW.encode() + line + b"\n" + ROW.encode())
+    with pytest.raises(UserError) as caught:
+        load(str(tmp_path / "bad.jsonl"))
+    (sentence,) = caught.value.sentences
+    assert f"{tmp_path}/bad.jsonl, row 2" in sentence and words in sentence
+
+
+def test_a_key_that_is_there_twice_is_found_among_very_many(tmp_path):
+    """Counting each key in turn would take hours."""
+    keys = ", ".join(f'"{number}": 0' for number in [*range(300_000), 299_999])
+    (tmp_path / "bad.jsonl").write_text(f'{{"prompt": "p", "label": "1", "extra_info": {{{keys}}}}}\n')
+    with pytest.raises(UserError, match="the key '299999' occurs twice"):
+        load(str(tmp_path / "bad.jsonl"))
+
+
+def test_whole_surrogate_pairs_byte_order_marks_and_windows_line_ends_are_read(tmp_path):
+    content = b"\xef\xbb\xbf" + b'{"prompt": "\\ud83d\\ude00 \xf0\x9f\x98\x80", "label": "1"}\r\n'
+    (tmp_path / "fine.jsonl").write_bytes(content)
+    assert load(str(tmp_path / "fine.jsonl")).prompts[0].text == "\U0001f600 \U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(ROW.encode()), "gzip-compressed; decompress it"),
+        (ROW.encode("utf-16"), "UTF-16 text; write it as UTF-8"),
+        (b"PAR1", "a parquet file"),
+    ],
+    ids=["gzip", "UTF-16", "parquet"],
+)
+def test_a_file_of_another_kind_under_a_jsonl_name_is_told(tmp_path, content, words):
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=f"bad.jsonl' is {words}"):
+        load(str(tmp_path / "bad.jsonl"))
+
+
+def test_a_line_that_is_too_large_is_named_without_being_read(tmp_path):
+    """A sparse file of 64 GiB: who reads the line as a whole has no memory for it."""
+    path = tmp_path / "huge.jsonl"
+    path.write_text(ROW)
+    os.truncate(path, 64 << 30)
+    with pytest.raises(UserError, match=r"huge\.jsonl, row 2: the row is larger than 32 MiB"):
+        load(str(path))
+
+
+def test_a_parquet_row_that_is_too_large_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.data.prompt_files.MAX_ROW_BYTES", 2000)
+    rows = [{**verl_row(f"p{number}"), "extra_info": {"tests": ["x" * 50] * 4}} for number in range(200)]
+    path = write_parquet(tmp_path / "rows.parquet", rows)
+    assert len(load(path).prompts) == 200  # together they are larger
+    for place in ("extra_info", "prompt"):
+        large = {"extra_info": {"tests": ["x" * 100] * 20}} if place == "extra_info" else verl_row("x" * 2000)
+        path = write_parquet(tmp_path / "rows.parquet", [*rows[:140], {**rows[0], **large}, *rows])
+        with pytest.raises(UserError, match=r"rows\.parquet, row 141: the row is larger"):
+            load(path)
+
+
+def test_a_row_of_a_dictionary_column_is_as_large_as_its_own_value(tmp_path, monkeypatch):
+    """As pandas writes a column of type category: each slice of it has the values of all rows."""
+    monkeypatch.setattr("megatron_dapo.data.prompt_files.MAX_ROW_BYTES", 2000)
+    small = [f"p{number}" + 50 * "x" for number in range(200)]
+    path = tmp_path / "rows.parquet"
+
+    def write(prompts):
+        column = pyarrow.array(prompts).dictionary_encode()
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "label": ["1"] * len(prompts)}), path)
+
+    write(small)
+    assert len(load(str(path)).prompts) == 200
+    write([*small[:140], "x" * 2000, *small[140:]])
+    with pytest.raises(UserError, match=r"rows\.parquet, row 141: the row is larger"):
+        load(str(path))
+
+
+def test_a_prompt_that_is_too_large_is_named_before_it_is_tokenized(write):
+    with pytest.raises(UserError, match=r"row 2, column 'prompt': the prompt is larger than 4 MiB"):
+        load(write([verl_row("p"), verl_row("x" * (4 << 20))]), max_prompt_length=10 << 20)
+
+
+@pytest.mark.parametrize("codec", ["snappy", "zstd", "none"])
+def test_a_parquet_file_with_a_damaged_data_page_is_named(tmp_path, codec):
+    path = tmp_path / "rows.parquet"
+    rows = [verl_row(f"{number} {os.urandom(40).hex()}") for number in range(3000)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, path, compression=codec, write_page_checksum=codec == "zstd")
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + b"\xff" * 2000 + content[middle + 2000 :])
+    with pytest.raises(UserError, match=r"rows\.parquet"):
+        load(str(path), max_prompt_length=1000)
 
 
 def test_files_that_cannot_be_read_are_told(tmp_path):

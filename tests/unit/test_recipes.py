@@ -1,5 +1,6 @@
 """Every shipped recipe parses, is free of contradictions, and has on what its name promises."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ MODELS = {  # the sizes in the published config.json of each model
         "tie_word_embeddings": True,
     },
 }
+RECIPES_OF_GPUS = [name for name in RECIPES if load_config(CONFIGS / name, []).actor_rollout_ref.model.path in MODELS]
 ALL_FOUR_ON = {"clip_higher": True, "dynamic_sampling": True, "token_level_loss": True, "overlong_shaping": True}
 
 
@@ -67,10 +69,10 @@ def test_a_dapo_recipe_has_all_four_techniques_on_and_its_model_is_checked(name)
 
 
 # The reference run, DAPO on Qwen2.5-32B: arXiv 2503.14476, section 4.1 ("Training Details"), and the authors' public
-# recipe (verl, recipe/dapo) for what the paper leaves out: gen batches, prompts, dual clip, details of the optimizer.
+# recipe (verl, recipe/dapo) for what the paper leaves out: prompts, dual clip, details of the optimizer. That one draws
+# gen batches of 1536 prompts and discards what a step of 512 has too much of.
 PUBLISHED = {
     "data.train_batch_size": 512,
-    "data.gen_batch_size": 1536,
     "data.max_prompt_length": 2048,
     "data.truncation": "left",
     "data.filter_overlong_prompts": False,
@@ -124,6 +126,20 @@ def test_the_reference_runs_recipes_have_its_published_values(name, key):
     assert section == value
 
 
+@pytest.mark.parametrize("acceptance", [0.3, 0.45, 0.6])
+@pytest.mark.parametrize("name", NODES)
+def test_the_reference_runs_recipes_train_on_their_own_weights_and_discard_little(name, acceptance):
+    config = recipe(name)
+    size, prompts, sampling = config.data.train_batch_size, config.data.gen_batch_size, config.algorithm.dapo
+    kept = acceptance * prompts
+    num_gen_batches = math.ceil(size / kept)
+    assert (num_gen_batches * kept - size) / (num_gen_batches * kept) < 0.3
+    assert num_gen_batches <= sampling.dynamic_sampling.max_num_gen_batches
+    assert sampling.dynamic_sampling.on_exhausted == "train_partial"
+    assert config.actor_rollout_ref.rollout.max_staleness == 0
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_the_reference_runs_recipes_fill_their_nodes_and_take_16_optimizer_steps_per_rollout_step(name):
     config, (trainer_nodes, server_nodes, parallel, num_servers, gpus) = recipe(name), NODES[name]
@@ -135,6 +151,25 @@ def test_the_reference_runs_recipes_fill_their_nodes_and_take_16_optimizer_steps
     assert (samples_per_rollout_step(config), num_optimizer_steps_per_rollout_step(config)) == (8192, 16)
     assert actor.max_tokens_per_microbatch >= config.data.max_prompt_length + config.data.max_response_length
     assert config.data.val_files and config.trainer.test_freq > 0
+
+
+@pytest.mark.parametrize("name", RECIPES_OF_GPUS)
+def test_a_recipe_for_gpus_loses_at_most_two_steps_with_its_nodes(name):
+    assert 1 <= recipe(name).trainer.save_interval <= 2 and recipe(name).trainer.keep_last
+
+
+@pytest.mark.parametrize("name", [*NODES, "grpo_baseline.yaml"])
+def test_the_reference_runs_recipes_do_not_fall_back_to_slower_layers_in_silence(name):
+    assert recipe(name).actor_rollout_ref.actor.megatron.use_transformer_engine == "on"
+
+
+def test_the_largest_recipes_servers_have_time_to_start_and_hold_every_sample():
+    config = recipe("dapo_32b.yaml")
+    server = config.actor_rollout_ref.rollout.server
+    option, context_length = server.extra_args
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert option == "--context-length" and longest < int(context_length) <= QWEN2_5_32B["max_position_embeddings"]
+    assert server.startup_timeout_s >= 1800
 
 
 def test_the_ppo_recipe_has_a_critic_that_learns_first_and_tells_so():

@@ -105,7 +105,7 @@ def test_a_damaged_batch_is_named(tmp_path, kind):
     path = batch_file(tmp_path, 3)
     path.write_bytes(damaged(path.read_bytes())[kind])
     with pytest.raises(UserError, match="step_000003.json.gz cannot be read"):
-        Replay(tmp_path).next_batch(3, 2)
+        Replay(tmp_path, 64).next_batch(3, 2)
 
 
 def test_a_batch_under_another_steps_name_is_refused(tmp_path):
@@ -119,7 +119,7 @@ def test_a_missing_batch_is_named_beside_those_that_are_there(tmp_path):
     for step in (1, 2, 4):
         write_batch(tmp_path, step, batch())
     with pytest.raises(UserError, match="step_000003.json.gz to replay; .* has those of steps 1 to 4 but for 1"):
-        Replay(tmp_path).next_batch(3, 2)
+        Replay(tmp_path, 64).next_batch(3, 2)
 
 
 def test_a_replay_has_every_call_that_the_trainer_makes_of_a_controller():
@@ -151,7 +151,9 @@ def test_the_controller_dumps_what_it_hands_to_the_trainer_and_a_replay_needs_no
 
     given = asyncio.run(main())
     assert all(len(batch.groups) == 4 for batch in given) and given[0] != given[1]
-    replay = start_rollout(load_config(None, [f"trainer.replay={folder}/run/batches"]))
+    replay = start_rollout(
+        load_config(None, [f"trainer.replay={folder}/run/batches", f"actor_rollout_ref.model.path={folder}"])
+    )
     replay.wait_ready()
     assert [replay.next_batch(step, step - 1) for step in (1, 2)] == given
     assert replay.evaluate(2, 2) == {}
@@ -177,7 +179,7 @@ def test_without_the_key_nothing_is_dumped(folder):
 def test_a_run_with_servers_does_not_go_on_from_a_replays_state(folder):
     controller = Controller(make_config(folder, ["http://127.0.0.1:9"]))
     with pytest.raises(UserError, match="replay of here, which drew no prompts"):
-        controller.load_state_dict(Replay("here").state_dict())
+        controller.load_state_dict(Replay("here", 64).state_dict())
 
 
 def mistakes(*overrides: str) -> list[str]:

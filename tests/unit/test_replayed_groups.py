@@ -167,7 +167,7 @@ def judged(num_right_of_7):
     """A gen batch of one prompt with 8 responses: a replayed right one, and 7 new ones of which some are right."""
     (group,) = synthetic_groups(64, num_groups=1, n=8)
     queue = GroupQueue(QueueLimits(1, 1), by_correctness("strict"))
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     old = replace(group.samples[0], correct=True, reward=1.0, weight_versions=(3,) * 99)
     queue.open_gen_batch([Prompt(0, "key", (1, 2), "p", "test", "0")], [old])
     (draw,) = queue.missing()
@@ -213,9 +213,9 @@ def test_dumped_batches_keep_which_samples_were_replayed(tmp_path):
     batch = RolloutBatch(tuple(with_one_replayed()), {})
     write_batch(tmp_path, 1, batch)
     assert read_batch(tmp_path, 1) == batch
-    assert Replay(tmp_path, takes_experiences=True).next_batch(1, 0) == batch
+    assert Replay(tmp_path, 64, takes_experiences=True).next_batch(1, 0) == batch
     with pytest.raises(UserError, match=f"step_000001.json.gz has samples .* set {REPLAY}.enable to true"):
-        Replay(tmp_path).next_batch(1, 0)
+        Replay(tmp_path, 64).next_batch(1, 0)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -193,8 +193,8 @@ def test_what_was_restored_of_the_rollout_is_what_it_holds_afterwards(tmp_path):
     _, new = restore_rollout(Rollout(**pool), {"queue": queue}, False)
     assert new == ["experiences to replay: the checkpoint has none"]
     lost = ["prompt cursor and groups that waited: this run has none"]
-    assert restore_rollout(Replay(tmp_path), {"queue": queue}, False) == (["the place in the replay"], lost)
-    assert restore_rollout(Replay(tmp_path), {"replay": "elsewhere"}, False) == (["the place in the replay"], [])
+    assert restore_rollout(Replay(tmp_path, 64), {"queue": queue}, False) == (["the place in the replay"], lost)
+    assert restore_rollout(Replay(tmp_path, 64), {"replay": "elsewhere"}, False) == (["the place in the replay"], [])
 
 
 def test_other_prompts_begin_anew_only_where_that_is_accepted():
@@ -236,10 +236,32 @@ def test_layout_servers_and_the_length_of_the_run_may_change_and_are_reported(tw
     assert f"changed {tp} 1 -> 2" in start.notes and "changed trainer.total_training_steps 100 -> 500" in start.notes
 
 
+@pytest.mark.parametrize(
+    "cure",
+    [
+        "reward.max_error_share=1.0",
+        "reward.timeout_s=60.0",
+        "reward.pass_env=[JUDGE_KEY]",
+        "algorithm.rollout_correction.max_mismatch=0.8",
+    ],
+)
+def test_what_cures_a_run_that_stopped_itself_may_change_where_it_goes_on(cure):
+    (change,) = config_changes(config_to_plain(config()), config(cure))
+    assert not matters(change, config())
+
+
 def test_the_length_of_the_run_matters_where_the_learning_rate_decays_over_it():
     decaying = "actor_rollout_ref.actor.optim.lr_decay_style=cosine"
     (change,) = config_changes(config_to_plain(config(decaying)), config(decaying, "trainer.total_training_steps=7"))
     assert matters(change, config(decaying)) and not matters(change, config())
+
+
+def test_a_switch_that_is_left_to_its_coefficient_is_compared_by_what_it_means():
+    switch, coefficient = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef=0.1"
+    assert config_changes(config_to_plain(config(f"{switch}=false")), config()) == []
+    assert config_changes(config_to_plain(config(f"{switch}=true", coefficient)), config(coefficient)) == []
+    changes = config_changes(config_to_plain(config()), config(coefficient))
+    assert {change.key for change in changes} == {switch, "algorithm.kl_ctrl.kl_coef"}
 
 
 def test_a_key_that_only_one_of_the_programs_has(two):
@@ -424,14 +446,13 @@ def test_a_later_sigterm_does_not_wait_for_the_end_of_the_step(tmp_path, monkeyp
     assert end_of(StopRequest(tmp_path / "stop", SingleRank()), first, signal.SIGTERM) == -signal.SIGTERM
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("one_request_s", "num_received"), [(60.0, 1), (0.0, 2)])
 def test_signals_at_once_are_one_request_of_a_launcher_too(one_request_s, num_received):
     """A service manager sends SIGHUP right after SIGTERM."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup, that may have started the tests, has ignored
     with StopSignals((signal.SIGTERM, signal.SIGHUP), one_request_s=one_request_s) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGHUP)
-    signal.signal(signal.SIGHUP, before)
     assert (stop.received, stop.num_received) == (signal.SIGTERM, num_received)
 
 

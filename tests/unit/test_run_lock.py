@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -44,10 +43,8 @@ def test_a_second_run_is_refused_by_name_and_one_that_was_killed_is_no_obstacle(
             RunLock(path).acquire(patience_s=0)
         process.kill()
         process.wait()
-        start = time.monotonic()
         lock = RunLock(path)
-        lock.acquire(patience_s=30)  # its child lives on
-        assert time.monotonic() - start < 10
+        lock.acquire(patience_s=0)  # its child lives on
         lock.release()
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,11 +11,10 @@ import pytest
 
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.group_queue import StepGroups
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
 from megatron_dapo.rollout.server_pool import Server
-from megatron_dapo.rollout.step_metrics import step_metrics
+from megatron_dapo.rollout.step_statistics import StepStatistics
 from megatron_dapo.rollout.trajectory import Budget
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
@@ -238,9 +236,9 @@ def test_limits_of_the_config_reach_the_trajectories(folder):
 def test_an_environments_first_words_count_as_prompt():
     (group,) = synthetic_groups(64, num_groups=1, n=2)
     samples = [replace(sample, prompt_tokens=(*group.prompt.tokens, 5, 6, 7)) for sample in group.samples]
-    groups = (replace(group, samples=tuple(samples)),)
-    step = StepGroups(groups, groups, Counter(), num_filtered_samples=0, num_gen_batches=1, num_surplus_used=0)
-    metrics = step_metrics(step, weight_version=0, num_retries=0, seconds=1.0)
+    statistics = StepStatistics()
+    statistics.add(replace(group, samples=tuple(samples)))
+    metrics = statistics.metrics()
     assert metrics["prompt_length/mean"] == len(group.prompt.tokens) + 3
 
 
@@ -261,6 +259,6 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
     async def slot(avoid, prefer):
         yield server
 
-    sampler = Sampler(SimpleNamespace(version=1, slot=slot), None, None, RetryPolicy(60.0, max_retries=1))
+    sampler = Sampler(SimpleNamespace(version=1, slot=slot), None, None, RetryPolicy(60.0, max_retries=1), 64)
     asyncio.run(sampler._generate("uid", (1,), SamplingParams(1), budget))
     assert server.client.num_requests == 2 and 9.2 < budget.seconds_left < 10.0

@@ -28,6 +28,7 @@ from megatron_dapo.training import Critic, StepShard, estimate_advantages
 from megatron_dapo.training.loss_config import loss_config
 from tests.unit.test_batching import make_group
 from tests.unit.test_dynamic_sampling import MIXED, RIGHT, WRONG, indices, run_gen_batch
+from tests.unit.test_experience_replay import record
 
 pytestmark = pytest.mark.unit
 
@@ -225,7 +226,8 @@ def test_the_estimators_gamma_and_lambda(config, expected):
     ("config", "expected"),
     [
         # k1 of 0.2 and 0.2 at the tokens of the first response, 0 at the second's
-        *rows("", ("algorithm.norm_adv_by_std_in_grpo=false kl_ctrl.kl_coef=0.5", [0.5, 0.5, -0.5])),
+        *rows("", ("algorithm.norm_adv_by_std_in_grpo=false", [0.5, 0.5, -0.5])),
+        *rows("algorithm.norm_adv_by_std_in_grpo=false", ("kl_ctrl.kl_coef=0.5", [0.4, 0.4, -0.4])),
         *rows(KL, ("kl_ctrl.kl_coef=0.5", [0.4, 0.4, -0.4]), ("kl_ctrl.kl_coef=1.0", [0.3, 0.3, -0.3])),
     ],
 )
@@ -237,10 +239,11 @@ def test_the_kl_in_the_reward(config, expected):
     ("config", "kl"),
     rows(
         f"{KL} kl_ctrl.kl_coef=0.5",
-        ("algorithm.kl_penalty=kl", -0.5),
-        ("algorithm.kl_penalty=abs", (2 + 0.5) / 3),
-        ("algorithm.kl_penalty=mse", (2 + 0.125) / 3),
-        ("algorithm.kl_penalty=low_var_kl", (math.exp(2) - 3 + math.exp(-0.5) - 0.5) / 3),
+        # the mean of two responses' means, over two tokens and over one
+        ("algorithm.kl_penalty=kl", (-2.0 + 0.5) / 4),
+        ("algorithm.kl_penalty=abs", (2 + 0.5) / 4),
+        ("algorithm.kl_penalty=mse", (2 + 0.125) / 4),
+        ("algorithm.kl_penalty=low_var_kl", (math.exp(2) - 3 + math.exp(-0.5) - 0.5) / 4),
         ("algorithm.kl_penalty=full", 0.7),
     ),
 )
@@ -305,7 +308,7 @@ def test_the_value_loss(config, loss):
 )
 def test_the_filter_of_groups(config, kept):
     queue = make_queue(config)
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [RIGHT, MIXED, WRONG])
     assert not queue.wants_gen_batch()
     assert indices(queue.take().groups) == kept
@@ -321,7 +324,7 @@ def test_the_filter_of_groups(config, kept):
 )
 def test_the_limit_of_gen_batches(config, rounds):
     queue, num_rounds = make_queue(config), 0
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     while queue.wants_gen_batch():
         run_gen_batch(queue, 3 * num_rounds, [MIXED, RIGHT, WRONG])
         num_rounds += 1
@@ -364,7 +367,7 @@ def test_the_four_modes_of_truncation_penalty():
     """With 0.5, of which reward 0.25 tells all four apart, and with the documents' -0.5."""
     expected = {  # rewards 0.25, 1, -1 with 0.5; the same with -0.5
         "additive": ([0.75, 1.5, -0.5], [-0.25, 0.5, -1.5]),
-        "multiplicative": ([0.375, 1.5, -1.5], [0.125, 0.5, -0.5]),
+        "multiplicative": ([0.25, 1.0, -1.5], [0.125, 0.5, -1.0]),  # never above the reward
         "replace_if_positive": ([0.5, 0.5, -1.0], [-0.5, -0.5, -1.0]),
         "cap": ([0.25, 0.5, -1.0], [-0.5, -0.5, -1.0]),
     }
@@ -401,10 +404,9 @@ def test_multi_turn_is_a_switch():
 def test_when_replay_begins_and_how_much_of_a_gen_batch_of_four_it_is(config, num_right_of_ten, drawn):
     pool = make_pool(config)
     queue = make_queue(config_of("data.train_batch_size=5"))
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     outcomes = [MIXED] * num_right_of_ten + [WRONG] * (5 - num_right_of_ten)
-    run_gen_batch(queue, 0, outcomes)
-    pool.record(queue.take().generated)
+    record(pool, run_gen_batch(queue, 0, outcomes))
     assert len(pool.draw(4)) == drawn
 
 
@@ -422,7 +424,7 @@ def test_when_replay_begins_and_how_much_of_a_gen_batch_of_four_it_is(config, nu
 def test_the_bounds_of_the_pool(config, left):
     pool = make_pool(config)
     for _ in range(3):
-        pool.record([replace(make_group(str(i), [1.0, 0.0]), prompt=Prompt(i, "", (1,), "", "", "")) for i in (0, 1)])
+        record(pool, [replace(make_group(str(i), [1.0, 0.0]), prompt=Prompt(i, "", (1,), "", "", "")) for i in (0, 1)])
     assert pool.metrics()["replay/num_trajectories"] == left
 
 

@@ -4,8 +4,10 @@ Names begin with the number of the document: 000 DAPO in a training system, 001 
 003 PPO for language models, 004 the DAPO paper. That every option acts: test_seed_options.py.
 """
 
+import hashlib
 import json
 import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,17 @@ from examples.classic_control.types import PPOConfig, PPOMetrics
 from megatron_dapo.algorithms import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names, token_weights
 
 from megatron_dapo.algorithms import stack_maxima, stack_sums  # isort: skip
-from megatron_dapo.config import Config, RunFolder, dapo_techniques, effective_clip, load_config, uses_critic, validate
+from megatron_dapo.config import (
+    Config,
+    RunFolder,
+    dapo_techniques,
+    effective_clip,
+    load_config,
+    needs_reference,
+    uses_critic,
+    uses_kl_in_reward,
+    validate,
+)
 from megatron_dapo.config.keys import canonical, known_keys
 from megatron_dapo.config.recipes import RECIPES
 from megatron_dapo.config.yaml_dialect import parse_yaml
@@ -35,18 +47,38 @@ from megatron_dapo.training.schedule import MetricSums
 pytestmark = pytest.mark.unit
 
 SEEDS = Path(__file__).parents[1] / "seeds"
-BLOCKS = sorted(path.stem for path in SEEDS.glob("*.yaml"))
-# what a fragment needs beside itself to make sense
-COMPLETED_BY = {"003_kl_ctrl": ["algorithm.use_kl_in_reward=true"]}
+# every YAML block of the documents, 7 of 000 and 2 of 003 (001, 002 and 004 have none), word for word:
+# its name -> the heading that it stands under, the SHA-256 of its text
+BLOCKS = {
+    "000_complete": ("完整配置示例", "77c7774d32fe85f6991c682787589788649d00f4e3172b131f84a65d9c4ec034"),
+    "000_way_two": ("方式二：在现有配置上启用DAPO", "78907b52dee6e3dcbc210189c01a55bc36042d43a1d2b3c80cbc18d88a3590d0"),
+    "000_way_three": ("方式三：仅启用部分DAPO功能", "7f05ca48f0d0e909540160f7aa600406f48bed56378cb40d47a0da7a3f5c0d2f"),
+    "000_switch": ("与GRPO的兼容性", "b41be9a9d5cb0704f6a5c037d8de2fdeecae267b016eb02075b94ae3f93868cf"),
+    "000_replay": ("配置示例", "09c164417992f945ce5a22f1d097f627e4f5b1c8a60862c2f42c0d7e49bb9815"),
+    "000_math": ("数学推理任务（如AIME）", "217f66dc6e70ae5660905a361cf1fb2b4113145eb81edc149e39b7efa6272c06"),
+    "000_agent": ("Agent任务（如AlfWorld）", "928f4cffad7776eb04db4589b85d9775c0717234e6bbbdc7b3bc4c813b96b2b6"),
+    "003_kl_ctrl": ("6.4 使用示例", "b7ed3b5649c43b514e7c8fcdebd412fe5b2ad052e1081f145c48a5c2d5655cc2"),
+    "003_ppo": ("8.2 配置示例", "5c233599429fc3152e46e5d0dbec718c0144bc54c083ae614617ffe7403c3dee"),
+}
+
+
+def configs_of(block: str) -> dict[str, str]:
+    """The config of a block, or those that it gives to choose from, each below a comment of its own at the margin."""
+    text = (SEEDS / f"{block}.yaml").read_text(encoding="utf-8")
+    configs = [part for part in re.split(r"(?m)^(?=# )", text) if part.strip()]
+    return {f"{block}_{i}" if len(configs) > 1 else block: part for i, part in enumerate(configs, start=1)}
+
+
+CONFIGS = {name: text for block in BLOCKS for name, text in configs_of(block).items()}
 TOKENS = "token_level_loss"  # on by default
 ON = {  # techniques that are on under each block
     "000_complete": {"clip_higher", "dynamic_sampling", TOKENS, "overlong_shaping"},
     "000_way_two": {"clip_higher", "dynamic_sampling", TOKENS, "overlong_shaping"},
-    "000_way_three_clip_higher": {"clip_higher", TOKENS},
-    "000_way_three_dynamic_sampling": {"dynamic_sampling", TOKENS},
-    "000_way_three_overlong": {"overlong_shaping", TOKENS},
-    "000_switch_grpo": {TOKENS},
-    "000_switch_dapo": {"clip_higher", "dynamic_sampling", TOKENS, "overlong_shaping"},
+    "000_way_three_1": {"clip_higher", TOKENS},
+    "000_way_three_2": {"dynamic_sampling", TOKENS},
+    "000_way_three_3": {"overlong_shaping", TOKENS},
+    "000_switch_1": {TOKENS},
+    "000_switch_2": {"clip_higher", "dynamic_sampling", TOKENS, "overlong_shaping"},
     "000_replay": {"clip_higher", "dynamic_sampling", TOKENS, "overlong_shaping"},
     "000_math": {"clip_higher", "dynamic_sampling", TOKENS, "overlong_shaping"},
     "000_agent": {"clip_higher", "dynamic_sampling", TOKENS, "overlong_shaping"},
@@ -123,15 +155,32 @@ def leaves(tree: dict, prefix: str = ""):
 # ---------------------------------------------------------------------------------------------------- YAML and tables
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_loads_as_it_is_says_what_it_says_and_makes_sense(block):
-    config = load_config(SEEDS / f"{block}.yaml", COMPLETED_BY.get(block, []))
-    tree, duplicates = parse_yaml((SEEDS / f"{block}.yaml").read_text())
+def test_the_blocks_are_all_there_word_for_word():
+    digests = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in SEEDS.iterdir()}
+    assert digests == {name: digest for name, (_, digest) in BLOCKS.items()}
+
+
+def test_a_block_that_gives_a_choice_is_cut_without_loss():
+    assert CONFIGS.keys() == ON.keys()
+    for block in BLOCKS:
+        assert "".join(configs_of(block).values()) == (SEEDS / f"{block}.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_block_loads_as_it_is_says_what_it_says_and_makes_sense(name, tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIGS[name], encoding="utf-8")
+    config = load_config(tmp_path / "config.yaml")
+    tree, duplicates = parse_yaml(CONFIGS[name])
     assert not duplicates
     for key, value in leaves(tree):
         assert value_of(config, key) == value, key
     validate(config, None, check_files=False)
-    assert on(config) == ON[block]
+    assert on(config) == ON[name]
+
+
+def test_the_block_of_the_kl_controller_acts():
+    config = load_config(SEEDS / "003_kl_ctrl.yaml")
+    assert uses_kl_in_reward(config) and needs_reference(config)
 
 
 def test_the_block_of_ppo_has_a_critic_and_clips_on_both_sides_alike():
@@ -199,7 +248,7 @@ def responses(uid: str, *what: str, config: Config) -> Group:
 def one_step(config: Config, *groups: tuple[str, ...]):
     """What the queue of this config makes of a gen batch with these groups."""
     queue = make_queue(config)
-    queue.begin(1)
+    queue.begin(1, weight_version=1)
     queue.open_gen_batch([Prompt(i, str(i), (1,), "", "test", "") for i in range(len(groups))])
     for draw, what in zip(queue.missing(), groups, strict=True):
         queue.finish(replace(responses(draw.uid, *what, config=config), prompt=draw.prompt))
@@ -276,7 +325,7 @@ def test_every_metric_of_the_documents_is_in_metrics_jsonl_with_the_value_worked
         "dapo/num_filtered_samples": 4, "dapo/filter_ratio": 0.5,
         # of the seven that were generated in this step
         "dapo/num_truncated_samples": 2, "dapo/truncation_ratio": 2 / 7, "dapo/num_truncated_by_length": 1,
-        "dapo/num_truncated_by_termination": 1, "dapo/avg_truncation_penalty_applied": -0.5 * 2 / 7,
+        "dapo/num_truncated_by_termination": 1, "dapo/avg_truncation_penalty_applied": 0.5,
         "actor/pg_loss": root * (on_policy + off_policy) / 12, "actor/on_pg_loss": root * on_policy / 9,
         "actor/off_pg_loss": root * off_policy / 3, "exp_mask_ratio": 3 / 12,
         "actor/on_pg_clipfrac": 1 / 9, "actor/on_pg_clipfrac_lower": 1 / 9, "actor/entropy": 0.5,

@@ -98,6 +98,7 @@ def test_a_hanging_server_is_noticed_by_its_health_and_its_requests_are_sent_to_
         frozen.is_frozen = True
         batch = await asyncio.wait_for(pending, 20)
         assert numbers(batch) == [4, 5, 6, 7] and batch.metrics["rollout/num_retries"] == 4
+        assert [note.name for note in folder.rglob("unresponsive_servers/*")] == [frozen.url[7:].replace(":", "_")]
         listed, current = num_servers(batch)
         assert listed == 2 and 1 <= current < 2
         assert set(frozen.script.num_answers.values()) == {2}, "what it had is not asked for twice"
@@ -158,26 +159,81 @@ def test_a_pause_under_requests_costs_none_of_them(folder):
     run(folder, scenario)
 
 
-def test_a_server_that_a_push_left_paused_gets_no_request_until_the_next_one(folder):
-    """It holds the right version: what is sent there would wait for request_timeout_s."""
+def test_a_server_that_was_left_paused_with_the_right_weights_is_told_to_continue_when_the_step_begins(folder):
+    """The last call of a push did not reach it, or somebody else paused it: no other push is needed."""
+
+    async def scenario(controller, servers, listed):
+        servers[0].is_paused = True
+        batch = await controller.next_batch(1, 1)
+        assert not batch.needs_sync and num_servers(batch) == (2, 2) and servers[0].requests
+
+    run(folder, scenario)
+
+
+def test_a_server_that_comes_back_paused_gets_no_request_until_the_next_step(folder):
+    """It may be in a push that is under way."""
 
     async def scenario(controller, servers, listed):
         paused, other = servers
-        paused.is_paused = True
-        assert (await controller.next_batch(1, 1)).needs_sync
-        batch = await asyncio.wait_for(controller.next_batch(1, 1), 5)  # the push did not reach it either
-        assert numbers(batch) == [0, 1, 2, 3] and not paused.requests
-        assert num_servers(batch) == (2, 1)
+        await controller.next_batch(1, 1)
         await paused.stop()
         await until(lambda: controller._servers.urls(State.DOWN) == [paused.url])
+        paused.is_paused = True
         await paused.start()
         await until(lambda: controller._servers.urls(State.STALE) == [paused.url])
         await asyncio.sleep(0.15)
-        assert controller._servers.urls(State.CURRENT) == [other.url], "it came back, and is paused still"
+        assert controller._servers.urls(State.CURRENT) == [other.url] and paused.is_paused
         paused.is_paused = False
         await until(lambda: len(controller._servers.urls(State.CURRENT)) == 2)
 
     run(folder, scenario)
+
+
+def test_a_server_that_others_pause_in_a_step_is_told_to_continue(folder, monkeypatch, caplog):
+    monkeypatch.setattr("megatron_dapo.rollout.server_pool.PAUSE_S", 0.1)
+
+    async def scenario(controller, servers, listed):
+        paused = servers[0]
+        paused.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(1, 1))
+        await until(lambda: paused.num_open == 4)
+        paused.is_paused = True
+        paused.hold.set()
+        batch = await asyncio.wait_for(pending, 20)  # request_timeout_s is 50
+        assert batch.metrics["rollout/num_retries"] == 0 and not paused.is_paused
+        assert num_servers(batch) == (2, 2)
+
+    run(folder, scenario, overrides=["actor_rollout_ref.rollout.request_timeout_s=50.0"])
+    assert "is paused, or ill: it is told to continue" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["in a step", "between two steps"])
+def test_a_server_that_is_ill_counts_as_lost_until_it_is_well(folder, monkeypatch, when):
+    """Told to continue it takes no requests still."""
+    monkeypatch.setattr("megatron_dapo.rollout.server_pool.PAUSE_S", 0.1)
+
+    async def scenario(controller, servers, listed):
+        ill, other = servers
+        await controller.next_batch(1, 1)
+        if when == "in a step":
+            ill.hold.clear()
+            pending = asyncio.create_task(controller.next_batch(2, 1))
+            await until(lambda: ill.num_open == 4)
+            ill.is_ill = True
+        else:
+            ill.is_ill = True
+            pending = asyncio.create_task(controller.next_batch(2, 1))
+        batch = await asyncio.wait_for(pending, 20)
+        assert numbers(batch) == [4, 5, 6, 7] and not batch.needs_sync
+        assert batch.metrics["rollout/num_retries"] == (4 if when == "in a step" else 0)
+        assert controller._servers.urls(State.DOWN) == [ill.url]
+        num_requests = len(ill.requests)
+        assert not (await controller.next_batch(3, 1)).needs_sync and len(ill.requests) == num_requests
+        ill.hold.set()
+        ill.is_ill = False
+        await until(lambda: len(controller._servers.urls(State.CURRENT)) == 2)
+
+    run(folder, scenario, overrides=["actor_rollout_ref.rollout.request_timeout_s=50.0"])
 
 
 def test_a_server_that_comes_back_with_newer_weights_is_up(folder):

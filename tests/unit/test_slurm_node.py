@@ -18,6 +18,7 @@ from launch.slurm.node import ends, interface_of, node_environment
 from launch.slurm.plan import SERVERS, TRAINER, Plan
 from launch.slurm.servers import wait_for_servers
 from megatron_dapo.config import UserError
+from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
@@ -79,6 +80,33 @@ def test_only_a_trainer_that_saved_ends_well_for_slurm_and_all_are_recorded(
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert node.run(plan, role) == told
     assert ends(plan, role) == {name: recorded}
+
+
+STARTED_WITH_LOW_LIMITS = """
+import resource, sys
+from launch.slurm.node import start
+from launch.slurm.plan import TRAINER, Plan
+kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
+hard = (4096, 1 << 16, resource.getrlimit(resource.RLIMIT_NPROC)[1])
+for kind, limit in zip(kinds, hard):
+    resource.setrlimit(kind, (64, limit))
+program = f"import resource; [print(resource.getrlimit(kind)) for kind in {kinds}]"
+Plan.command = lambda *_: [sys.executable, "-Sc", program]
+plan = Plan(7, 0, ("t1",), (), 1, 2, sys.argv[1], sys.argv[1], total_steps=4, server_timeout_s=30.0)
+sys.exit(start(plan, TRAINER, "t1").wait())
+"""
+
+
+def test_a_roles_program_may_use_all_that_the_user_may(tmp_path):
+    """The soft limits that a login shell leaves are too low for thousands of connections, and for RDMA."""
+    command = [sys.executable, "-c", STARTED_WITH_LOW_LIMITS, str(tmp_path)]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    told, *limits = done.stdout.splitlines()
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    assert limits == [str((hard, hard)) for hard in (4096, 1 << 16, processes)]
+    in_words = "unlimited" if processes == resource.RLIM_INFINITY else processes
+    assert told.endswith(f"open files 4096, locked memory 65536, processes {in_words}")
 
 
 PROGRAM = """

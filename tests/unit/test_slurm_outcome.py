@@ -1,6 +1,8 @@
 """How a job ended, read off the logs of its attempt: exit code, last line, requeue or not, and the first cause."""
 
+import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +10,9 @@ import pytest
 
 from launch.slurm.outcome import Facts, outcome
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Plan
+from launch.slurm.progress import Progress, progress
 from launch.torchrun import told
+from megatron_dapo.checkpointing.folders import write_controller_state
 
 pytestmark = pytest.mark.unit
 
@@ -24,6 +28,11 @@ class Attempt:
 
     def saved(self, step: int) -> None:
         (self.run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+
+    def sampled(self, step: int, *, closed: int, finished: int) -> None:
+        """Groups of the next step, in gen batches that are done and in the open one."""
+        queue = {"finished": [{}] * finished, "step": {"generated": {"num_groups": closed}}}
+        write_controller_state(self.run / "checkpoints" / f"step_{step:06d}", {"queue": queue})
 
     def log(self, name: str, *lines: str) -> None:
         (self.logs / name).write_text("".join(f"{line}\n" for line in lines))
@@ -68,7 +77,34 @@ def test_a_user_s_stop_file_and_a_chain_of_jobs_requeue_nothing(attempt, facts):
 def test_an_attempt_that_gained_no_step_is_not_repeated(attempt):
     attempt.ended(TRAINER, t1=85)
     ended = attempt.outcome(TRAINER, 0, asked_by="USR1")
-    assert (ended.code, ended.requeue) == (13, False) and "no step was gained" in ended.line
+    assert (ended.code, ended.requeue) == (13, False) and "nothing was gained" in ended.line
+
+
+def test_an_attempt_that_was_stopped_while_it_sampled_goes_on_with_its_groups(attempt):
+    """The step before is the newest checkpoint, as when the attempt began."""
+    attempt.ended(TRAINER, t1=85)
+    attempt.sampled(4, closed=8, finished=3)
+    ended = attempt.outcome(TRAINER, 0, asked_by="USR1")
+    assert (ended.code, ended.requeue) == (85, True)
+    assert "step 4 of 40, and 11 groups of the next one, is saved" in ended.line
+    attempt.plan = replace(attempt.plan, start_groups=11)  # as the next attempt is planned, which gains none
+    assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
+
+
+def test_a_preempted_attempt_is_repeated_though_it_had_no_time_to_gain_anything(attempt):
+    attempt.ended(TRAINER, t1=85)
+    ended = attempt.outcome(TRAINER, 0, asked_by="TERM")
+    assert (ended.code, ended.requeue) == (85, True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", gzip.compress(b"no json"), gzip.compress(b'{"replay": "dir"}')],
+    ids=["empty", "no gzip", "no json", "a replay"],
+)
+def test_a_checkpoint_that_tells_of_no_groups_counts_by_its_step(attempt, content):
+    (attempt.run / "checkpoints" / "step_000004" / "controller.json.gz").write_bytes(content)
+    assert progress(str(attempt.run)) == Progress(4, 0)
 
 
 def test_a_job_is_requeued_at_most_so_often(attempt):

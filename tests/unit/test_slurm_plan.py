@@ -1,10 +1,17 @@
 """The plan of a Slurm job: who does what, where, with which ports and exact command lines."""
 
+import json
+import re
+
 import pytest
 
 from launch.slurm.__main__ import main
+from launch.slurm.notice import notice_line, rest_of_a_step
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Allocation, Plan, make_plan, own_overrides
+from launch.slurm.progress import Progress
 from megatron_dapo.config import Config, UserError, load_config
+from tests.helpers import REPOSITORY
+from tests.model_json import QWEN2_5_32B
 
 pytestmark = pytest.mark.unit
 
@@ -97,6 +104,7 @@ def test_processes_get_absolute_folders_and_servers_that_others_reach():
         'trainer.run_dir="/run"',
         'trainer.log_dir="/run/logs/attempt-4711-1"',
         'actor_rollout_ref.rollout.server_urls_file="/run/servers.txt"',
+        'actor_rollout_ref.rollout.server_api_key_file="/run/.server_key"',
         f'{SERVER}.host="0.0.0.0"',
         'trainer.resume="auto"',
     ]
@@ -129,7 +137,7 @@ def test_the_gpus_that_slurm_counted_must_do():
 
 
 def test_a_plan_that_was_written_is_read_again(tmp_path):
-    plan = make_plan(config(f"trainer.run_dir={tmp_path}"), allocation(), start_step=7)
+    plan = make_plan(config(f"trainer.run_dir={tmp_path}"), allocation(), start=Progress(7))
     plan.write()
     assert Plan.read(f"{plan.logs}/plan.json") == plan
 
@@ -171,14 +179,51 @@ def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, monkeypatch, cap
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_is_done_has_nothing_left_for_the_next_job_of_a_chain(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("damage", ["", "\0\0\0\n", '{"step": 9, "rew'])
+def test_a_run_that_is_done_has_nothing_left_for_the_next_job_of_a_chain(damage, tmp_path, monkeypatch, capsys):
+    """Also where its metrics end with what a full disk or a lost one leaves."""
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     (tmp_path / "run" / "model").mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 8}\n{"step": 9}\n')
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 8}\n{"step": 9}\n' + damage)
     command = [*recipe(tmp_path, "trainer.total_training_steps=9"), "--nodes", "a,b"]
     assert main(command) == 76
     assert capsys.readouterr().out.startswith(f"DONE: step 9 of 9 in {tmp_path}/run already")
     assert main([*command, "trainer.total_training_steps=10"]) == 0
+
+
+def sized(folder, model: dict, *overrides: str) -> Config:
+    """The reference run of a model with these sizes."""
+    (folder / "config.json").write_text(json.dumps(model))
+    path = f"actor_rollout_ref.model.path={folder}"
+    return load_config(REPOSITORY / "configs" / "dapo_32b.yaml", [path, *overrides])
+
+
+def test_the_plan_says_whether_the_notice_is_enough_for_what_is_left_of_a_step(tmp_path):
+    """8192 samples of 22528 tokens with 32.8e9 parameters on 64 GPUs: by hand, with products alone, 8 N T FLOPs (update
+    and old log-probs) at 0.3 x 989.5e12 per GPU are 2550 s; attention over 22528 tokens adds a quarter or so."""
+    made = sized(tmp_path, QWEN2_5_32B)
+    by_hand = 8 * 32.8e9 * 8192 * 22528 / (64 * 0.3 * 989.5e12)
+    assert 1.1 * by_hand < rest_of_a_step(made) - 600 < 1.5 * by_hand
+    assert notice_line(made, 7200).startswith("7200 s before the time limit; update and save")
+    told = notice_line(made, 1800)
+    assert "IS TOO SHORT" in told and (enough := int(told.rpartition("@")[2])) >= rest_of_a_step(made)
+    assert "TOO SHORT" not in notice_line(made, enough)
+    assert "evaluation that follows a step" in told
+    assert "evaluation" not in notice_line(sized(tmp_path, QWEN2_5_32B, "trainer.test_freq=-1"), 1800)
+    half = sized(tmp_path, QWEN2_5_32B, "data.train_batch_size=256")
+    assert rest_of_a_step(half) - 600 == pytest.approx((rest_of_a_step(made) - 600) / 2)
+
+
+def test_nothing_is_said_of_a_notice_or_a_model_that_is_not_known(tmp_path):
+    assert notice_line(sized(tmp_path, QWEN2_5_32B), None) is None
+    assert notice_line(config("actor_rollout_ref.model.path=/nowhere"), 7200) is None
+
+
+@pytest.mark.parametrize("name", ["dapo_32b", "dapo_7b"])
+def test_a_script_tells_the_plan_the_notice_that_it_asks_of_slurm(name):
+    text = (REPOSITORY / "slurm" / f"{name}.sh").read_text()
+    asked, told = re.search(r"--signal=B:USR1@(\d+)", text)[1], re.search(r"NOTICE_S:-(\d+)", text)[1]
+    assert asked == told
 
 
 def test_without_nodes_it_is_a_dry_run(tmp_path, monkeypatch, capsys):

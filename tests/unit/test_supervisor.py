@@ -4,8 +4,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -15,18 +18,24 @@ import torch
 
 from megatron_dapo.config import Config, UserError, load_config
 from megatron_dapo.rollout import ReservedPort, ServerCommand, ServerFailure, ServerSupervisor, sglang_command
+from megatron_dapo.rollout.server_files import ServerFiles
 from tests import fake_server
+from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
+PROGRAM = f"-m megatron_dapo.keyed_sglang {Path('runs/run/.server_key').absolute()}"
 SERVER = "actor_rollout_ref.rollout.server"
 
 
-def supervisor(tmp_path: Path, behaviour: str, *overrides: str) -> ServerSupervisor:
+def supervisor(tmp_path: Path, behaviour: str, *keys: str, overrides: Sequence[str] = ()) -> ServerSupervisor:
+    """keys: of the servers."""
+
     def command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
         return ServerCommand((sys.executable, fake_server.__file__, host, str(port), behaviour), dict(os.environ))
 
-    config = load_config(None, [f"{SERVER}.{text}" for text in overrides])
+    given = [f"trainer.run_dir={tmp_path}/run", *(f"{SERVER}.{text}" for text in keys), *overrides]
+    config = load_config(None, given)
     return ServerSupervisor(config, tmp_path, command_of=command)
 
 
@@ -97,9 +106,9 @@ def test_a_server_that_keeps_dying_is_started_less_and_less_often_and_given_up_w
 
 
 def test_a_server_that_is_not_healthy_in_time_is_named_with_its_log(tmp_path):
-    servers = supervisor(tmp_path, "hangs", "startup_timeout_s=1.0")
+    servers = supervisor(tmp_path, "hangs", "startup_timeout_s=3.0")
     servers.start()
-    with pytest.raises(ServerFailure, match=r"server-0 at http.* was not healthy within 1 s(.|\n)*fake server: hangs"):
+    with pytest.raises(ServerFailure, match=r"server-0 at http.* was not healthy within 3 s(.|\n)*fake server: hangs"):
         servers.wait_healthy()
     servers.stop()
 
@@ -112,6 +121,79 @@ def test_stop_ends_children_that_moved_to_a_session_of_their_own(tmp_path):
     servers.check()
     servers.stop()
     assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+SUPERVISED = """
+import sys, time
+from pathlib import Path
+from tests.unit.test_supervisor import supervisor
+servers = supervisor(Path(sys.argv[1]), sys.argv[2], "num_servers=2")
+servers.start()
+servers.wait_healthy()
+print(*servers.pids(), flush=True)
+time.sleep(600)
+"""
+
+
+def left_by(folder: Path, number: int) -> list[Path]:
+    """Temporary folder and shared memory of a fake server, by its own account."""
+    return [Path(word) for word in re.findall(r"files (\S+) (\S+)", (folder / f"server-{number}.log").read_text())[-1]]
+
+
+def test_nothing_that_a_server_keeps_elsewhere_is_left_after_a_restart_or_a_stop(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    servers = supervisor(tmp_path, "leaves files", "num_servers=2")
+    servers.start()
+    try:
+        servers.wait_healthy()
+        first, other = left_by(tmp_path, 0), left_by(tmp_path, 1)
+        assert all(path.exists() for path in [*first, *other]) and first[0] != other[0]
+        assert first[0].parent == tmp_path and len(list(first[0].glob("tmp????????"))) == 1
+        os.kill(servers.pids()[0], signal.SIGKILL)
+        assert eventually(lambda: not servers.check())
+        servers.wait_healthy()
+        again = left_by(tmp_path, 0)
+        assert not any(path.exists() for path in first) and all(path.exists() for path in [*again, *other])
+    finally:
+        servers.stop()
+    assert not any(path.exists() for path in [*again, *other])
+
+
+def test_servers_end_with_a_killed_supervisor_and_what_they_left_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    living = supervisor(tmp_path / "living", "leaves files")
+    living.start()
+    living.wait_healthy()
+    command = [sys.executable, "-c", SUPERVISED, str(tmp_path / "killed"), "leaves files"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as owner:
+        servers = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        owner.kill()
+        alive = psutil.wait_procs(servers, timeout=20)[1]
+        for process in alive:
+            process.kill()
+        assert not alive, "they went on without their supervisor"
+    left = [path for number in range(2) for path in left_by(tmp_path / "killed", number)]
+    assert all(path.exists() for path in left)
+    following = supervisor(tmp_path / "next", "serves")
+    following.start()
+    try:
+        assert not any(path.exists() for path in left)
+        assert all(path.exists() for path in left_by(tmp_path / "living", 0))
+    finally:
+        following.stop()
+        living.stop()
+
+
+def test_a_temporary_folder_with_a_long_name_leaves_room_for_a_servers_sockets(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    files = ServerFiles({})
+    try:
+        assert len(f"{files.variables['TMPDIR']}/tmp01234567") <= 107
+    finally:
+        files.remove()
+    assert not Path(files.variables["TMPDIR"]).exists()
 
 
 def test_a_reserved_port_is_given_to_nobody_else_but_a_server_can_use_it():
@@ -144,7 +226,7 @@ def test_the_command_of_a_cpu_server_serves_fp32_on_its_port_with_the_cpu_adapta
     config = load_config(None, ["actor_rollout_ref.model.path=some/model", f"{SERVER}.extra_args=[--log-level, debug]"])
     made = sglang_command(config, "127.0.0.1", 31000, [])
     words = " ".join(made.command[1:])
-    assert words.startswith("-m sglang.launch_server --model-path some/model --host 127.0.0.1 --port 31000 --tp-size 1")
+    assert words.startswith(f"{PROGRAM} --model-path some/model --host 127.0.0.1 --port 31000 --tp-size 1")
     assert "--dtype float32" in words and "--device cpu" in words and words.endswith("--log-level debug")
     assert "--load-format" not in words
     assert made.environment["PYTHONPATH"].split(":")[0].endswith("platform/sglang_cpu/site")
@@ -158,8 +240,9 @@ def test_the_command_of_a_gpu_server_is_sglangs_own_with_its_gpus_and_the_traine
     sizes = [f"{SERVER}.tensor_model_parallel_size=2", f"{SERVER}.mem_fraction_static=0.7"]
     config = load_config(None, ["actor_rollout_ref.model.path=some/model", *sizes])
     made = sglang_command(config, "0.0.0.0", 31000, ["4", "5"])
-    words = "-m sglang.launch_server --model-path some/model --host 0.0.0.0 --port 31000 --tp-size 2 --dtype bfloat16"
-    assert " ".join(made.command[1:]) == f"{words} --log-level-http warning --mem-fraction-static 0.7"
+    words = "--model-path some/model --host 0.0.0.0 --port 31000 --tp-size 2 --dtype bfloat16"
+    options = "--log-level-http warning --enable-fp32-lm-head --mem-fraction-static 0.7"
+    assert " ".join(made.command[1:]) == f"{PROGRAM} {words} {options}"
     wanted = {"CUDA_VISIBLE_DEVICES": "4,5", "NCCL_IB_HCA": "mlx5", "NCCL_CUMEM_ENABLE": "0"}
     assert wanted.items() <= made.environment.items()
     assert "sglang_cpu" not in made.environment.get("PYTHONPATH", "")

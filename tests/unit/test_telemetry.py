@@ -1,17 +1,21 @@
 """Telemetry: what reaches the sinks, how a step reads on the console, what the closing table says."""
 
+import errno
 import json
 import math
 import os
 import pty
+import resource
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_dapo.config import RunFolder, UserError, load_config, validate, write_whole
-from megatron_dapo.telemetry import NullTelemetry, Summary, Telemetry, closing_table, read_metrics
+from megatron_dapo.telemetry import NullTelemetry, Summary, Telemetry, closing_table, read_metrics, report
 from megatron_dapo.telemetry.console import StepTable, duration
+from megatron_dapo.telemetry.sinks import SINKS
 from megatron_dapo.telemetry.timers import PhaseTimers
 from tests.helpers import REPOSITORY
 
@@ -92,6 +96,15 @@ def test_a_resumed_run_continues_the_first_one(tmp_path):
     ]
 
 
+def test_the_records_of_a_long_run_are_read_in_one_pass(tmp_path, monkeypatch):
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(300))
+    write_whole(tmp_path / "m", lines)
+    places = Mock(side_effect=report._place)
+    monkeypatch.setattr(report, "_place", places)
+    assert [record["step"] for record in read_metrics(tmp_path / "m")] == [*range(300)]
+    assert places.call_count < 1500
+
+
 def test_a_run_that_goes_on_from_a_checkpoint_takes_back_what_came_after_it(tmp_path):
     run(telemetry(tmp_path, "jsonl", "tensorboard"), steps=4)
     config = load_config(None, ["trainer.logger=[jsonl, tensorboard]"])
@@ -107,6 +120,69 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_back_what_came_after_it(tmp_
 
     events = EventAccumulator(str(RunFolder(tmp_path).tensorboard)).Reload()
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_run_keeps_its_steps_whatever_else_is_in_metrics_jsonl(tmp_path, caplog):
+    run(telemetry(tmp_path, "jsonl"), steps=4)
+    path = RunFolder(tmp_path).metrics
+    lines = path.read_bytes().splitlines(keepends=True)
+    garbage = [
+        b"\xff\xfe\n",
+        bytes(40) + b"\n",
+        b"[1]\n",
+        b'{"time": 1.0}\n',
+        b"{oops\n",
+        b'{"step": "x"}\n',
+        b"[" * 10**5 + b"\n",
+    ]
+    path.write_bytes(b"".join([*garbage[:3], *lines[:3], *garbage[3:], *lines[3:], bytes(9)]))
+    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3, 4, 4]
+    resumed = Telemetry(load_config(None, ["trainer.logger=[jsonl]"]), RunFolder(tmp_path), resumed_after=2)
+    resumed.log(3, {"reward/mean": 0.5})
+    resumed.close()
+    assert path.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
+    assert "7 lines that are no records are removed" in caplog.text
+
+
+def test_training_goes_on_on_a_full_disk_and_no_metric_is_lost_when_there_is_room_again(tmp_path, caplog):
+    log, path = telemetry(tmp_path, "jsonl", "tensorboard"), RunFolder(tmp_path).metrics
+    log.log(1, {"reward/mean": 0.1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))  # a part of the next line fits
+    try:
+        log.log(2, {"reward/mean": 0.2})
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]  # and none is torn
+        log.log(3, {"reward/mean": 0.3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.log(4, {"reward/mean": 0.4})
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["reward/mean"]) for line in lines] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    told = [text for text in caplog.messages if "jsonl" in text]
+    assert told == ["metrics for jsonl cannot be written at step 2 ([Errno 27] File too large); training goes on"]
+
+
+class FullDisk:
+    def write(self, record):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_no_sink_that_cannot_write_ends_the_run_or_keeps_the_others_from_writing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(SINKS, "tensorboard", lambda *_: FullDisk())
+    run(telemetry(tmp_path, "tensorboard", "jsonl"), steps=3)
+    assert len(read_metrics(RunFolder(tmp_path).metrics)) == 5
+    assert sum("metrics for tensorboard cannot be written" in text for text in caplog.messages) == 1
+
+
+def test_a_metrics_file_that_cannot_be_made_is_told_in_one_sentence(tmp_path):
+    RunFolder(tmp_path).metrics.mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written .*another trainer\.run_dir"):
+        telemetry(tmp_path, "jsonl")
 
 
 def test_tensorboard_gets_the_scalars(tmp_path):

@@ -1,14 +1,24 @@
 """Transformer Engine where it is absent: our layers instead, errors with key and cure; its names in the weight map."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.config import MegatronConfig, UserError, load_config, read_model_spec, tokens_multiple
+from megatron_dapo.config import (
+    MegatronConfig,
+    OptimConfig,
+    UserError,
+    load_config,
+    process_plan,
+    read_model_spec,
+    tokens_multiple,
+)
 from megatron_dapo.models import build, build_model
 from megatron_dapo.models.weight_map import weight_entries
 from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import StepDistributor
+from megatron_dapo.training import StepDistributor, in_use
+from megatron_dapo.training.optimizer import make_training_state
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -36,6 +46,34 @@ def test_without_it_the_layers_are_ours(layout, model_path, wanted):
     assert not model.uses_transformer_engine and {"PackedAttention", "RMSNorm"} <= classes
     assert not any(name.startswith("TE") for name in classes)
     assert chunk.position_embedding_type == "none"  # PackedAttention rotates: nobody else may
+
+
+def test_a_run_says_which_layers_attention_and_optimizer_it_uses(layout, model_path, monkeypatch):
+    model = build_model(read_model_spec(model_path), layout, MegatronConfig())
+    state = make_training_state(model, MegatronConfig(), OptimConfig(), 1)
+    told = in_use(model, state)
+    for part in (
+        "layers of our own",
+        "attention segment by segment",
+        "fused log-prob head",
+        "float32",
+        "torch AdamW",
+    ):
+        assert part in told
+    assert "\n" not in told
+    monkeypatch.setattr("importlib.metadata.version", {"transformer_engine": "2.20.2"}.get)
+    assert "layers of Transformer Engine 2.20.2, its attention" in in_use(
+        replace(model, uses_transformer_engine=True), state
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"), [("on", "refuse"), ("off", "no Transformer Engine"), ("auto", "else our own")]
+)
+def test_the_plan_says_which_layers_a_run_will_have(wanted, told):
+    plan = process_plan(load_config(None, [f"{MEGATRON}.use_transformer_engine={wanted}"]))
+    (line,) = [line for line in plan.splitlines() if "Transformer Engine" in line]
+    assert told in line
 
 
 @pytest.mark.parametrize(
@@ -131,6 +169,11 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     (((config, layer), options),) = asked
     assert layer == ("its layer", {"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False})
     assert options["position_embedding_type"] == "rope"
-    assert config.apply_rope_fusion and config.normalization == "RMSNorm" and not config.fp8_param
+    assert (
+        config.bias_activation_fusion
+        and config.apply_rope_fusion
+        and config.normalization == "RMSNorm"
+        and not config.fp8_param
+    )
     assert config.fp8 == (None if kind == "none" else kind)
     assert kind == "none" or config.fp8_recipe == megatron.fp8_recipe

@@ -1,0 +1,128 @@
+"""Critics other than dense ones in float32: a mixture of experts, and both in bfloat16, against transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dapo.data import TrainSample, assemble
+from tests.distributed.test_critic import HIDDEN, PPO, SHARDED, SMALL, VOCAB, transformers_values, with_value_head
+from tests.distributed.test_layouts import assert_same
+from tests.forked_ranks import run_ranks
+from tests.synthetic import synthetic_groups
+from tests.tiny_models import make_tiny
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+FAMILIES = ("qwen3", "qwen3_moe")
+LAYOUTS = {
+    1: {"tp1": {}},
+    2: {"tp2_sp": {"tp": 2, "sp": True}, "tp2_sp_ep2": {"tp": 2, "sp": True, "ep": 2}, "dp2_ep2": {"ep": 2}},
+}
+HALF = ["actor_rollout_ref.actor.megatron.dtype=bfloat16", *SMALL]
+MIXTURE_CASES = ["tp1/small", *(f"{layout}/{name}" for layout in LAYOUTS[2] for name in ("small", "sharded"))]
+HALF_CASES = [(family, layout) for family in FAMILIES for layout in ("tp1", "tp2_sp", "dp2_ep2")]
+
+
+@pytest.fixture(scope="module")
+def critics(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("critics")
+    shape = dict(vocab=VOCAB, layers=2, hidden=HIDDEN, heads=4, kv_heads=2, seed=3)
+    return {family: with_value_head(make_tiny(folder / family, family, **shape)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def results(critics, tmp_path_factory) -> dict[str, dict[str, dict]]:
+    """Family -> "layout/variant" -> what the run gave. The actor is the critic's body with its policy head."""
+    folder = tmp_path_factory.mktemp("results")
+    found: dict[str, dict] = {}
+    for family, critic in critics.items():
+        given = [*PPO, f"critic.model.path={critic}"]
+        variants = {"small": [*given, *SMALL], "sharded": [*given, *SHARDED], "half": [*given, *HALF]}
+        plain = {"whole": given}
+        actor = make_tiny(folder / family, family, vocab=VOCAB, layers=2, hidden=HIDDEN, heads=4, kv_heads=2)
+        found[family] = {}
+        for world, layouts in LAYOUTS.items():
+            cases = [
+                (name, sizes if family == "qwen3_moe" else {k: v for k, v in sizes.items() if k != "ep"}, chosen)
+                for name, sizes in layouts.items()
+                for chosen in [variants | (plain if world == 1 else {})]
+            ]
+            out, task = folder / f"{family}{world}.pt", folder / f"{family}{world}.json"
+            task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": cases}))
+            run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=400)
+            found[family].update(torch.load(out))
+    return found
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[TrainSample]:
+    return assemble(synthetic_groups(VOCAB), estimator="gae")
+
+
+@pytest.fixture(scope="module")
+def values(critics, samples, tmp_path_factory):
+    """(family, dtype) -> transformers' values of the counted tokens, one after the other."""
+    made: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def of(family: str, dtype: torch.dtype) -> torch.Tensor:
+        if (family, dtype) not in made:
+            found = transformers_values(critics[family], samples, tmp_path_factory.mktemp("body"), dtype)
+            made[family, dtype] = counted(samples, found)
+        return made[family, dtype]
+
+    return of
+
+
+def counted(samples: list[TrainSample], rows: dict[int, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([rows[sample.sample_id][torch.from_numpy(sample.loss_mask) != 0] for sample in samples]).double()
+
+
+def estimated(run: dict, samples: list[TrainSample], name: str) -> torch.Tensor:
+    return counted(samples, {sample.sample_id: run["estimates"][f"{name}/{sample.sample_id}"] for sample in samples})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_are_those_of_transformers(results, samples, values, family):
+    ours = estimated(results[family]["tp1/whole"], samples, "values")
+    torch.testing.assert_close(ours, values(family, torch.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", MIXTURE_CASES)
+def test_a_mixture_learns_the_same_wherever_its_experts_are(results, case):
+    got, expected = results["qwen3_moe"][case], results["qwen3_moe"]["tp1/whole"]
+    assert_same(got["critic"], expected["critic"])
+
+
+def test_every_expert_and_the_router_of_a_critic_get_a_gradient(results):
+    gradients = results["qwen3_moe"]["tp1/whole"]["critic"]["gradients"]
+    mixture = {name: gradient for name, gradient in gradients.items() if ".mlp." in name}
+    assert len(mixture) == 2 * (8 * 3 + 1) and all(gradient.any() for gradient in mixture.values())
+    assert gradients["score.weight"].any() and gradients["score.bias"].any()
+
+
+@pytest.mark.parametrize(("family", "layout"), HALF_CASES)
+def test_values_in_bfloat16_are_as_near_to_float64_as_those_of_transformers_in_bfloat16(
+    results, samples, values, family, layout
+):
+    """Both round the same weights and, in another order, the same activations: their errors are two draws from one
+    distribution, so that the root mean squares over several hundred tokens agree, and the largest are of one size."""
+    exact = values(family, torch.float64)
+    theirs = (values(family, torch.bfloat16) - exact).abs()
+    ours = (estimated(results[family][f"{layout}/half"], samples, "values") - exact).abs()
+    assert 0 < ours.square().mean().sqrt() <= 1.5 * theirs.square().mean().sqrt()
+    assert ours.max() <= 2 * theirs.max()
+
+
+@pytest.mark.parametrize(("family", "layout"), HALF_CASES)
+def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(results, family, layout):
+    """Roundings of 2^-8 add up over the layers, and a token near the edge goes to another expert: of the whole gradient
+    that is a few per cent. The share of a rank or an expert that is lost or counted twice would be half of it."""
+    run, exact = (results[family][case]["critic"] for case in (f"{layout}/half", "tp1/whole"))
+    assert run["gradients"].keys() == exact["gradients"].keys()
+    ours, theirs = (
+        torch.cat([case["gradients"][name].double().flatten() for name in exact["gradients"]]) for case in (run, exact)
+    )
+    assert (ours - theirs).norm() <= 2**-3 * theirs.norm()
+    assert run["metrics"]["critic/vf_loss"] == pytest.approx(exact["metrics"]["critic/vf_loss"], rel=4 * 2**-8)

@@ -1,0 +1,66 @@
+"""A batch that another model wrote is not trained on: the run says which server did, saves what it has, and stops."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import MISMATCH_EXIT_CODE
+from megatron_dapo.data import Group, RolloutBatch
+from megatron_dapo.rollout import write_batch
+from tests import mpi_replay
+from tests.synthetic import synthetic_groups
+
+pytestmark = pytest.mark.distributed
+
+OWN, FOREIGN = "http://own:1", "http://foreign:2"
+MAX_MISMATCH = "algorithm.rollout_correction.max_mismatch"
+
+
+def written_by(server: str, log_prob: float, group: Group, weight_version: int) -> Group:
+    """Tokens that weights of this version are said to have written, with such log-probs."""
+    samples = [
+        replace(
+            sample,
+            servers=(server,),
+            rollout_log_probs=(log_prob,) * sample.num_response_tokens,
+            weight_versions=(weight_version,) * sample.num_response_tokens,
+        )
+        for sample in group.samples
+    ]
+    return replace(group, samples=tuple(samples))
+
+
+def batches(folder: Path) -> Path:
+    """Of two steps: the first has no token of the step's own weights, and cannot be judged; of the second a quarter
+    comes from a server whose log-probs no model of this size has."""
+    for step, version in ((1, 7), (2, 1)):
+        groups = synthetic_groups(64, num_groups=16, n=8, max_prompt=8, max_response=40, seed=step)
+        groups = [
+            written_by(*((FOREIGN, -60.0) if number % 4 == 0 else (OWN, -4.0)), group, version)
+            for number, group in enumerate(groups)
+        ]
+        write_batch(folder, step, RolloutBatch(tuple(groups), {}))
+    return folder
+
+
+@pytest.mark.parametrize("num_optimizer_steps", [1, 2])
+def test_a_batch_of_another_model_ends_the_run_on_all_ranks_with_the_step_before_saved(tmp_path, num_optimizer_steps):
+    """With one optimizer step per rollout step no log-probs are computed before the update: its own forward pass
+    tells, before the step is taken."""
+    keys = [
+        f"{MAX_MISMATCH}=8.0",  # the base model on random tokens is some nats off, at any log-prob
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={16 // num_optimizer_steps}",
+        "trainer.n_procs_per_node=2",
+        "trainer.save_interval=-1",
+    ]
+    done = mpi_replay.torchrun(2, *mpi_replay.arguments(batches(tmp_path / "batches"), tmp_path / "run", *keys))
+    assert done.returncode == MISMATCH_EXIT_CODE, done.stderr[-3000:]
+    [sentence] = [line for line in done.stderr.splitlines() if "is not trained on" in line]
+    assert "the batch of step 2 " in sentence and f"{MAX_MISMATCH} 8" in sentence
+    by = {server: float(amount) for server, amount in re.findall(r"(http://\w+:\d) by ([\d.]+)", sentence)}
+    assert list(by) == [FOREIGN, OWN] and by[FOREIGN] > 30 and by[OWN] < 12
+    assert [line["step"] for line in mpi_replay.metrics_of(tmp_path / "run")] == [1]
+    assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir() and not (tmp_path / "run" / "model").exists()
+    assert "Traceback" not in done.stderr

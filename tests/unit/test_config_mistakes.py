@@ -1,0 +1,92 @@
+"""A value that is refused hides the mistakes that hang on it, and no other."""
+
+import re
+from functools import cache
+from typing import Literal, get_args, get_origin
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.config import UserError, load_and_validate, load_config
+from megatron_dapo.config.keys import Key, known_keys
+from tests.unit.test_config_validation import CONTRADICTIONS, SOUND, overrides
+
+pytestmark = pytest.mark.unit
+
+NUMBERS = ("0", "-1", "1", "2", "3", "7", "64", "512", "2000", "100000", "0.01", "0.2", "0.25", "0.5", "1.2", "8000")
+TEXTS = ("null", "x", "environment", "calculator", "math_dapo", "my.rewards:score", "[]", "[x]", "[train.jsonl]",
+         "[http://127.0.0.1:1]", "[wandb]", "[console]", "['trainer.seed']", "[optimizer]", "[1]",
+         "[0.9, 0.9]")  # fmt: skip
+
+
+def shown(settings: list[str]) -> list[str]:
+    try:
+        load_and_validate(None, settings, check_files=False)
+    except UserError as error:
+        return error.sentences
+    return []
+
+
+def refused(key: str) -> str:
+    """An override with a value that no key takes."""
+    section, _, last = key.rpartition(".")
+    return f"{section}={{{last}: [[[1]]]}}"
+
+
+@cache
+def other_values(name: str) -> list[str]:
+    """Values that the key takes, from all over its range."""
+    key = known_keys()[name]
+    if key.annotation is bool:
+        return ["true", "false"]
+    if get_origin(key.annotation) is Literal:
+        return list(get_args(key.annotation))
+    found = [value for value in (*NUMBERS, *TEXTS) if takes(key, value)]
+    assert found
+    return found
+
+
+def takes(key: Key, value: str) -> bool:
+    try:
+        load_config(None, [f"{key.name}={value}"])
+    except UserError:
+        return False
+    return True
+
+
+def test_one_more_mistake_is_one_more_sentence():
+    three = shown_with_files("trainer.critic_warmup=3")
+    assert len(three) == 3
+    four = shown_with_files("trainer.critic_warmup=3", "actor_rollout_ref.rollout.n=-1")
+    assert len(four) == 4 and set(three) < set(four)
+
+
+def shown_with_files(*settings: str) -> list[str]:
+    with pytest.raises(UserError) as error:
+        load_and_validate(None, list(settings))
+    return error.value.sentences
+
+
+@settings(deadline=None, max_examples=40)
+@given(row=st.sampled_from([row[0] for row in CONTRADICTIONS]), key=st.sampled_from(list(known_keys().values())))
+def test_a_refused_value_hides_the_mistakes_that_another_value_could_cure_and_no_other(row, key):
+    hides_what_it_should(row, key)
+
+
+def section_of(key: Key) -> str:
+    return key.name.rpartition(".")[0]
+
+
+def hides_what_it_should(row: str, key: Key) -> None:
+    given_keys = [*SOUND, *overrides(row)]
+    assume(not any(setting.startswith(f"{key.name}=") for setting in given_keys))
+    assume(not key.is_mapping)  # its names are the reward's own
+    steadfast = set(shown(given_keys))
+    for value in other_values(key.name):
+        steadfast &= set(shown([*given_keys, f"{key.name}={value}"]))
+    first, *rest = shown([*given_keys, refused(key.name)])
+    assert first.startswith(f"{key.name} is [[[1]]]")
+    assert set(rest) <= steadfast
+    # what names the key, or its section, may need another value of a second key as well
+    assert {text for text in steadfast if not re.search(rf"\b({key.name}|{section_of(key)})\b", text)} <= set(rest)
