@@ -92,10 +92,16 @@ def test_the_critic_warms_up_alone(layout, request):
 
 
 def test_two_pipeline_stages_learn_what_two_tensor_parallel_ranks_learn(tp2, pp2):
-    """To rounding, which the training itself makes larger: after 12 steps 2e-4 of a metric was seen."""
+    """To rounding in the first steps, where a fault of the layout shows; later the training itself makes it larger.
+
+    Two layouts add float32 numbers in other orders, so their first gradients differ by some 1e-6. AdamW divides by the
+    size of the gradient: where that is all rounding, a weight moves by a whole learning rate, 1e-4 here, in either
+    direction. After 12 steps a mean was seen to differ by 2e-4, and the worst token's log-prob by 1.3e-4.
+    """
     for ours, theirs in zip(pp2, tp2, strict=True):
+        bound = 1e-4 if ours["step"] <= WARMUP + 1 else 1e-3
         for name in (name for name in theirs if name.startswith(("critic/", "actor/"))):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
+            assert ours[name] == pytest.approx(theirs[name], rel=bound * 10, abs=bound), (ours["step"], name)
 
 
 def test_the_checkpoint_has_the_critic_and_the_exported_model_has_not(folder, tp2):
