@@ -20,8 +20,9 @@ from rich.console import Console
 from benchmarks.measure import in_turns, ratio_of
 from benchmarks.report import plain_table, written
 from benchmarks.synthetic_model import ModelSize, write_model
-from megatron_dapo.config import load_config
-from megatron_dapo.platform import ParallelLayout, SingleRank
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import SingleRank
 
 SIZES = {
     "quick": ModelSize(hidden=64, ffn=128, layers=2, vocab=256),
@@ -38,7 +39,7 @@ class Case:
         self.folder = folder
         write_model(folder / "hf", size, torch.float32, 10**9)
         self.layout = ParallelLayout.initialize()
-        from megatron_dapo.training import Policy  # Megatron: after `initialize` has prepared it
+        from megatron_dapo.training.policy import Policy  # Megatron: after `initialize` has prepared it
 
         config = load_config(None, [f"actor_rollout_ref.model.path={folder / 'hf'}"])
         self.policy = Policy(config, self.layout)
@@ -98,7 +99,7 @@ def background(case: Case) -> dict[str, float]:
 
 def _saver(case: Case, background: bool) -> tuple:
     from megatron_dapo.checkpointing.saver import Retention, Saver
-    from megatron_dapo.checkpointing.torch_dist import save
+    from megatron_dapo.checkpointing.torch_dist.saving import save
 
     state = case.policy.state
 

@@ -26,7 +26,7 @@ SIZES = {
     "3 GB": (ModelSize(hidden=2048, ffn=8192, layers=20, vocab=65536, heads=16), 1_000_000_000),
 }
 POLL_S = 0.01
-START = "import torch, transformers, megatron_dapo.platform as p; p.prepare_megatron(); import megatron.core"
+START = "import torch, transformers, megatron_dapo.platform.device as p; p.prepare_megatron(); import megatron.core"
 LOAD = """
 import sys, torch
 from transformers import AutoModelForCausalLM

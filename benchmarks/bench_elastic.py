@@ -18,9 +18,11 @@ from benchmarks.report import plain_table, written
 from examples.arithmetic.pretrain import BASE
 from examples.arithmetic.problems import write_files
 from examples.demo_run import config_path, prompt_files
-from megatron_dapo.config import Config, RunFolder, load_and_validate
-from megatron_dapo.rollout import ServerSupervisor
-from megatron_dapo.telemetry import Summary, closing_table, read_metrics
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 from tests.elastic import Kills, check_accounts, train
 
 FIRST_KILL_AFTER = 3  # steps that all servers serve, to compare with

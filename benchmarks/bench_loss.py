@@ -16,8 +16,9 @@ from benchmarks.memory import peak_bytes
 from benchmarks.provider import Provider, need
 from benchmarks.report import Row, ShapeResult
 from benchmarks.shapes import Shape
-from megatron_dapo.algorithms import Clip, LossConfig, OffPolicy, TokenBatch, TokenOutputs, dapo_loss
-from megatron_dapo.kernels import token_loss
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
+from megatron_dapo.kernels.token_loss import token_loss
 
 # every term of the loss and every metric
 CONFIG = LossConfig(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import Shape
-from megatron_dapo.algorithms import Clip, LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.policy_loss import Clip
 
 ENTROPY_COEF = 0.01
 TOKENS_PER_SEQUENCE = 64  # advantages are constant within a sequence, as GRPO's are

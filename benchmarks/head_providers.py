@@ -5,7 +5,9 @@ import torch
 
 from benchmarks.head_case import TOKENS_PER_SEQUENCE, HeadAnswer, HeadCase, loss_of
 from benchmarks.provider import Provider, need, one_rank_group
-from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy
+from megatron_dapo.kernels.fused_head import Head, fused_dapo_head, head_log_probs
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.kernels.row_plan import RowPlan
 from megatron_dapo.kernels.statistics import merge
 
 CPU_CHUNK, GPU_CHUNK = 1024, 4096

@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.provider import Provider, need, one_rank_group
-from megatron_dapo.kernels import logprob_entropy_from_logits
+from megatron_dapo.kernels.from_logits import logprob_entropy_from_logits
 
 
 def ours(inplace_backward: bool):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 USER_ERROR_EXIT_CODE = 2
 # the launchers that may have started this process, by the variable that holds its rank

@@ -9,8 +9,10 @@ from typing import Any
 
 from checkpoints_tools.command_line import progress
 from checkpoints_tools.stored_tensors import INDEX, StoredTensor, TensorFolder
-from megatron_dapo.checkpointing import HF, MANIFEST, MEGATRON, TRAINER_STATE, read_manifest, verify
-from megatron_dapo.config import UserError
+from megatron_dapo.checkpointing.folders import TRAINER_STATE
+from megatron_dapo.checkpointing.manifest import MANIFEST, read_manifest, verify
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.model_folder import HF, MEGATRON
 
 OPTIMIZER_PREFIX = "optimizer."
 _MODEL_KEYS = (

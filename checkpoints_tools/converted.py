@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_tools.command_line import progress
-from megatron_dapo.checkpointing import HF, MANIFEST, MEGATRON, Verdict, newest_first, read_manifest, verify
+from megatron_dapo.checkpointing.folders import newest_first
+from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifest, verify
 from megatron_dapo.checkpointing.resume import verify_together
-from megatron_dapo.config import ModelSpec, UserError, read_model_spec
-from megatron_dapo.platform import describe
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
+from megatron_dapo.platform.ranks import describe
+from megatron_dapo.storage.model_folder import HF, MEGATRON
 
 if TYPE_CHECKING:
     import torch
 
     from checkpoints_tools.job import Job
-    from megatron_dapo.models import SafetensorsFolder
+    from megatron_dapo.models.safetensors_files import SafetensorsFolder
 
 CONVERSION = "conversion.json"
 FORMAT_VERSION = 1

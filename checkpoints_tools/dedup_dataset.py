@@ -19,10 +19,12 @@ import pyarrow
 import pyarrow.parquet
 
 from checkpoints_tools.command_line import exit_code, no_space, progress, rank, signals_as_exit
-from megatron_dapo.config import UserError, whole_file
-from megatron_dapo.config.file_lock import FileLock
-from megatron_dapo.data import content_key, rows_of
-from megatron_dapo.standard_streams import say
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.data.prompt_files import rows_of
+from megatron_dapo.data.prompts import content_key
+from megatron_dapo.storage.file_lock import FileLock
+from megatron_dapo.storage.run_folder import whole_file
 
 BATCH_ROWS = 8192  # read at once, and of a row group written
 READ_BUFFER_BYTES = 1 << 20  # per column; pyarrow's own choice is to read a whole row group ahead

@@ -23,10 +23,13 @@ from checkpoints_tools.converted import (
     torch_dtype,
 )
 from checkpoints_tools.job import Job, run
-from megatron_dapo.checkpointing import HF, MEGATRON, write_manifest
-from megatron_dapo.config import MegatronConfig, ModelSpec, write_whole
-from megatron_dapo.config.staged_folder import StagedFolder
-from megatron_dapo.standard_streams import say
+from megatron_dapo.checkpointing.manifest import write_manifest
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.storage.model_folder import HF, MEGATRON
+from megatron_dapo.storage.run_folder import write_whole
+from megatron_dapo.storage.staged_folder import StagedFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
 def convert(job: Job, arguments: argparse.Namespace) -> None:
     """The conversion. Collective; raises UserError on every process."""
     start = time.monotonic()
-    from megatron_dapo.models import SafetensorsFolder, check_hf_weights, exportable, hf_tensors
+    from megatron_dapo.models.hf_io import check_hf_weights, exportable
+    from megatron_dapo.models.safetensors_files import SafetensorsFolder
+    from megatron_dapo.models.weight_map import hf_tensors
 
     def checked_source() -> tuple[ModelSpec, SafetensorsFolder]:
         spec = read_spec(arguments.hf_model, "--hf-model")
@@ -82,14 +87,16 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def _num_bytes(spec: ModelSpec, dtype) -> int:
-    from megatron_dapo.models import TensorSpec, hf_tensors
+    from megatron_dapo.models.safetensors_files import TensorSpec
+    from megatron_dapo.models.weight_map import hf_tensors
 
     return sum(TensorSpec(name, shape, dtype).num_bytes for name, shape in hf_tensors(spec).items())
 
 
 def _write_weights(job: Job, arguments: argparse.Namespace, spec: ModelSpec, folder, dtype, staging: Path) -> None:
-    from megatron_dapo.checkpointing.torch_dist import save
-    from megatron_dapo.models import build_model, load_hf_weights
+    from megatron_dapo.checkpointing.torch_dist.saving import save
+    from megatron_dapo.models.build import build_model
+    from megatron_dapo.models.hf_io import load_hf_weights
 
     megatron = MegatronConfig(dtype=str(dtype).removeprefix("torch."))
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
@@ -103,7 +110,8 @@ def _write_weights(job: Job, arguments: argparse.Namespace, spec: ModelSpec, fol
 
 def _write_rest(folder, spec: ModelSpec, dtype, staging: Path) -> None:
     """All but the weights; the manifest last."""
-    from megatron_dapo.models import FilePlan, copy_companions, exportable
+    from megatron_dapo.models.file_plan import FilePlan
+    from megatron_dapo.models.hf_io import copy_companions, exportable
 
     (staging / HF).mkdir()
     copy_companions(folder.path, staging / HF, dtype)

@@ -16,8 +16,8 @@ from typing import Any
 from checkpoints_tools.command_line import exit_code, rank, signals_as_exit
 from checkpoints_tools.contents import Contents
 from checkpoints_tools.tensor_diff import Diff, diff
-from megatron_dapo.config import UserError
-from megatron_dapo.standard_streams import say
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.standard_streams import say
 
 DIFFERS_EXIT_CODE = 1  # also: damaged
 

@@ -15,10 +15,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpoints_tools.command_line import USER_ERROR_EXIT_CODE, exit_code, rank, signals_as_exit
-from megatron_dapo.config import ModelSpec, UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from megatron_dapo.platform import ParallelLayout
+    from megatron_dapo.platform.parallel import ParallelLayout
 
 Result = TypeVar("Result")
 
@@ -97,7 +98,7 @@ class Job:
 
         only_main: the others do nothing, and have none.
         """
-        from megatron_dapo.platform import JobError, together
+        from megatron_dapo.platform.ranks import JobError, together
 
         results: list[Result] = []
 
@@ -126,7 +127,7 @@ class Job:
     @contextmanager
     def layout(self, spec: ModelSpec, tp: int | None, pp: int | None) -> "Iterator[ParallelLayout]":
         """The model-parallel groups that cut the model. Collective; raises UserError for sizes that do not fit."""
-        from megatron_dapo.platform import ParallelLayout
+        from megatron_dapo.platform.parallel import ParallelLayout
 
         tp, pp = choose_sizes(spec, self.world_size, tp, pp)
         # the processes that cut a layer share its experts out; Megatron computes these under sequence parallelism only

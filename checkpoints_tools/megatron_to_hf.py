@@ -26,12 +26,13 @@ from checkpoints_tools.converted import (
     torch_dtype,
 )
 from checkpoints_tools.job import Job, run
-from megatron_dapo.checkpointing import HF, MEGATRON
-from megatron_dapo.config import MegatronConfig, ModelSpec
-from megatron_dapo.standard_streams import say
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.storage.model_folder import HF, MEGATRON
 
 if TYPE_CHECKING:
-    from megatron_dapo.models import FilePlan
+    from megatron_dapo.models.file_plan import FilePlan
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -77,7 +78,7 @@ def file_size(text: str) -> int:
 def convert(job: Job, arguments: argparse.Namespace) -> None:
     """The conversion. Collective; raises UserError on every process."""
     start = time.monotonic()
-    from megatron_dapo.models import export_hf
+    from megatron_dapo.models.hf_io import export_hf
 
     def checked_source():
         folder = open_checkpoint(arguments.checkpoint)
@@ -100,7 +101,7 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
 
 def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":
     """The files of the model that was converted; standard ones where it is unknown or a size is given."""
-    from megatron_dapo.models import FilePlan
+    from megatron_dapo.models.file_plan import FilePlan
 
     conversion = read_conversion(folder)
     if max_file_size is not None:
@@ -110,8 +111,8 @@ def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = 
 
 def load_model(job: Job, folder: Path, spec: ModelSpec, dtype, layout):
     """This process's part of a checkpoint's model, in a type. Collective."""
-    from megatron_dapo.checkpointing.torch_dist import load
-    from megatron_dapo.models import build_model
+    from megatron_dapo.checkpointing.torch_dist.loading import load
+    from megatron_dapo.models.build import build_model
 
     if job.is_main:
         print("reading ...", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 INDEX = ".metadata"
 COMMON = "common.pt"

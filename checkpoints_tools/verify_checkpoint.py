@@ -19,16 +19,19 @@ from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, 
 from checkpoints_tools.job import Job, run
 from checkpoints_tools.megatron_to_hf import file_plan, load_model
 from checkpoints_tools.sample_text import SAMPLE_TEXT
-from megatron_dapo.checkpointing import HF, read_manifest
-from megatron_dapo.config import ModelSpec, UserError
-from megatron_dapo.config.staged_folder import StagedFolder
-from megatron_dapo.standard_streams import say
+from megatron_dapo.checkpointing.manifest import read_manifest
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.storage.model_folder import HF
+from megatron_dapo.storage.staged_folder import StagedFolder
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_dapo.models import ModelParts, SafetensorsFolder
-    from megatron_dapo.platform import ParallelLayout
+    from megatron_dapo.models.build import ModelParts
+    from megatron_dapo.models.safetensors_files import SafetensorsFolder
+    from megatron_dapo.platform.parallel import ParallelLayout
 
 DIFFERS_EXIT_CODE = 1
 _SEQUENCE_TOKENS = 512
@@ -83,7 +86,8 @@ def verify(job: Job, arguments: argparse.Namespace) -> int:
 def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
     import torch
 
-    from megatron_dapo.models import SafetensorsFolder, check_hf_weights
+    from megatron_dapo.models.hf_io import check_hf_weights
+    from megatron_dapo.models.safetensors_files import SafetensorsFolder
 
     def opened():
         folder = open_checkpoint(arguments.checkpoint)
@@ -117,7 +121,7 @@ def _compare_tensors(
     """Every tensor of the model, gathered, in the type that it is stored in, beside that of the file."""
     import torch.distributed as dist
 
-    from megatron_dapo.models import WeightSource
+    from megatron_dapo.models.weight_source import WeightSource
 
     weights = WeightSource(model, layout)
     specs, different, largest = weights.specs(), [], 0.0
@@ -235,7 +239,8 @@ def log_probs(model: "ModelParts", layout: "ParallelLayout", sequences: list[lis
     """[L - 1] per sequence, by Megatron: on the last stage's first tensor-parallel rank, none elsewhere. Collective."""
     import numpy as np
 
-    from megatron_dapo.data import TrainSample, collate
+    from megatron_dapo.data.batching import TrainSample
+    from megatron_dapo.data.packing import collate
     from megatron_dapo.training.schedule import Schedule
 
     batches = []
@@ -261,7 +266,7 @@ def _round_trip(
     """The checkpoint as Hugging Face files again, beside those of the source."""
     import torch.distributed as dist
 
-    from megatron_dapo.models import export_hf
+    from megatron_dapo.models.hf_io import export_hf
 
     dtype, beside = stored_dtype(folder), folder.resolve()  # where all nodes see it
     output = StagedFolder(beside.with_name(f"{beside.name}.round-trip"))

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from megatron_dapo.config import make_folder
+from megatron_dapo.storage.run_folder import make_folder
 
 ROOT = Path(__file__).parents[1]
 

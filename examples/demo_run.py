@@ -10,9 +10,11 @@ from pathlib import Path
 from examples.cache import ROOT, cache_folder
 from launch.command_line import USER_ERROR_EXIT_CODE, checked_config
 from launch.local import run_local
-from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, UserError
-from megatron_dapo.standard_streams import say
-from megatron_dapo.telemetry import Summary, closing_table, read_metrics
+from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.config.schema import Config
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_dapo.config import Config, UserError, load_and_validate
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.recipes import add_config_arguments
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.validation import load_and_validate
 
 USER_ERROR_EXIT_CODE = 2
 # Ctrl-C, an end that is asked for, a closed terminal, what schedulers send before a time limit

@@ -19,21 +19,17 @@ from launch.command_line import (
     require_one_node,
     show_log,
 )
-from megatron_dapo.checkpointing import StopSignals
 from megatron_dapo.checkpointing.run_lock import RunLock
-from megatron_dapo.child_environment import COMMON
-from megatron_dapo.config import (
-    SAVED_EXIT_CODE,
-    Config,
-    RunFolder,
-    UserError,
-    dry_run,
-    has_given_servers,
-    process_plan,
-    to_yaml,
-    write_whole,
-)
-from megatron_dapo.standard_streams import open_standard_streams, say
+from megatron_dapo.checkpointing.stop_signals import StopSignals
+from megatron_dapo.common.child_environment import COMMON
+from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.standard_streams import open_standard_streams, say
+from megatron_dapo.config.derived import has_given_servers
+from megatron_dapo.config.loader import to_yaml
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.dry_run import dry_run
+from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
 
 log = logging.getLogger("launch")
 
@@ -73,7 +69,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     time: its controller waits for them. When this returns, nothing that it started is left.
     """
     from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
-    from megatron_dapo.rollout import ServerFailure, ServerSupervisor
+    from megatron_dapo.rollout.supervisor import ServerFailure, ServerSupervisor
 
     open_standard_streams()
     run = RunFolder.of(config.trainer).create()
@@ -133,7 +129,7 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
 def _check(servers) -> bool:
     """False where the last server is lost for good: the trainer, which waits for one, then saves and fails by itself.
     Raises ServerFailure where training cannot have begun."""
-    from megatron_dapo.rollout import ServerFailure
+    from megatron_dapo.rollout.supervisor import ServerFailure
 
     try:
         servers.check()

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from megatron_dapo.config import SAVED_EXIT_CODE, UserError
-from megatron_dapo.parent_death import watch_parent
+from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.parent_death import watch_parent
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_dapo.parent_death import end_with_parent
+from megatron_dapo.common.parent_death import end_with_parent
 
 
 def main() -> None:

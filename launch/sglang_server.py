@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.command_line import STOP_SIGNALS, USER_ERROR_EXIT_CODE, checked_config, parse, parser, show_log
-from megatron_dapo.checkpointing import StopSignals
-from megatron_dapo.config import Config, RunFolder, UserError, make_folder
-from megatron_dapo.standard_streams import say
+from megatron_dapo.checkpointing.stop_signals import StopSignals
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.config.schema import Config
+from megatron_dapo.storage.run_folder import RunFolder, make_folder
 
 log = logging.getLogger("launch")
 
@@ -46,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(config: Config, log_dir: Path | None = None, first_port: int | None = None, node: str | None = None) -> int:
     """Start and supervise the servers until a stop signal; prints one URL per line when all of them are healthy. node:
     where several nodes share log_dir."""
-    from megatron_dapo.rollout import ServerFailure, ServerSupervisor  # imports torch: after the config was checked
+    from megatron_dapo.rollout.supervisor import (  # imports torch: after the config was checked
+        ServerFailure,
+        ServerSupervisor,
+    )
 
     log_dir = make_folder(log_dir or RunFolder.of(config.trainer).logs, "--log-dir")
     name, log_file = (f"server-{node}", None) if node else ("server", log_dir / "servers.log")

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron_dapo.checkpointing.stop_signals import is_nohup
-from megatron_dapo.child_environment import COMMON
-from megatron_dapo.config import SAVED_EXIT_CODE
-from megatron_dapo.errors import exit_phrase
+from megatron_dapo.common.child_environment import COMMON
+from megatron_dapo.common.errors import SAVED_EXIT_CODE, exit_phrase
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -6,10 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_dapo.child_environment import COMMON, places_to_write
-from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder
-from megatron_dapo.platform import is_gpu
-from megatron_dapo.rollout import ChildProcess, ReservedPort, visible_gpus
+from megatron_dapo.common.child_environment import COMMON, places_to_write
+from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.config.schema import Config
+from megatron_dapo.platform.device import is_gpu
+from megatron_dapo.rollout.child_process import ChildProcess
+from megatron_dapo.rollout.supervisor import ReservedPort, visible_gpus
+from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger("launch")
 

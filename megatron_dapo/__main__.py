@@ -7,21 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_dapo.child_environment import set_rank_defaults
-from megatron_dapo.config import (
-    MISMATCH_EXIT_CODE,
-    SAVED_EXIT_CODE,
-    Config,
-    UserError,
-    config_reference,
-    dry_run,
-    has_given_servers,
-    load_and_validate,
-)
+from megatron_dapo.common.child_environment import set_rank_defaults
+from megatron_dapo.common.errors import MISMATCH_EXIT_CODE, SAVED_EXIT_CODE, SharedUserError, UserError
+from megatron_dapo.common.parent_death import end_with_parent
+from megatron_dapo.common.standard_streams import open_standard_streams, say
+from megatron_dapo.config.derived import has_given_servers
 from megatron_dapo.config.recipes import add_config_arguments
-from megatron_dapo.errors import SharedUserError
-from megatron_dapo.parent_death import end_with_parent
-from megatron_dapo.standard_streams import open_standard_streams, say
+from megatron_dapo.config.reference import config_reference
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.dry_run import dry_run
+from megatron_dapo.planner.validation import load_and_validate
 
 ROLLOUT_FAILED_EXIT_CODE = 1
 USER_ERROR_EXIT_CODE = 2
@@ -85,7 +80,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
 
     set_rank_defaults(os.environ)
-    from megatron_dapo.rollout import ForeignSamples, RolloutError  # a dry run must not wait for torch
+    from megatron_dapo.rollout.errors import ForeignSamples, RolloutError  # a dry run must not wait for torch
     from megatron_dapo.trainer import train
 
     try:

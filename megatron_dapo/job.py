@@ -8,54 +8,41 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms import KL_CONTROLLERS
+from megatron_dapo.algorithms.kl import KL_CONTROLLERS
 from megatron_dapo.checkpointing.model_weights import load_weights
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
 from megatron_dapo.checkpointing.run_lock import RunLock
-from megatron_dapo.config import (
-    Config,
-    ModelFolder,
-    RunFolder,
-    UserError,
-    given_server_key,
-    needs_old_log_probs,
-    needs_reference,
-    to_yaml,
-    uses_critic,
-    write_whole,
-)
-from megatron_dapo.config.model_folder import CRITIC, MEGATRON
-from megatron_dapo.data import Group
-from megatron_dapo.errors import RunStopped, SharedUserError
-from megatron_dapo.models import export_hf
-from megatron_dapo.platform import (
-    JobError,
-    ParallelLayout,
-    Watchdog,
-    device,
-    is_gpu,
-    peak_memory,
-    require_usable_gpus,
-    tell,
-    watchdog,
-)
-from megatron_dapo.rollout import (
-    ForeignSamples,
-    Interrupted,
-    NeedsSync,
-    Replay,
-    RolloutError,
-    RolloutHandle,
-    ServerList,
-    SGLangClient,
-    report_unresponsive,
-    start_rollout,
-)
-from megatron_dapo.standard_streams import say
-from megatron_dapo.telemetry import NullTelemetry, Telemetry, performance
-from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages, in_use
-from megatron_dapo.weight_sync import SyncReport, WeightSync
+from megatron_dapo.common.errors import RunStopped, SharedUserError, UserError
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.config.derived import needs_old_log_probs, needs_reference, uses_critic
+from megatron_dapo.config.loader import to_yaml
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import Group
+from megatron_dapo.models.hf_io import export_hf
+from megatron_dapo.platform import watchdog
+from megatron_dapo.platform.device import device, is_gpu, peak_memory, require_usable_gpus
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import JobError, tell
+from megatron_dapo.platform.watchdog import Watchdog
+from megatron_dapo.rollout.client import SGLangClient
+from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError
+from megatron_dapo.rollout.handle import RolloutHandle
+from megatron_dapo.rollout.replay import Replay, start_rollout
+from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.rollout.server_watch import report_unresponsive
+from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.server_key import given_server_key
+from megatron_dapo.telemetry import performance
+from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
+from megatron_dapo.training.advantages import estimate_advantages
+from megatron_dapo.training.critic import Critic
+from megatron_dapo.training.distribute import StepDistributor, StepShard
+from megatron_dapo.training.in_use import in_use
+from megatron_dapo.training.policy import Policy
+from megatron_dapo.training.reference import Reference
+from megatron_dapo.weight_sync.sync import SyncReport, WeightSync
 
 Answer = TypeVar("Answer")
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from megatron_dapo.config.server_key import read_server_key
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.server_key import read_server_key
 
 USER_ERROR_EXIT_CODE = 2
 Scope = MutableMapping[str, Any]

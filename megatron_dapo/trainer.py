@@ -1,6 +1,6 @@
 """The loop: sample, score, update, send the weights, report. Every rank runs it; rank 0 also talks to the rollout."""
 
-from megatron_dapo.config import Config
+from megatron_dapo.config.schema import Config
 from megatron_dapo.job import running_job
 
 

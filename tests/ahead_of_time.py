@@ -25,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megatron_dapo.algorithms import LossConfig, OffPolicy, TokenBatch
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
+from megatron_dapo.algorithms.policy_loss import OffPolicy
 from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.statistics import Merged
 from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics

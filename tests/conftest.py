@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-from megatron_dapo.child_environment import ONE_THREAD
+from megatron_dapo.common.child_environment import ONE_THREAD
 
 # before torch and transformers are imported, by this process and by those that tests start
 os.environ.update(ONE_THREAD)

@@ -11,7 +11,8 @@ from typing import Any
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megatron_dapo.config import Config, load_config
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.controller import Controller
 
 EOS = "<eos>"

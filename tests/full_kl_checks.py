@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms import LossConfig
-from megatron_dapo.kernels import Reference, fused_dapo_head, head_full_kl, linear_full_kl
+from megatron_dapo.algorithms.dapo_loss import LossConfig
+from megatron_dapo.kernels.full_kl import linear_full_kl
+from megatron_dapo.kernels.fused_head import Reference, fused_dapo_head, head_full_kl
 from tests.kernel_checks import BOUNDS, HeadCase, forbidding_host_syncs
 
 LOSS = LossConfig(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="full", report_mismatch=False)

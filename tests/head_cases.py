@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dapo.algorithms import Clip, LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.policy_loss import Clip
 
 LOSS = LossConfig(
     clip=Clip(0.2, 0.28, 3.0),

@@ -16,18 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory import peak_bytes
-from megatron_dapo.algorithms import (
-    Clip,
-    LossConfig,
-    OffPolicy,
-    TokenBatch,
-    TokenOutputs,
-    dapo_loss,
-    metric_names,
-    stack_sums,
-)
-from megatron_dapo.kernels import Head, RowPlan, fused_dapo_head, head_log_probs, linear_logprob_entropy, token_loss
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
+from megatron_dapo.algorithms.metrics import stack_sums
+from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
 from megatron_dapo.kernels.from_logits import logprob_entropy_from_logits
+from megatron_dapo.kernels.fused_head import Head, fused_dapo_head, head_log_probs
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.kernels.row_plan import RowPlan
+from megatron_dapo.kernels.token_loss import token_loss
 
 LOSS = LossConfig(
     clip=Clip(0.2, 0.28, 3.0),

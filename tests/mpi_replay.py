@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.config import RunFolder
-from megatron_dapo.data import RolloutBatch
-from megatron_dapo.rollout import write_batch
+from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.rollout.batch_files import write_batch
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY
 from tests.synthetic import synthetic_groups
 

@@ -3,8 +3,8 @@
 import os
 
 from examples.calculator.problems import split
-from megatron_dapo.envs import Observation, Task
 from megatron_dapo.envs.calculator import Calculator
+from megatron_dapo.envs.types import Observation, Task
 
 
 class StuckCalculator(Calculator):

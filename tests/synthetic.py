@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from megatron_dapo.data import Group, Prompt, Sample
+from megatron_dapo.data.types import Group, Prompt, Sample
 
 
 def synthetic_groups(

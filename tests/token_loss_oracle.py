@@ -11,7 +11,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms import AGGREGATIONS, Clip, LossConfig, OffPolicy, TokenBatch, metric_names, token_weights
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
+from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
 
 FLOAT32 = 32 * 2.0**-23  # of a term: the log-ratio (up to 20) is rounded before exp, which is then squared
 FLOAT64 = 1e-12

@@ -11,13 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dapo.config import Config, load_config
-from megatron_dapo.config.hf_config import model_spec
-from megatron_dapo.models import build_model, export_hf, load_hf_weights, read_model_spec
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.huggingface.model_spec import model_spec, read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.layers import PackedAttention
 from megatron_dapo.models.rotary import Rotary
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Policy, StepDistributor
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.distribute import StepDistributor
+from megatron_dapo.training.policy import Policy
 from tests.kernel_checks import CountedReads, forbidding_host_syncs
 from tests.model_json import MODEL_JSON
 from tests.synthetic import synthetic_groups

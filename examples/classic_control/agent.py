@@ -15,7 +15,10 @@ from torch.distributions import Categorical
 from examples.classic_control.env import Step
 from examples.classic_control.networks import ActorCriticParams, ActorCriticShared
 from examples.classic_control.types import PPOConfig, PPOMetrics, PPOState, PPOTransition
-from megatron_dapo.algorithms import Clip, gae, moments, policy_loss, value_loss, whiten
+from megatron_dapo.algorithms.gae import gae
+from megatron_dapo.algorithms.policy_loss import Clip, policy_loss
+from megatron_dapo.algorithms.value_loss import value_loss
+from megatron_dapo.algorithms.whitening import moments, whiten
 
 EnvStep = Callable[[Any, int, Any], Step]
 

@@ -23,9 +23,11 @@ from examples.experience_replay.plot import draw
 from examples.prompts import write_prompt_files
 from launch.command_line import checked_config
 from launch.local import run_local
-from megatron_dapo.config import Config, RunFolder, UserError, write_whole
-from megatron_dapo.rollout import ServerSupervisor
-from megatron_dapo.telemetry import read_metrics
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema import Config
+from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.telemetry.report import read_metrics
 
 REPLAY = "exp_manager.experience_replay"
 ARMS = {

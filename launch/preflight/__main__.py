@@ -15,8 +15,12 @@ from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, par
 from launch.preflight import all_reduce, gpus, http, machine
 from launch.preflight.nodes import LOOPBACK, Finding, Nodes, PreflightError
 from launch.preflight.report import table
-from megatron_dapo.config import Config, RunFolder, UserError, given_server_key, servers_per_node, starts_servers
-from megatron_dapo.rollout import ServerList
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import servers_per_node, starts_servers
+from megatron_dapo.config.schema import Config
+from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.storage.server_key import given_server_key
 
 FAILED_EXIT_CODE = 1
 ROLES = ("trainer", "server", "both")

@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.preflight.machine import Result
 from launch.preflight.nodes import Nodes
-from megatron_dapo.parent_death import end_with_parent
+from megatron_dapo.common.parent_death import end_with_parent
 
 FLOOR_GB_S = {"nccl": 5.0, "gloo": 0.005}
 """Bus bandwidth (GB/s) below which a network is taken for broken: NCCL that fell back to a management network of

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.preflight.machine import REPOSITORY, Result
-from megatron_dapo import nvidia_driver
-from megatron_dapo.config import Config, servers_per_node, starts_servers
+from megatron_dapo.common import nvidia_driver
+from megatron_dapo.config.derived import servers_per_node, starts_servers
+from megatron_dapo.config.schema import Config
 
 NVML_PACKAGE = "nvidia-ml-py"
 CUDA_13_DRIVER = 580  # the first whose CUDA is 13; older ones need NVIDIA's compatibility package beside them

@@ -6,8 +6,7 @@ from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-from megatron_dapo.config import key_header
-from megatron_dapo.config.server_key import CURE
+from megatron_dapo.storage.server_key import CURE, key_header
 
 PATIENCE_S = 15.0
 

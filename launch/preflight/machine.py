@@ -14,10 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dapo.config import Config, ModelFolder, uses_critic
-from megatron_dapo.config.derived import Layout
-from megatron_dapo.config.hf_config import read_model_spec
-from megatron_dapo.config.memory import ADAM_MOMENTS, MAIN_PARAMETER, dtype_bytes, num_parameters
+from megatron_dapo.config.derived import Layout, uses_critic
+from megatron_dapo.config.schema import Config
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.planner.memory import ADAM_MOMENTS, MAIN_PARAMETER, dtype_bytes, num_parameters
+from megatron_dapo.storage.model_folder import ModelFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformer-engine", "flash-attn", "apex")

@@ -15,18 +15,15 @@ from launch.slurm.outcome import NOT_REQUEUED, USER_ERROR, Facts, done_line, is_
 from launch.slurm.plan import ROLES, Allocation, Plan, make_plan, own_overrides
 from launch.slurm.progress import progress
 from launch.slurm.servers import wait_for_servers
-from megatron_dapo.config import (
-    Config,
-    RunFolder,
-    UserError,
-    dry_run,
-    load_and_validate,
-    make_server_key,
-    process_plan,
-    to_yaml,
-    write_whole,
-)
-from megatron_dapo.standard_streams import say
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.config.loader import to_yaml
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.dry_run import dry_run
+from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.server_key import make_server_key
 
 NOTHING_TO_DO_EXIT_CODE = 76  # of `plan`: the run is done, as the later jobs of a chain find
 REQUEUE_EXIT_CODE = 75  # of `end`: requeue the job, please

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from launch.command_line import USER_ERROR_EXIT_CODE
 from launch.slurm.plan import KILLED_TOGETHER, TRAINER, Plan
-from megatron_dapo.child_environment import COMMON, cache_folder
-from megatron_dapo.config import SAVED_EXIT_CODE, UserError, write_whole
-from megatron_dapo.parent_death import end_with_parent
+from megatron_dapo.common.child_environment import COMMON, cache_folder
+from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.parent_death import end_with_parent
+from megatron_dapo.storage.run_folder import write_whole
 
 ENDS, CANCELLED = "ends", "cancelled"  # in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads

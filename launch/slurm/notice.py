@@ -1,9 +1,16 @@
 """Whether Slurm's notice before the time limit is long enough for what a run still does once it is asked to save."""
 
-from megatron_dapo.config import Config, needs_old_log_probs, needs_reference, samples_per_rollout_step, uses_critic
-from megatron_dapo.config.derived import critic_batching, world_size
-from megatron_dapo.config.flops import TRAINING_PASSES, forward_flops
-from megatron_dapo.config.model_checks import read_model_specs
+from megatron_dapo.config.derived import (
+    critic_batching,
+    needs_old_log_probs,
+    needs_reference,
+    samples_per_rollout_step,
+    uses_critic,
+    world_size,
+)
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.planner.model_checks import read_model_specs
 
 _FLOPS = 0.3 * 989.5e12  # of a GPU: 30 % of an H100's bfloat16 peak
 _SAVE_S = 600.0  # the last checkpoint, which is waited for, on slow storage

@@ -8,7 +8,9 @@ from pathlib import Path
 from launch.slurm.node import ends
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Plan
 from launch.slurm.progress import Progress, progress
-from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder
+from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.config.schema import Config
+from megatron_dapo.storage.run_folder import RunFolder
 
 DONE, USER_ERROR, PREFLIGHT_FAILED, SERVERS_FAILED, TRAINER_FAILED, NOT_REQUEUED = 0, 2, 10, 11, 12, 13
 FAILURES = {PREFLIGHT: PREFLIGHT_FAILED, SERVERS: SERVERS_FAILED, TRAINER: TRAINER_FAILED}

@@ -8,15 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.slurm.progress import BEGINNING, Progress
-from megatron_dapo.config import (
-    Config,
-    RunFolder,
-    UserError,
-    server_key_file,
-    servers_per_node,
-    starts_servers,
-    write_whole,
-)
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import servers_per_node, starts_servers
+from megatron_dapo.config.schema import Config
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.server_key import server_key_file
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)

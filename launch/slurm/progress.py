@@ -4,8 +4,9 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.checkpointing import newest_first, num_groups_under_way, read_controller_state, step_of
-from megatron_dapo.config import RunFolder
+from megatron_dapo.checkpointing.folders import newest_first, read_controller_state, step_of
+from megatron_dapo.checkpointing.rollout_state import num_groups_under_way
+from megatron_dapo.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True, order=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 from launch.slurm.node import ends
 from launch.slurm.plan import SERVERS, Plan
-from megatron_dapo.config import key_header, read_server_key
+from megatron_dapo.storage.server_key import key_header, read_server_key
 
 POLL_INTERVAL_S = 1.0
 PROBE_TIMEOUT_S = 2.0

@@ -5,7 +5,9 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_dapo.config import Config, UserError, uses_critic, uses_kl_in_reward
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import uses_critic, uses_kl_in_reward
+from megatron_dapo.config.schema import Config
 
 # Keys, and sections of them, that change where and how fast the run computes, what it writes and when it stops, but not
 # what is learned: layout and memory (results do not depend on how a batch is cut), servers, time-outs, evaluation.

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megatron_dapo.config import RunFolder
+from megatron_dapo.storage.run_folder import RunFolder
 
 
 def set_aside(run: RunFolder) -> Path | None:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.checkpointing.manifest import MANIFEST, file_names, read_manifest, seal, sync_folder, write_manifest
-from megatron_dapo.config import UserError, write_whole
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.run_folder import write_whole
 
 log = logging.getLogger(__name__)
 

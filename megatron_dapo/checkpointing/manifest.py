@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_dapo.config import UserError, write_whole
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.run_folder import write_whole
 
 Result = TypeVar("Result")
 

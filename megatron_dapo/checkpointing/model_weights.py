@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from megatron_dapo.checkpointing.manifest import read_manifest, verify
-from megatron_dapo.checkpointing.torch_dist import load
-from megatron_dapo.config import ModelFolder, UserError
-from megatron_dapo.config.model_folder import CRITIC
-from megatron_dapo.models import ModelParts, load_hf_weights
-from megatron_dapo.platform import ParallelLayout, tell
+from megatron_dapo.checkpointing.torch_dist.loading import load
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import tell
+from megatron_dapo.storage.model_folder import CRITIC, ModelFolder
 
 
 def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) -> None:

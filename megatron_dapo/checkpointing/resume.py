@@ -6,8 +6,10 @@ from pathlib import Path
 from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, matters
 from megatron_dapo.checkpointing.folders import newest_first, read_trainer_state
 from megatron_dapo.checkpointing.manifest import Verdict, compare_contents, compare_sizes, read_manifest
-from megatron_dapo.config import Config, UserError, uses_critic
-from megatron_dapo.platform import Ranks, tell, together
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import uses_critic
+from megatron_dapo.config.schema import Config
+from megatron_dapo.platform.ranks import Ranks, tell, together
 
 # parts of a training checkpoint, by their names in the manifest
 CONTENTS = ("model", "optimizer", "lr_schedule", "rng", "counters", "controller")

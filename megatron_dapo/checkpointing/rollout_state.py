@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 
 class Rollout(Protocol):

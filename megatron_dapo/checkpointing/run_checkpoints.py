@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dapo.algorithms import FixedKLController
+from megatron_dapo.algorithms.kl import FixedKLController
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
 from megatron_dapo.checkpointing.earlier_run import remove_later_dumps, set_aside
 from megatron_dapo.checkpointing.folders import add_controller_state, read_controller_state, remove_leftovers
@@ -13,12 +13,17 @@ from megatron_dapo.checkpointing.resume import Start, contents_of, find_start, n
 from megatron_dapo.checkpointing.rollout_state import Rollout, restore_rollout
 from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
-from megatron_dapo.checkpointing.torch_dist import load, save
-from megatron_dapo.config import Config, ModelFolder, RunFolder, UserError
-from megatron_dapo.config.model_folder import HF
-from megatron_dapo.models import ModelParts, copy_companions, export_hf
-from megatron_dapo.platform import ParallelLayout, tell
-from megatron_dapo.standard_streams import say
+from megatron_dapo.checkpointing.torch_dist.loading import load
+from megatron_dapo.checkpointing.torch_dist.saving import save
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.standard_streams import say
+from megatron_dapo.config.schema import Config
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.hf_io import copy_companions, export_hf
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import tell
+from megatron_dapo.storage.model_folder import HF, ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from megatron_dapo.config import UserError
-from megatron_dapo.config.file_lock import FileLock
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.file_lock import FileLock
 
 # a file server may take this long to find that a node which held the lock is lost (NFS: a lease of 90 s)
 PATIENCE_S = 150.0

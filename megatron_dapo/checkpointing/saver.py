@@ -20,7 +20,7 @@ from megatron_dapo.checkpointing.folders import (
 )
 from megatron_dapo.checkpointing.manifest import FileRecord, file_names, seal, write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS
-from megatron_dapo.platform import Ranks, tell, together
+from megatron_dapo.platform.ranks import Ranks, tell, together
 
 
 class Pending(Protocol):

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 from megatron_dapo.checkpointing.stop_signals import StopSignals
-from megatron_dapo.platform import Ranks
+from megatron_dapo.platform.ranks import Ranks
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ONE_REQUEST_S = 5.0

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from megatron_dapo.config.keys import changed, was_left_off
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.schema import Config, Section
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.base import Section
 
 ACTOR = "actor_rollout_ref.actor"
 SAMPLING = "algorithm.dapo.dynamic_sampling"

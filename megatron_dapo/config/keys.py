@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.schema import Config, Section
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.base import Section
 
 _TYPE_WORDS = {
     bool: ("true or false", "true/false values"),

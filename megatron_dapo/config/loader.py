@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
-from megatron_dapo.errors import UserError
 
 NEAREST_CUTOFF = 0.6
 MAX_BYTES = 10**6

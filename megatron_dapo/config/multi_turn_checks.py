@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from megatron_dapo.config.keys import was_left_off
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.schema import Config, MultiTurnConfig
+from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 BUILT_IN_ENVIRONMENTS = ("calculator", "reasoning_gym", "household", "alfworld")

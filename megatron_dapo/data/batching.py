@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_dapo.algorithms import GROUP_ESTIMATORS, GroupRewards
-from megatron_dapo.config import UserError
+from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS, GroupRewards
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.types import Group, Sample
 
 

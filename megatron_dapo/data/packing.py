@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, longest_first, shard_over_data_parallel
 
 Bins = list[list[TrainSample]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow

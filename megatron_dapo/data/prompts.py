@@ -11,7 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.prompt_files import no_column, read_rows
 from megatron_dapo.data.tokenizer import Messages, Tokenizer
 from megatron_dapo.data.types import Prompt

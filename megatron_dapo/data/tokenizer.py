@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import tokenizers
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.chat_template import compile_template
 
 Messages = Sequence[dict[str, Any]]

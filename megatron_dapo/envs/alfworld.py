@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.envs.text_game import INSTRUCTIONS, Scene, TextGameEnvironment
-from megatron_dapo.errors import UserError
 
 _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 GAME_FILE = "game.tw-pddl"

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import UserError, write_whole
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.envs import alfworld, household
 from megatron_dapo.rewards import reasoning_gym
+from megatron_dapo.storage.run_folder import write_whole
 
 _HOW_TO_ANSWER = "\n\nGive the final answer, and nothing else, between <answer> and </answer>."
 _USER_ERROR = 2

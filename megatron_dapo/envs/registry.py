@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.envs.types import Environment
-from megatron_dapo.errors import UserError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.environment"
 

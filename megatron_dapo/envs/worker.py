@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.envs.registry import ENVIRONMENTS, make
 from megatron_dapo.envs.types import Environment, Observation, Task
-from megatron_dapo.errors import UserError
 from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.worker_process import Message, serve
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_dapo.algorithms import LossConfig, TokenBatch, metric_names
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
 from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
 from megatron_dapo.kernels.logits_chunk import ChunkBackend, Divergence, accumulation_dtype, chunk_backend
 from megatron_dapo.kernels.row_plan import RowChunk, RowPlan

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms import LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
 from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.row_plan import RowPlan
 

@@ -9,15 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms import (
-    LossConfig,
-    TokenBatch,
-    TokenOutputs,
-    dapo_loss,
-    metric_names,
-    stack_maxima,
-    stack_sums,
-)
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
+from megatron_dapo.algorithms.metrics import stack_maxima, stack_sums
 from megatron_dapo.kernels.logits_chunk import runs_on_triton
 
 

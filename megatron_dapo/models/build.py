@@ -9,13 +9,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dapo.config import MegatronConfig, ModelSpec, UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
-from megatron_dapo.platform import ParallelLayout, is_gpu, model_dtype
+from megatron_dapo.platform.device import is_gpu, model_dtype
+from megatron_dapo.platform.parallel import ParallelLayout
 
 
 @dataclass(frozen=True)

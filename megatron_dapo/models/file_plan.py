@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from megatron_dapo.config import ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.safetensors_files import SINGLE, SafetensorsFolder, TensorSpec, file_order
 from megatron_dapo.models.weight_map import hf_tensors
 

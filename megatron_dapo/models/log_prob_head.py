@@ -16,28 +16,20 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_dapo.algorithms import (
-    LossConfig,
-    TokenBatch,
-    TokenOutputs,
-    dapo_loss,
-    metric_names,
-    stack_maxima,
-    stack_sums,
-)
-from megatron_dapo.kernels import (
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
+from megatron_dapo.algorithms.metrics import stack_maxima, stack_sums
+from megatron_dapo.kernels.full_kl import linear_full_kl
+from megatron_dapo.kernels.fused_head import (
     Head,
     HeadLoss,
     Reference,
-    RowPlan,
     fused_dapo_head,
     gathered_rows,
     head_full_kl,
     head_log_probs,
-    linear_full_kl,
-    linear_logprob_entropy,
-    to_device,
 )
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.kernels.row_plan import RowPlan, to_device
 
 
 @dataclass(frozen=True, eq=False)

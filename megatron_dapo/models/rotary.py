@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_dapo.config import ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec
 
 
 class Rotary:

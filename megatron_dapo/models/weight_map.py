@@ -16,7 +16,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_dapo.config import ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)

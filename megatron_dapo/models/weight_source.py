@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, Entry, weight_entries
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform.parallel import ParallelLayout
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import warnings
 
 import torch
 
-from megatron_dapo import nvidia_driver
-from megatron_dapo.errors import UserError
+from megatron_dapo.common import nvidia_driver
+from megatron_dapo.common.errors import UserError
 
 
 def is_gpu() -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 Result = TypeVar("Result")
 

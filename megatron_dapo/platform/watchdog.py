@@ -26,9 +26,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import HANG_EXIT_CODE, write_whole
+from megatron_dapo.common.errors import HANG_EXIT_CODE
 from megatron_dapo.platform import stores
 from megatron_dapo.platform.ranks import Ranks
+from megatron_dapo.storage.run_folder import write_whole
 
 TELL_INTERVAL_S = 1.0
 _JUDGE_INTERVAL_S = 0.25

@@ -8,7 +8,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
 
 SOURCE_PREFIX = "reasoning_gym/"
 _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)

@@ -10,7 +10,7 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.types import RewardRequest, RewardResult
 
 BY_DATA_SOURCE = "by_data_source"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.registry import BUILTINS, BY_DATA_SOURCE, check_signature, function_name, judge, load
 from megatron_dapo.rewards.types import RewardRequest

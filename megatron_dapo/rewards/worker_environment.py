@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from megatron_dapo.child_environment import COMMON, ONE_THREAD
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.child_environment import COMMON, ONE_THREAD
+from megatron_dapo.common.errors import UserError
 
 _SECRETS = (
     *("*KEY", "*KEYS", "*KEY_*", "*TOKEN", "*TOKENS", "*TOKEN_*", "*SECRET*", "*PASSW*", "*PASSPHRASE*", "*_PASS"),

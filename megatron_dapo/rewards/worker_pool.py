@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.worker_process import Message
 
 _START_TIMEOUT_S = 60.0

@@ -5,9 +5,10 @@ import json
 import zlib
 from pathlib import Path
 
-from megatron_dapo.config import UserError, batch_file, batch_steps, whole_file
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
+from megatron_dapo.storage.run_folder import batch_file, batch_steps, whole_file
 
 FORMAT_VERSION = 1
 _FAST = 1  # zlib level: log-probs hardly shrink at any

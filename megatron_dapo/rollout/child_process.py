@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dapo.errors import exit_phrase
-from megatron_dapo.parent_death import end_with_parent
+from megatron_dapo.common.errors import exit_phrase
+from megatron_dapo.common.parent_death import end_with_parent
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from megatron_dapo.config import key_header
-from megatron_dapo.config.server_key import CURE
+from megatron_dapo.storage.server_key import CURE, key_header
 
 FOREIGN_VERSION = -1
 """Weight version of a server whose weights we did not push (SGLang names it "default")."""

@@ -11,23 +11,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_dapo.config import (
-    Config,
-    ModelFolder,
-    RunFolder,
-    UserError,
-    given_server_key,
-    has_given_servers,
-    read_vocab_size,
-    uses_dynamic_sampling,
-    uses_overlong_shaping,
-    write_whole,
-)
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import has_given_servers, uses_dynamic_sampling, uses_overlong_shaping
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompts import PromptCursor, PromptDataset, content_of
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch
-from megatron_dapo.envs import EnvironmentPool
-from megatron_dapo.rewards import OverlongShaping, RewardPool, check_reward
+from megatron_dapo.envs.pool import EnvironmentPool
+from megatron_dapo.huggingface.model_spec import read_vocab_size
+from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.registry import check_reward
+from megatron_dapo.rewards.shaping import OverlongShaping
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.errors import Interrupted, NeedsSync, RolloutError
@@ -43,6 +37,9 @@ from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
 from megatron_dapo.rollout.verdicts import VerdictCheck
+from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.server_key import given_server_key
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from megatron_dapo.config import Config
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Prompt
-from megatron_dapo.rewards import RewardPool
+from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rollout.client import SamplingParams
 from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.sampling import Sampler, run_all

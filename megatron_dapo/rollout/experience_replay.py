@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_dapo.config import Config, uses_experience_replay
+from megatron_dapo.config.derived import uses_experience_replay
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompts import PromptCursor
 from megatron_dapo.data.types import Group, Sample
 from megatron_dapo.rollout.plain_data import sample_from_plain, sample_to_plain

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from megatron_dapo.config import Config, gen_batch_size, uses_dynamic_sampling
+from megatron_dapo.config.derived import gen_batch_size, uses_dynamic_sampling
+from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.group_queue import FilterReason, GroupQueue, QueueLimits
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.plain_data import (
     group_from_plain,

@@ -16,10 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config import Config, RunFolder, UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import RolloutError
+from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.config import Config, UserError, batch_file, read_vocab_size, uses_experience_replay
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import uses_experience_replay
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.huggingface.model_spec import read_vocab_size
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.token_checks import fault_of_sample
+from megatron_dapo.storage.run_folder import batch_file
 
 
 def start_rollout(config: Config) -> "RolloutHandle | Replay":

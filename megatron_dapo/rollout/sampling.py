@@ -10,7 +10,9 @@ from typing import Any
 
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import Group, Sample
-from megatron_dapo.rewards import OverlongShaping, RewardPool, RewardRequest, RewardResult, shape
+from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.shaping import OverlongShaping, shape
+from megatron_dapo.rewards.types import RewardRequest, RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.group_queue import Draw

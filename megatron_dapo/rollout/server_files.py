@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_dapo.child_environment import cache_folder, has_room_for_sockets
+from megatron_dapo.common.child_environment import cache_folder, has_room_for_sockets
 
 _PREFIX = "dapo-server-"
 _SHARED_MEMORY = ".shared_memory"  # in the folder: paths, one per line

@@ -4,7 +4,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.config import RolloutConfig, UserError, is_server_url
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import is_server_url
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout.client import Generation, KeyRefused, SamplingParams, ServerError, SGLangClient
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.server_list import ServerList

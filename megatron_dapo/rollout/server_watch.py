@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_dapo.config import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
 
 log = logging.getLogger(__name__)
 

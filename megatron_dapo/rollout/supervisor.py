@@ -11,22 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.child_environment import COMMON, places_to_write
-from megatron_dapo.config import (
-    Config,
-    ModelFolder,
-    RunFolder,
-    UserError,
-    key_header,
-    make_server_key,
-    read_server_key,
-    server_key_file,
-    servers_per_node,
-)
-from megatron_dapo.errors import exit_phrase
+from megatron_dapo.common.child_environment import COMMON, places_to_write
+from megatron_dapo.common.errors import UserError, exit_phrase
+from megatron_dapo.config.derived import servers_per_node
+from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.child_process import ChildProcess
 from megatron_dapo.rollout.server_files import ServerFiles
 from megatron_dapo.rollout.server_watch import PUSH_MARGIN_S, ServerWatch
+from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.storage.server_key import key_header, make_server_key, read_server_key, server_key_file
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +193,8 @@ class ServerSupervisor:
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
     """How an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
-    from megatron_dapo.platform import is_gpu, model_dtype, nccl  # imports torch, which the controller does without
+    from megatron_dapo.platform import nccl
+    from megatron_dapo.platform.device import is_gpu, model_dtype  # imports torch, which the controller does without
 
     rollout, model = config.actor_rollout_ref.rollout, ModelFolder.of(config.actor_rollout_ref.model.path)
     settings = rollout.server
@@ -353,7 +348,7 @@ def _given(*options: tuple[str, object]) -> list[str]:
 def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
     """Per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; nothing on a CPU.
     Raises UserError where there are too few, or none that torch can use."""
-    from megatron_dapo.platform import is_gpu, require_usable_gpus
+    from megatron_dapo.platform.device import is_gpu, require_usable_gpus
 
     require_usable_gpus()
     if not is_gpu():

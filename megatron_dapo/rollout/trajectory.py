@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import Prompt
-from megatron_dapo.envs import EnvironmentFailure, EnvironmentPool, EnvironmentSession, Observation, Task
-from megatron_dapo.rewards import RewardResult
+from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
+from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams
 
 _TEMPLATE_CURE = "use another actor_rollout_ref.rollout.multi_turn.environment, its role, or a model with another one"

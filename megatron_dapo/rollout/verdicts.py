@@ -4,7 +4,8 @@ always wrong."""
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_dapo.config import RewardConfig, UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.data.types import Sample
 
 _SLOW_CURE = ", or give it more reward.timeout_s and load at import what takes long"

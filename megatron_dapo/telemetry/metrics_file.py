@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dapo.config import UserError, write_whole
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.run_folder import write_whole
 
 log = logging.getLogger(__name__)
 

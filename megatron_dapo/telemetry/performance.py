@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from megatron_dapo.config import Config, ModelSpec
-from megatron_dapo.config.flops import TRAINING_PASSES, forward_flops
-from megatron_dapo.data import Group
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import Group
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
 
 GIB = 2**30
 

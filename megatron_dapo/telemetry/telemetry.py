@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from megatron_dapo.config import Config, RunFolder
+from megatron_dapo.config.schema import Config
 from megatron_dapo.platform import watchdog
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.sinks import SINKS, Record, Sink
 from megatron_dapo.telemetry.timers import PhaseTimers
 

@@ -10,20 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithms import (
-    FULL_KL,
-    TOKEN_ESTIMATORS,
-    FixedKLController,
-    TokenRewards,
-    kl_penalty,
-    last_counted,
-    mean_and_variance,
-    moments,
-    whiten,
-)
-from megatron_dapo.config import Config, uses_kl_in_reward
-from megatron_dapo.data import MicroBatch, group_estimates
-from megatron_dapo.platform import ParallelLayout, device
+from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, last_counted
+from megatron_dapo.algorithms.kl import FULL_KL, FixedKLController, kl_penalty
+from megatron_dapo.algorithms.whitening import mean_and_variance, moments, whiten
+from megatron_dapo.config.derived import uses_kl_in_reward
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.batching import group_estimates
+from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.platform.device import device
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepShard
 
 

@@ -6,20 +6,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms import (
-    EXPLAINED_VARIANCE_SUMS,
-    VALUE_SUMS,
-    explained_variance_sums,
-    finalize,
-    stack_sums,
-    token_weights,
-    unstack_sums,
-    value_loss,
-)
-from megatron_dapo.config import Config, critic_batching, critic_path
-from megatron_dapo.data import MicroBatch
-from megatron_dapo.models import build_model, load_hf_weights, read_model_spec
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.algorithms.aggregation import token_weights
+from megatron_dapo.algorithms.metrics import finalize, stack_sums, unstack_sums
+from megatron_dapo.algorithms.value_loss import EXPLAINED_VARIANCE_SUMS, VALUE_SUMS, explained_variance_sums, value_loss
+from megatron_dapo.config.derived import critic_batching, critic_path
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepShard
 from megatron_dapo.training.optimizer import make_training_state
 from megatron_dapo.training.policy import MiniBatch, WeightLoader

@@ -6,23 +6,15 @@ from itertools import chain
 
 import torch.distributed as dist
 
-from megatron_dapo.algorithms import TOKEN_ESTIMATORS
-from megatron_dapo.config import Config, critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
-from megatron_dapo.data import (
-    Bins,
-    CostModel,
-    Group,
-    MicroBatch,
-    Outcome,
-    TrainSample,
-    assemble,
-    collate,
-    mini_batches,
-    schedule,
-    schedule_shards,
-)
-from megatron_dapo.models import ModelSpec
-from megatron_dapo.platform import ParallelLayout, device
+from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
+from megatron_dapo.config.derived import critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.batching import CostModel, Outcome, TrainSample, assemble, mini_batches
+from megatron_dapo.data.packing import Bins, MicroBatch, collate, schedule, schedule_shards
+from megatron_dapo.data.types import Group
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.platform.device import device
+from megatron_dapo.platform.parallel import ParallelLayout
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import logging
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import Config, needs_old_log_probs, uses_full_kl
-from megatron_dapo.kernels import Check, largest_errors
-from megatron_dapo.models import ModelSpec
-from megatron_dapo.platform import ParallelLayout, device, is_gpu, model_dtype
+from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl
+from megatron_dapo.config.schema import Config
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.kernels.self_check import Check, largest_errors
+from megatron_dapo.platform.device import device, is_gpu, model_dtype
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.loss_config import loss_config
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_dapo.models import ModelParts
-from megatron_dapo.platform import is_gpu
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.platform.device import is_gpu
 from megatron_dapo.training.optimizer import TrainingState
 
 

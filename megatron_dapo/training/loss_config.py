@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
-from megatron_dapo.algorithms import Clip, LossConfig, OffPolicy
-from megatron_dapo.config import Config, effective_clip, uses_experience_replay, uses_kl_loss
+from megatron_dapo.algorithms.dapo_loss import LossConfig
+from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
+from megatron_dapo.config.derived import effective_clip, uses_experience_replay, uses_kl_loss
+from megatron_dapo.config.schema import Config
 
 
 def loss_config(config: Config) -> LossConfig:

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.data import MicroBatch
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.platform.parallel import ParallelLayout
 
 Shares = dict[int, tuple[float, int]]
 """sample_id -> sum of |trainer's - server's log-prob| over its tokens, and their number."""

@@ -9,8 +9,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
-from megatron_dapo.config import MegatronConfig, OptimConfig
-from megatron_dapo.models import ModelParts
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
+from megatron_dapo.models.build import ModelParts
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,19 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms import (
-    MEAN_MISMATCH,
-    OFF_POLICY_SUMS,
-    TokenBatch,
-    finalize,
-    metric_names,
-    token_weights,
-    unstack_maxima,
-    unstack_sums,
-)
-from megatron_dapo.config import Config, needs_old_log_probs, uses_full_kl_in_reward
-from megatron_dapo.data import MicroBatch
-from megatron_dapo.models import ModelParts, WeightSource, build_model, load_hf_weights, read_model_spec
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.algorithms.aggregation import token_weights
+from megatron_dapo.algorithms.dapo_loss import TokenBatch, metric_names
+from megatron_dapo.algorithms.metrics import finalize, unstack_maxima, unstack_sums
+from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH
+from megatron_dapo.algorithms.policy_loss import OFF_POLICY_SUMS
+from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl_in_reward
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import ModelParts, build_model
+from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.models.weight_source import WeightSource
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import loss_config
 from megatron_dapo.training.mismatch import Shares, difference_sums, mean_over_ranks, shares_of

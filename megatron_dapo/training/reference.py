@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_dapo.config import Config, UserError, uses_full_kl
-from megatron_dapo.data import MicroBatch
-from megatron_dapo.models import ModelSpec, build_model, load_hf_weights, read_model_spec
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import uses_full_kl
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.optimizer import half_precision
 from megatron_dapo.training.policy import MiniBatch, WeightLoader, with_scores

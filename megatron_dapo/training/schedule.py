@@ -10,11 +10,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_dapo.algorithms import LossConfig, TokenBatch
-from megatron_dapo.data import MicroBatch
-from megatron_dapo.kernels import Reference
-from megatron_dapo.models import HeadTask, ModelParts
-from megatron_dapo.platform import ParallelLayout, watchdog
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
+from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.kernels.fused_head import Reference
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.log_prob_head import HeadTask
+from megatron_dapo.platform import watchdog
+from megatron_dapo.platform.parallel import ParallelLayout
 
 
 def packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from megatron_dapo.config import WeightSyncConfig
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.agreement import Agreement, Phases, Stopwatch
 from megatron_dapo.weight_sync.checksum import checksum, server_parameters, server_tensor
 from megatron_dapo.weight_sync.errors import RanksMissing, WeightSyncError

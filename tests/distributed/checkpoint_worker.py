@@ -15,11 +15,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.checkpointing import manifest, resume
-from megatron_dapo.checkpointing.torch_dist import load, save, writer
-from megatron_dapo.config import UserError, load_config
-from megatron_dapo.models import WeightSource
-from megatron_dapo.platform import JobError, ParallelLayout
-from megatron_dapo.training import Policy, StepDistributor
+from megatron_dapo.checkpointing.torch_dist import writer
+from megatron_dapo.checkpointing.torch_dist.loading import load
+from megatron_dapo.checkpointing.torch_dist.saving import save
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.models.weight_source import WeightSource
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import JobError
+from megatron_dapo.training.distribute import StepDistributor
+from megatron_dapo.training.policy import Policy
 from tests.distributed.layout_worker import gathered
 from tests.synthetic import synthetic_groups
 

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from examples.arithmetic.problems import Sum, split
-from megatron_dapo.config import load_config
-from megatron_dapo.data import Group, Prompt, Sample, load_tokenizer
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.models import log_prob_head
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Policy, StepDistributor
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.distribute import StepDistributor
+from megatron_dapo.training.policy import Policy
 from tests.helpers import REPOSITORY
 
 NUM_STEPS, NUM_GROUPS, N = 20, 8, 4

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
-from megatron_dapo.platform import Watchdog, together, watchdog
-from megatron_dapo.platform.watchdog import TELL_INTERVAL_S
+from megatron_dapo.platform import watchdog
+from megatron_dapo.platform.ranks import together
+from megatron_dapo.platform.watchdog import TELL_INTERVAL_S, Watchdog
 from tests.helpers import free_port
 
 WORLD, LIMIT_S, DEADLINE_S, WRITING_S = 2, 5.0, 60.0, 8.0

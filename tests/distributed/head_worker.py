@@ -6,16 +6,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.kernels import (
-    Head,
-    Reference,
-    RowPlan,
-    fused_dapo_head,
-    head_full_kl,
-    head_log_probs,
-    linear_full_kl,
-    linear_logprob_entropy,
-)
+from megatron_dapo.kernels.full_kl import linear_full_kl
+from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.kernels.row_plan import RowPlan
 from tests.head_cases import CASES, Case, Inputs, inputs_of, loss_of
 
 

@@ -12,14 +12,19 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.algorithms import FixedKLController
-from megatron_dapo.config import load_config, needs_reference, uses_critic, uses_experience_replay
-from megatron_dapo.config.memory import States, model_states
-from megatron_dapo.data import MicroBatch
-from megatron_dapo.models import WeightSource
+from megatron_dapo.algorithms.kl import FixedKLController
+from megatron_dapo.config.derived import needs_reference, uses_critic, uses_experience_replay
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.models.weight_map import expert_parameters
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Critic, Policy, Reference, StepDistributor, StepShard, estimate_advantages
+from megatron_dapo.models.weight_source import WeightSource
+from megatron_dapo.planner.memory import States, model_states
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.advantages import estimate_advantages
+from megatron_dapo.training.critic import Critic
+from megatron_dapo.training.distribute import StepDistributor, StepShard
+from megatron_dapo.training.policy import Policy
+from megatron_dapo.training.reference import Reference
 from tests.synthetic import synthetic_groups, with_replayed
 
 COMMON = [

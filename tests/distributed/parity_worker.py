@@ -12,10 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import MegatronConfig
-from megatron_dapo.data import TrainSample, collate
-from megatron_dapo.models import build_model, export_hf, load_hf_weights, read_model_spec
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.data.batching import TrainSample
+from megatron_dapo.data.packing import collate
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.hf_io import export_hf, load_hf_weights
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.schedule import Schedule
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.checkpointing import write_manifest
+from megatron_dapo.checkpointing.manifest import write_manifest
 from tests.distributed.checkpoint_worker import MOMENTS
 from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.data import TrainSample, assemble
+from megatron_dapo.data.batching import TrainSample, assemble
 from tests.distributed.test_layouts import assert_same
 from tests.forked_ranks import run_ranks
 from tests.synthetic import synthetic_groups

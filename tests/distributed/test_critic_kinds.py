@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.data import TrainSample, assemble
+from megatron_dapo.data.batching import TrainSample, assemble
 from tests.distributed.test_critic import HIDDEN, PPO, SHARDED, SMALL, VOCAB, transformers_values, with_value_head
 from tests.distributed.test_layouts import assert_same
 from tests.forked_ranks import run_ranks

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import MISMATCH_EXIT_CODE
-from megatron_dapo.data import Group, RolloutBatch
-from megatron_dapo.rollout import write_batch
+from megatron_dapo.common.errors import MISMATCH_EXIT_CODE
+from megatron_dapo.data.types import Group, RolloutBatch
+from megatron_dapo.rollout.batch_files import write_batch
 from tests import mpi_replay
 from tests.synthetic import synthetic_groups
 

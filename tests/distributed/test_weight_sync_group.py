@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_dapo.config import RunFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.distributed.weight_sync_world import Server, Trainer, expected_sha256
 
 pytestmark = pytest.mark.distributed

@@ -15,10 +15,13 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.config import RunFolder, WeightSyncConfig
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.rollout import SGLangClient, report_unresponsive
-from megatron_dapo.weight_sync import WeightSync, WeightSyncError
+from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.rollout.client import SGLangClient
+from megatron_dapo.rollout.server_watch import report_unresponsive
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed import weight_sync_server
 from tests.forked_ranks import fork_server
 from tests.helpers import free_port

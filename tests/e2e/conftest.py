@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import load_config, read_server_key
-from megatron_dapo.rollout import ServerSupervisor
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.storage.server_key import read_server_key
 from tests.forked_ranks import run_ranks
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny

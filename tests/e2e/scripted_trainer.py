@@ -15,14 +15,15 @@ from dataclasses import replace
 
 import megatron_dapo.job
 from megatron_dapo.__main__ import main
-from megatron_dapo.config import Config, UserError
-from megatron_dapo.data import Group, Prompt, RolloutBatch
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompts import PromptCursor
-from megatron_dapo.rollout import Interrupted, RolloutError
+from megatron_dapo.data.types import Group, Prompt, RolloutBatch
+from megatron_dapo.rollout.errors import Interrupted, RolloutError
 from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
 from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
-from megatron_dapo.telemetry import Telemetry
+from megatron_dapo.telemetry.telemetry import Telemetry
 from tests.synthetic import synthetic_groups
 
 NUM_FINISHED = 3  # groups, at an end in the middle of a step

@@ -2,10 +2,12 @@
 
 import pytest
 
-from megatron_dapo.checkpointing import newest_first, read_trainer_state, verify
-from megatron_dapo.checkpointing.folders import read_controller_state
-from megatron_dapo.config import Config, RunFolder, load_and_validate
-from megatron_dapo.telemetry import Summary, closing_table, read_metrics
+from megatron_dapo.checkpointing.folders import newest_first, read_controller_state, read_trainer_state
+from megatron_dapo.checkpointing.manifest import verify
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 from tests.elastic import Kills, StandIns, check_accounts, fingerprints, train
 from tests.tiny_models import make_tiny
 

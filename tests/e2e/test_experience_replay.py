@@ -8,8 +8,8 @@ import pytest
 from examples.arithmetic import problems
 from examples.arithmetic.pretrain import BASE
 from examples.demo_run import config_path, prompt_files
-from megatron_dapo.config import RunFolder
-from megatron_dapo.rollout import read_batch
+from megatron_dapo.rollout.batch_files import read_batch
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.config import load_config, read_server_key
-from megatron_dapo.rollout import SamplingParams, SGLangClient
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.storage.server_key import read_server_key
 from tests.distributed.test_parity import hugging_face_log_probs
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.weight_sync_trainer import changed, rank_main

@@ -11,9 +11,10 @@ from itertools import groupby
 
 import pytest
 
-from megatron_dapo.config import RunFolder, load_config
-from megatron_dapo.data import assemble
-from megatron_dapo.rollout import read_batch
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.batching import assemble
+from megatron_dapo.rollout.batch_files import read_batch
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY, run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -12,8 +12,11 @@ from statistics import fmean
 
 import pytest
 
-from megatron_dapo.checkpointing import newest_first, read_manifest
-from megatron_dapo.config import RunFolder, load_config, uses_critic
+from megatron_dapo.checkpointing.folders import newest_first
+from megatron_dapo.checkpointing.manifest import read_manifest
+from megatron_dapo.config.derived import uses_critic
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.config import RunFolder, dapo_techniques, load_config
+from megatron_dapo.config.derived import dapo_techniques
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY, run_module
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import RunFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import run_module
 from tests.tiny_models import make_tiny
 

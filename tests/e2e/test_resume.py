@@ -16,15 +16,16 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launch.local import run_local
-from megatron_dapo.checkpointing import (
+from megatron_dapo.checkpointing.folders import (
     CONTROLLER_STATE,
     newest_first,
     read_controller_state,
     read_trainer_state,
-    verify,
-    write_manifest,
 )
-from megatron_dapo.config import Config, RunFolder, batch_file, load_and_validate
+from megatron_dapo.checkpointing.manifest import verify, write_manifest
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.storage.run_folder import RunFolder, batch_file
 from tests.e2e.scripted_trainer import NUM_FINISHED
 from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny

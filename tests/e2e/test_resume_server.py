@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.checkpointing import newest_first, read_controller_state
-from megatron_dapo.config import RunFolder
+from megatron_dapo.checkpointing.folders import newest_first, read_controller_state
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.e2e.conftest import converted
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny

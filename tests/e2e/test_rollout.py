@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.config import load_config
-from megatron_dapo.rollout import FOREIGN_VERSION, RolloutHandle, ServerSupervisor, SGLangClient
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.rollout.client import FOREIGN_VERSION, SGLangClient
+from megatron_dapo.rollout.handle import RolloutHandle
+from megatron_dapo.rollout.supervisor import ServerSupervisor
 from tests.tiny_models import EOS_ID
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

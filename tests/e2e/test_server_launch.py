@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from launch.local import run_local
-from megatron_dapo.config import load_config
+from megatron_dapo.config.loader import load_config
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 

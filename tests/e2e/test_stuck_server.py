@@ -7,8 +7,12 @@ import time
 import psutil
 import pytest
 
-from megatron_dapo.config import RunFolder, load_config, read_server_key
-from megatron_dapo.rollout import SamplingParams, ServerError, ServerSupervisor, SGLangClient, report_unresponsive
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.rollout.client import SamplingParams, ServerError, SGLangClient
+from megatron_dapo.rollout.server_watch import report_unresponsive
+from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.storage.server_key import read_server_key
 from tests.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

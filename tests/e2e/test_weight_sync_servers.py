@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.config import SAVED_EXIT_CODE, Config, RunFolder, load_config, read_server_key, write_whole
-from megatron_dapo.rollout import SamplingParams, SGLangClient
-from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation
+from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient
 from megatron_dapo.rollout.supervisor import ServerSupervisor
-from megatron_dapo.telemetry import read_metrics
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.server_key import read_server_key
+from megatron_dapo.telemetry.report import read_metrics
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.conftest import converted
 from tests.e2e.weight_sync_trainer import changed, rank_main

@@ -7,11 +7,19 @@ from multiprocessing.connection import Connection
 import psutil
 import torch
 
-from megatron_dapo.config import MegatronConfig, WeightSyncConfig, given_server_key, load_config
-from megatron_dapo.models import WeightSource, build_model, load_hf_weights, read_model_spec
-from megatron_dapo.platform import ParallelLayout, device
-from megatron_dapo.rollout import ServerList, SGLangClient
-from megatron_dapo.weight_sync import WeightSync
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.models.weight_source import WeightSource
+from megatron_dapo.platform.device import device
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.rollout.client import SGLangClient
+from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.storage.server_key import given_server_key
+from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed.weight_sync_world import serve_orders
 
 

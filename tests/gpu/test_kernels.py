@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.algorithms import OffPolicy
+from megatron_dapo.algorithms.policy_loss import OffPolicy
 from tests import kernel_checks as checks
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed: the kernels are tested without it", allow_module_level=True)
 
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform.parallel import ParallelLayout
 from tests import training_checks as checks
 from tests.tiny_models import make_tiny
 

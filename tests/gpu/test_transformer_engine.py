@@ -7,7 +7,7 @@ import pytest
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("transformer_engine") is None:
     pytest.skip("no CUDA GPU with transformer_engine and megatron-core", allow_module_level=True)
 
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform.parallel import ParallelLayout
 from tests import training_checks as checks
 from tests.tiny_models import make_tiny
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.config import RunFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY
 
 LOCAL_SLURM = Path(__file__).with_name("local_slurm.sh")

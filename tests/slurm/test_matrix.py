@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import RunFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms import TOKEN_ESTIMATORS, TokenRewards, gae, last_counted, moments, whiten
+from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, gae, last_counted
+from megatron_dapo.algorithms.whitening import moments, whiten
 
 pytestmark = pytest.mark.unit
 

@@ -9,20 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_dapo.algorithms import (
-    AGGREGATIONS,
-    Clip,
-    LossConfig,
-    TokenBatch,
-    TokenOutputs,
-    add_sums,
-    dapo_loss,
-    finalize,
-    merge_maxima,
-    metric_names,
-    policy_loss,
-    token_weights,
-)
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
+from megatron_dapo.algorithms.metrics import add_sums, finalize, merge_maxima
+from megatron_dapo.algorithms.policy_loss import Clip, policy_loss
 
 pytestmark = pytest.mark.unit
 
@@ -370,6 +360,6 @@ def test_weights_and_counts_by_hand(mode, weights, count):
 
 
 def test_the_four_modes_are_those_of_the_config():
-    from megatron_dapo.config.schema import ActorConfig
+    from megatron_dapo.config.schema.actor_rollout_ref import ActorConfig
 
     assert set(ActorConfig.model_fields["loss_agg_mode"].annotation.__args__) == set(MODES)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.algorithms import (
+from megatron_dapo.algorithms.metrics import (
     add_sums,
     finalize,
     merge_maxima,
-    mismatch_sums,
     stack_maxima,
     stack_sums,
     unstack_maxima,
     unstack_sums,
 )
+from megatron_dapo.algorithms.mismatch import mismatch_sums
 
 pytestmark = pytest.mark.unit
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.rewards import RewardRequest
 from megatron_dapo.rewards.exact import exact_number
 from megatron_dapo.rewards.registry import judge
 from megatron_dapo.rewards.symbolic import math_verify
 from megatron_dapo.rewards.text import math_dapo
+from megatron_dapo.rewards.types import RewardRequest
 
 pytestmark = pytest.mark.unit
 

@@ -7,26 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.checkpointing import (
-    MANIFEST,
+from megatron_dapo.checkpointing import folders
+from megatron_dapo.checkpointing.folders import (
+    add_controller_state,
     discard,
-    folders,
     newest_first,
     publish,
     read_controller_state,
-    read_manifest,
-    staging,
-    verify,
-    write_manifest,
-)
-from megatron_dapo.checkpointing.folders import (
-    add_controller_state,
     remove_leftovers,
     retire,
+    staging,
     write_controller_state,
 )
-from megatron_dapo.checkpointing.manifest import Verdict
-from megatron_dapo.config import UserError
+from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifest, verify, write_manifest
+from megatron_dapo.common.errors import UserError
 
 pytestmark = pytest.mark.unit
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.child_environment import cache_folder, places_to_write, set_rank_defaults
-from megatron_dapo.config import UserError, load_config
+from megatron_dapo.common.child_environment import cache_folder, places_to_write, set_rank_defaults
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform import sglang_cpu
-from megatron_dapo.rewards import RewardPool, RewardRequest
-from megatron_dapo.rollout import sglang_command
+from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.types import RewardRequest
+from megatron_dapo.rollout.supervisor import sglang_command
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -125,7 +127,7 @@ def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path, s
     code = """
         import sys
         from launch import local, torchrun
-        from megatron_dapo.config import load_config
+        from megatron_dapo.config.loader import load_config
         given = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]"
         local.checked_config = lambda *_: load_config(None, [f"trainer.run_dir={sys.argv[1]}/run", given])
         local.process_plan, run_local = lambda _: "", local.run_local

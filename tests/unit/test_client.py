@@ -9,8 +9,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rollout import FOREIGN_VERSION, SamplingParams, ServerError, SGLangClient
-from megatron_dapo.rollout.client import generation_of
+from megatron_dapo.rollout.client import FOREIGN_VERSION, SamplingParams, ServerError, SGLangClient, generation_of
 
 pytestmark = pytest.mark.unit
 

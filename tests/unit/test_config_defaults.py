@@ -2,8 +2,9 @@
 
 import pytest
 
-from megatron_dapo.config import Config, config_reference
 from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.reference import config_reference
+from megatron_dapo.config.schema import Config
 
 pytestmark = pytest.mark.unit
 

@@ -2,19 +2,19 @@
 
 import pytest
 
-from megatron_dapo.config import (
+from megatron_dapo.config.derived import (
     Layout,
     dapo_techniques,
     data_parallel_size,
     effective_clip,
-    load_config,
     needs_reference,
     num_optimizer_steps_per_rollout_step,
-    process_plan,
     samples_per_rollout_step,
     servers_per_node,
     world_size,
 )
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.planner.plan import process_plan
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError, load_and_validate, load_config
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.keys import Key, known_keys
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.planner.validation import load_and_validate
 from tests.unit.test_config_validation import CONTRADICTIONS, SOUND, overrides
 
 pytestmark = pytest.mark.unit

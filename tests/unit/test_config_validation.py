@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from megatron_dapo.config import UserError, load_config, read_model_json, validate
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.planner.model_checks import read_model_json
+from megatron_dapo.planner.validation import validate
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
@@ -370,7 +373,7 @@ def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert on_this_machine(machine, "megatron.use_transformer_engine=on") == []  # a laptop, where a recipe is read
     (tmp_path / "version").touch()
-    monkeypatch.setattr("megatron_dapo.nvidia_driver.VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr("megatron_dapo.common.nvidia_driver.VERSION_FILE", tmp_path / "version")
     (sentence,) = on_this_machine(machine, "megatron.use_transformer_engine=on")
     assert "transformer_engine is not installed here" in sentence
     assert on_this_machine(machine, "megatron.use_transformer_engine=auto") == []

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout import client
 from megatron_dapo.rollout.client import Generation
 from megatron_dapo.rollout.controller import Controller

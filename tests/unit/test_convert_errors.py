@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 from checkpoints_tools.job import choose_sizes, run, torchrun_variables
-from megatron_dapo.config import UserError, read_model_spec
-from megatron_dapo.config.file_lock import FileLock
-from megatron_dapo.platform import SingleRank
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.platform.ranks import SingleRank
+from megatron_dapo.storage.file_lock import FileLock
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
@@ -341,12 +342,12 @@ def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):
 
 def test_a_training_checkpoint_gives_the_trained_weights(source, tmp_path):
     """As training writes it, with optimizer and generators: only the model is read, and every file is standard."""
-    from megatron_dapo.checkpointing import write_manifest
-    from megatron_dapo.checkpointing.torch_dist import save
-    from megatron_dapo.config import load_config
-    from megatron_dapo.models import copy_companions
-    from megatron_dapo.platform import ParallelLayout
-    from megatron_dapo.training import Policy
+    from megatron_dapo.checkpointing.manifest import write_manifest
+    from megatron_dapo.checkpointing.torch_dist.saving import save
+    from megatron_dapo.config.loader import load_config
+    from megatron_dapo.models.hf_io import copy_companions
+    from megatron_dapo.platform.parallel import ParallelLayout
+    from megatron_dapo.training.policy import Policy
 
     checkpoint = tmp_path / "step_000001"
     config = load_config(

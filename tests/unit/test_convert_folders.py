@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints_tools.converted import open_checkpoint, read_conversion, read_spec, stored_dtype
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
@@ -21,7 +21,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def checkpoint(model, tmp_path) -> Path:
     """Of training, but for the tensors."""
-    from megatron_dapo.checkpointing import write_manifest
+    from megatron_dapo.checkpointing.manifest import write_manifest
 
     folder = tmp_path / "runs" / "a" / "checkpoints" / "step_000012"
     (folder / "megatron").mkdir(parents=True)
@@ -73,7 +73,7 @@ def test_damage_that_sizes_do_not_show_is_a_sentence_too(checkpoint):
 
 
 def test_every_file_of_a_tokenizer_comes_along_and_no_weights(model, tmp_path):
-    from megatron_dapo.models import copy_companions
+    from megatron_dapo.models.hf_io import copy_companions
 
     source, out = shutil.copytree(model, tmp_path / "source"), tmp_path / "out"
     out.mkdir()

@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.algorithms import FixedKLController
-from megatron_dapo.checkpointing import write_manifest
+from megatron_dapo.algorithms.kl import FixedKLController
+from megatron_dapo.checkpointing.manifest import write_manifest
 from megatron_dapo.checkpointing.model_weights import load_weights
-from megatron_dapo.checkpointing.torch_dist import load, save
-from megatron_dapo.config import UserError, load_config
-from megatron_dapo.models import build_model, load_hf_weights, read_model_spec
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Critic, StepDistributor, StepShard, estimate_advantages
+from megatron_dapo.checkpointing.torch_dist.loading import load
+from megatron_dapo.checkpointing.torch_dist.saving import save
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.advantages import estimate_advantages
+from megatron_dapo.training.critic import Critic
+from megatron_dapo.training.distribute import StepDistributor, StepShard
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 

@@ -4,12 +4,16 @@ import json
 
 import pytest
 
-from megatron_dapo.checkpointing import write_manifest
 from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, config_to_plain
 from megatron_dapo.checkpointing.folders import TRAINER_STATE
+from megatron_dapo.checkpointing.manifest import write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS, contents_of, find_start
-from megatron_dapo.config import Config, UserError, critic_batching, critic_path, load_config, uses_critic, validate
-from megatron_dapo.platform import SingleRank
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import critic_batching, critic_path, uses_critic
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.validation import validate
+from megatron_dapo.platform.ranks import SingleRank
 
 pytestmark = pytest.mark.unit
 

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoints_tools.dedup_dataset import main
-from megatron_dapo.config.file_lock import FileLock
-from megatron_dapo.data import PromptDataset
+from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.storage.file_lock import FileLock
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

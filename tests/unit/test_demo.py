@@ -14,7 +14,9 @@ from examples.calculator import problems as calls
 from examples.character_model import MANIFEST, is_made, save, sha256, tokenizer, train
 from examples.smollm2 import problems as products
 from examples.smollm2.reward import last_number
-from megatron_dapo.config import load_config, read_model_json, validate
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.planner.model_checks import read_model_json
+from megatron_dapo.planner.validation import validate
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import pytest
 
 from examples import demo_run
 from examples.arithmetic import demo
-from megatron_dapo.config import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
 
 pytestmark = pytest.mark.unit
 

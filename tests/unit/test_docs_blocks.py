@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import load_config, uses_critic, uses_experience_replay, validate
+from megatron_dapo.config.derived import uses_critic, uses_experience_replay
 from megatron_dapo.config.keys import canonical, known_keys
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
-from megatron_dapo.envs import Task
+from megatron_dapo.envs.types import Task
+from megatron_dapo.planner.validation import validate
 
 pytestmark = pytest.mark.unit
 

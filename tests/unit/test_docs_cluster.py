@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from launch.slurm import outcome
-from megatron_dapo.config import SAVED_EXIT_CODE, load_config
-from megatron_dapo.config.hf_config import model_spec
-from megatron_dapo.config.memory import GB, server_memory, trainer_memory
+from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.planner.memory import GB, server_memory, trainer_memory
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.group_filter import FILTER_MODES, by_correctness
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits, staleness

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo import trainer
-from megatron_dapo.checkpointing import newest_first
+from megatron_dapo.checkpointing.folders import newest_first
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
-from megatron_dapo.config import UserError, load_config
-from megatron_dapo.errors import RunStopped, SharedUserError
+from megatron_dapo.common.errors import RunStopped, SharedUserError, UserError
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.job import Job
-from megatron_dapo.platform import JobError, SingleRank
-from megatron_dapo.rollout import ForeignSamples, Interrupted, RolloutError
-from megatron_dapo.telemetry import NullTelemetry
+from megatron_dapo.platform.ranks import JobError, SingleRank
+from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, RolloutError
+from megatron_dapo.telemetry.telemetry import NullTelemetry
 from tests.checkpoint_run import SlowWrite, trainer_state
 
 pytestmark = pytest.mark.unit

@@ -9,14 +9,15 @@ import time
 
 import pytest
 
-from megatron_dapo.config import UserError
-from megatron_dapo.envs import EnvironmentFailure, EnvironmentPool, Observation, Task
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool
+from megatron_dapo.envs.types import Observation, Task
 
 pytestmark = pytest.mark.unit
 
 HOSTILE = """
 import asyncio, os, sys, time
-from megatron_dapo.envs import Observation
+from megatron_dapo.envs.types import Observation
 
 class Hostile:
     def __init__(self, folder=""):
@@ -223,7 +224,7 @@ def test_workers_start_without_the_heavy_libraries_and_end_with_their_parent(fol
 import asyncio, json, os, sys
 import megatron_dapo.envs.worker
 assert not [name for name in {heavy} if name in sys.modules]
-from megatron_dapo.envs import EnvironmentPool
+from megatron_dapo.envs.pool import EnvironmentPool
 
 async def main():
     pool = EnvironmentPool("calculator", {{}}, 1, 5.0, 1024)

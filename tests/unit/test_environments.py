@@ -7,15 +7,16 @@ from collections import deque
 
 import pytest
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.multi_turn_checks import BUILT_IN_ENVIRONMENTS
 from megatron_dapo.data.prompts import PromptDataset
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.envs import ENVIRONMENTS, Observation, Task, check_environment, prompts
+from megatron_dapo.envs import prompts
 from megatron_dapo.envs.calculator import Calculator, calculate
 from megatron_dapo.envs.household import Household, HouseholdGame, row
-from megatron_dapo.envs.registry import make
+from megatron_dapo.envs.registry import ENVIRONMENTS, check_environment, make
 from megatron_dapo.envs.text_game import command_of
+from megatron_dapo.envs.types import Observation, Task
 from tests.unit.test_tokenizer import write_byte_level
 
 pytestmark = pytest.mark.unit

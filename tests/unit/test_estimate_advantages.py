@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.algorithms import KL_CONTROLLERS, FixedKLController
-from megatron_dapo.config import load_config
-from megatron_dapo.data import assemble, collate
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import StepShard, estimate_advantages
+from megatron_dapo.algorithms.kl import KL_CONTROLLERS, FixedKLController
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.batching import assemble
+from megatron_dapo.data.packing import collate
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.advantages import estimate_advantages
+from megatron_dapo.training.distribute import StepShard
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError, load_config, validate
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompts import PromptCursor
 from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.planner.validation import validate
 from megatron_dapo.rollout.experience_replay import ExperiencePool, ReplayRules, next_prompts, replay_metrics
 
 pytestmark = pytest.mark.unit

@@ -10,10 +10,11 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
-    # beside config, whose schema takes longer to import than a reward or environment process to start
-    ("errors", "nvidia_driver", "parent_death", "standard_streams"),
-    ("config", "algorithms", "child_environment"),
-    ("data", "kernels", "platform", "keyed_sglang"),
+    ("common",),
+    ("config", "algorithms"),
+    ("storage",),
+    ("huggingface",),
+    ("data", "kernels", "platform", "planner", "keyed_sglang"),
     ("models", "rewards"),
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
@@ -88,7 +89,7 @@ def test_every_part_of_the_program_has_a_floor():
     ("module", "source"),
     [
         ("megatron_dapo.config.loader", "import megatron_dapo.data.types"),
-        ("megatron_dapo.errors", "from megatron_dapo.config import Config"),
+        ("megatron_dapo.common.errors", "from megatron_dapo.config import Config"),
         ("megatron_dapo.config.loader", "from megatron_dapo.algorithms import kl"),  # beside it
         ("megatron_dapo.data.packing", "from megatron_dapo import trainer"),
         ("megatron_dapo.rollout.client", "from ..training import policy"),
@@ -110,7 +111,7 @@ def test_an_import_that_points_elsewhere_is_found(module, source):
     [
         ("megatron_dapo.trainer", "from megatron_dapo.rollout import RolloutHandle\nimport torch"),
         ("megatron_dapo.rollout.client", "from . import errors\nfrom .errors import _hidden"),
-        ("megatron_dapo.rollout.client", "from megatron_dapo.config import UserError\nfrom ..data import types"),
+        ("megatron_dapo.rollout.client", "from megatron_dapo.common.errors import UserError\nfrom ..data import types"),
         ("launch.local", "import megatron_dapo\nfrom megatron_dapo.trainer import train\nfrom .stop_signals import x"),
     ],
 )

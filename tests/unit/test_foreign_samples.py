@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from megatron_dapo.config import load_config, needs_old_log_probs
-from megatron_dapo.data import assemble, collate
+from megatron_dapo.config.derived import needs_old_log_probs
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.batching import assemble
+from megatron_dapo.data.packing import collate
 from megatron_dapo.job import foreign_samples
 from megatron_dapo.training.mismatch import difference_sums, shares_of
 from tests.synthetic import synthetic_groups, with_replayed

@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.memory import peak_bytes
-from megatron_dapo.algorithms import LossConfig, TokenBatch
-from megatron_dapo.config import UserError, load_config, process_plan
-from megatron_dapo.kernels import Head, Reference, RowPlan, fused_dapo_head, linear_full_kl
-from megatron_dapo.platform import prepare_megatron
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.kernels.full_kl import linear_full_kl
+from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head
+from megatron_dapo.kernels.row_plan import RowPlan
+from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.platform.device import prepare_megatron
 
 pytestmark = pytest.mark.unit
 

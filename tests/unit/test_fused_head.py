@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_dapo.algorithms import LossConfig, OffPolicy
-from megatron_dapo.kernels import Check, Head, RowPlan, fused_dapo_head, largest_errors
+from megatron_dapo.algorithms.dapo_loss import LossConfig
+from megatron_dapo.algorithms.policy_loss import OffPolicy
 from megatron_dapo.kernels import fused_head as module
+from megatron_dapo.kernels.fused_head import Head, fused_dapo_head
+from megatron_dapo.kernels.row_plan import RowPlan
+from megatron_dapo.kernels.self_check import Check, largest_errors
 from tests.head_cases import Case, inputs_of, loss_of
 
 pytestmark = pytest.mark.unit

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Policy, policy
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training import policy
+from megatron_dapo.training.policy import Policy
 from tests.tiny_models import make_tiny
 from tests.training_checks import MANY_MICRO_BATCHES, MEGATRON, policy_and_mini_batches
 

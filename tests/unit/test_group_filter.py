@@ -13,13 +13,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms import Clip, moments, policy_loss, token_weights
-from megatron_dapo.config import UserError, load_config, process_plan
-from megatron_dapo.data import Outcome, assemble, collate, group_estimates
+from megatron_dapo.algorithms.aggregation import token_weights
+from megatron_dapo.algorithms.policy_loss import Clip, policy_loss
+from megatron_dapo.algorithms.whitening import moments
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.batching import Outcome, assemble, group_estimates
+from megatron_dapo.data.packing import collate
+from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.group_filter import FILTER_MODES, by_correctness, by_spread, filter_in_words, make_queue
 from megatron_dapo.rollout.step_metrics import step_metrics
-from megatron_dapo.training import StepShard, estimate_advantages
+from megatron_dapo.training.advantages import estimate_advantages
+from megatron_dapo.training.distribute import StepShard
 from tests.fake_rollout import RIGHT, WRONG, FakeServer, Script, make_config, write_files
 from tests.unit.test_batching import make_group
 from tests.unit.test_dynamic_sampling import MIXED, indices, run_gen_batch

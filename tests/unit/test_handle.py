@@ -13,9 +13,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_dapo.config import UserError, to_yaml
-from megatron_dapo.rollout import Interrupted, NeedsSync, RolloutError, RolloutHandle
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.rollout import handle as handle_module
+from megatron_dapo.rollout.errors import Interrupted, NeedsSync, RolloutError
+from megatron_dapo.rollout.handle import RolloutHandle
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 
 pytestmark = pytest.mark.unit
@@ -261,8 +263,8 @@ def test_the_controller_ends_with_its_trainer(folder, ending):
     """Killed, or ended without close(): neither leaves a child, nor hangs."""
     trainer = """
         import os, signal, sys
-        from megatron_dapo.config import load_config
-        from megatron_dapo.rollout import RolloutHandle
+        from megatron_dapo.config.loader import load_config
+        from megatron_dapo.rollout.handle import RolloutHandle
         handle = RolloutHandle.start(load_config(sys.argv[1], []))
         handle.wait_ready()
         print(handle.pid, flush=True)

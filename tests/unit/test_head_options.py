@@ -6,10 +6,10 @@ import math
 import pytest
 import torch.distributed as dist
 
-from megatron_dapo.config import load_config
-from megatron_dapo.kernels import Error
-from megatron_dapo.models import read_model_spec
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.kernels.self_check import Error
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training import head_options as module
 from tests.tiny_models import make_tiny
 

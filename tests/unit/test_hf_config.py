@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from megatron_dapo.config import UserError
-from megatron_dapo.config.hf_config import Mixture, RopeScaling, model_spec, read_model_spec
-from megatron_dapo.models import hf_tensors
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.model_spec import Mixture, RopeScaling, model_spec, read_model_spec
+from megatron_dapo.models.weight_map import hf_tensors
 
 pytestmark = pytest.mark.unit
 

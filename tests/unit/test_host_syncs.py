@@ -9,16 +9,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from megatron_dapo.algorithms import token_weights
-from megatron_dapo.kernels import (
-    Head,
-    Reference,
-    RowPlan,
-    fused_dapo_head,
-    head_full_kl,
-    head_log_probs,
-    linear_logprob_entropy,
-)
+from megatron_dapo.algorithms.aggregation import token_weights
+from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.kernels.row_plan import RowPlan
 from tests.head_cases import Case, inputs_of, loss_of
 
 pytestmark = pytest.mark.unit

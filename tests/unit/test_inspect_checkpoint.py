@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoints_tools.inspect_checkpoint import main
 from checkpoints_tools.tensor_diff import compare
-from megatron_dapo.checkpointing import write_manifest
+from megatron_dapo.checkpointing.manifest import write_manifest
 
 pytestmark = pytest.mark.unit
 

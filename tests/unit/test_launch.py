@@ -16,8 +16,10 @@ import pytest
 from launch.command_line import require_one_node
 from launch.local import run_local
 from launch.sglang_server import serve
-from megatron_dapo.config import Config, UserError, load_config
-from megatron_dapo.rollout import ServerFailure
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.rollout.supervisor import ServerFailure
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -293,7 +295,7 @@ class LostServers:
 def test_a_trainer_that_has_begun_may_save_when_the_last_server_is_lost(
     tmp_path, capfd, monkeypatch, were_healthy, code
 ):
-    monkeypatch.setattr("megatron_dapo.rollout.ServerSupervisor", lambda *_, **__: LostServers(were_healthy))
+    monkeypatch.setattr("megatron_dapo.rollout.supervisor.ServerSupervisor", lambda *_, **__: LostServers(were_healthy))
     started = load_config(None, [f"trainer.run_dir={tmp_path / 'run'}"])
     ranks = rank_script("time.sleep(2); open('saved', 'w'); sys.exit(7)")
     monkeypatch.chdir(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dapo.kernels import linear_logprob_entropy
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 
 pytestmark = pytest.mark.unit
 

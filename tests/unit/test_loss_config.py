@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_dapo.algorithms import metric_names
-from megatron_dapo.config import load_config
+from megatron_dapo.algorithms.dapo_loss import metric_names
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.training.loss_config import loss_config
 
 pytestmark = pytest.mark.unit

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.config import ModelSpec, layout, load_config, process_plan
-from megatron_dapo.config.derived import Layout
-from megatron_dapo.config.hf_config import model_spec
-from megatron_dapo.config.memory import (
+from megatron_dapo.config.derived import Layout, layout
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.planner.memory import (
     GB,
     activation_bytes,
     head_bytes,
@@ -19,6 +19,7 @@ from megatron_dapo.config.memory import (
     shortage,
     trainer_memory,
 )
+from megatron_dapo.planner.plan import process_plan
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 
 pytestmark = pytest.mark.unit

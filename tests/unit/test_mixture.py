@@ -4,9 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.config import MegatronConfig
-from megatron_dapo.models import WeightSource, build_model, load_hf_weights, read_model_spec
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.models.weight_source import WeightSource
+from megatron_dapo.platform.parallel import ParallelLayout
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit

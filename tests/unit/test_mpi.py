@@ -3,7 +3,7 @@
 import pytest
 
 from launch.mpi import Interface, Place, check_world, shared_interfaces
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 pytestmark = pytest.mark.unit
 

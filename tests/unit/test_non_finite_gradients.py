@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.config import load_config
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import Policy, StepDistributor
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.distribute import StepDistributor
+from megatron_dapo.training.policy import Policy
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 

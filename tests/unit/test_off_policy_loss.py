@@ -5,19 +5,10 @@ import math
 import pytest
 import torch
 
-from megatron_dapo.algorithms import (
-    OFF_POLICY_LOSSES,
-    Clip,
-    LossConfig,
-    OffPolicy,
-    TokenBatch,
-    TokenOutputs,
-    dapo_loss,
-    finalize,
-    metric_names,
-    policy_loss,
-    truncated_importance,
-)
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
+from megatron_dapo.algorithms.metrics import finalize
+from megatron_dapo.algorithms.mismatch import truncated_importance
+from megatron_dapo.algorithms.policy_loss import OFF_POLICY_LOSSES, Clip, OffPolicy, policy_loss
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config.hf_config import model_spec
+from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.models.layers import PackedAttention
 from megatron_dapo.models.rotary import Rotary, positions
 from tests.model_json import MODEL_JSON

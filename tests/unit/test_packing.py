@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, assemble
 from megatron_dapo.data.packing import MicroBatch, collate, first_fit_decreasing, schedule, schedule_shards
 from tests.synthetic import synthetic_groups

@@ -21,7 +21,7 @@ def is_closed(pipe: TextIO) -> bool:
 
 WATCHED_PARENT = """
 import subprocess, sys, threading
-child = "from megatron_dapo.parent_death import watch_parent; watch_parent(0.05); print('runs', flush=True); "
+child = "from megatron_dapo.common.parent_death import watch_parent; watch_parent(0.05); print('runs', flush=True); "
 command = [sys.executable, "-c", child + "import time; time.sleep(60)"]
 started = []
 starter = threading.Thread(target=lambda: started.append(subprocess.Popen(command, start_new_session=True)))
@@ -42,7 +42,7 @@ def test_a_child_that_a_thread_started_goes_on_without_the_thread_and_ends_with_
 PARENT = """
 import os, subprocess, sys
 from functools import partial
-from megatron_dapo.parent_death import end_with_parent
+from megatron_dapo.common.parent_death import end_with_parent
 child = "print('runs', flush=True); import time; time.sleep(60)"
 command = [sys.executable, "-Sc", child]
 subprocess.run(command, start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid()))
@@ -77,6 +77,6 @@ def test_a_rank_under_torchrun_is_killed_with_it():
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once():
-    orphan = "from megatron_dapo.parent_death import end_with_parent; end_with_parent(1 << 30); print('goes on')"
+    orphan = "from megatron_dapo.common.parent_death import end_with_parent; end_with_parent(1 << 30); print('goes on')"
     done = subprocess.run([sys.executable, "-c", orphan], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

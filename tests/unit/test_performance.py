@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_dapo.config import load_config, read_model_spec
-from megatron_dapo.config.flops import forward_flops
-from megatron_dapo.config.hf_config import model_spec
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.huggingface.model_spec import model_spec, read_model_spec
 from megatron_dapo.job import Job
+from megatron_dapo.planner.flops import forward_flops
 from megatron_dapo.telemetry import performance
 from tests.model_json import MODEL_JSON
 from tests.synthetic import synthetic_groups

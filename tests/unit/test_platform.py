@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megatron_dapo import platform
-from megatron_dapo.config import UserError, load_config
-from megatron_dapo.platform import megatron_cpu, model_dtype
-from megatron_dapo.rollout import ServerSupervisor
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.platform import megatron_cpu
+from megatron_dapo.platform.device import device, model_dtype, prepare_megatron, require_usable_gpus
+from megatron_dapo.rollout.supervisor import ServerSupervisor
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -41,7 +43,7 @@ def test_on_a_gpu_the_adaptation_is_not_even_imported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(platform, "megatron_cpu")
     monkeypatch.delitem(sys.modules, megatron_cpu.__name__)
-    platform.prepare_megatron()
+    prepare_megatron()
     assert megatron_cpu.__name__ not in sys.modules
 
 
@@ -50,7 +52,7 @@ def test_a_local_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(visible, in
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert platform.device() == torch.device("cuda", index)
+    assert device() == torch.device("cuda", index)
 
 
 def test_a_cuda_build_of_torch_beside_a_toolkit_without_a_gpu_is_no_news(tmp_path):
@@ -93,7 +95,7 @@ def driver_that_torch_cannot_use(monkeypatch, tmp_path) -> None:
         raise RuntimeError(f"{TOO_OLD}\nPlease update your GPU driver")
 
     (tmp_path / "version").touch()
-    monkeypatch.setattr("megatron_dapo.nvidia_driver.VERSION_FILE", tmp_path / "version")
+    monkeypatch.setattr("megatron_dapo.common.nvidia_driver.VERSION_FILE", tmp_path / "version")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
@@ -103,7 +105,7 @@ def driver_that_torch_cannot_use(monkeypatch, tmp_path) -> None:
 def test_gpus_that_torch_cannot_use_are_a_mistake_and_not_a_cpu(monkeypatch, tmp_path):
     driver_that_torch_cannot_use(monkeypatch, tmp_path)
     with pytest.raises(UserError) as error:
-        platform.require_usable_gpus()
+        require_usable_gpus()
     (sentence,) = error.value.sentences
     assert TOO_OLD in sentence and "CUDA_VISIBLE_DEVICES=" in sentence
 
@@ -125,7 +127,7 @@ def test_elsewhere_nothing_is_refused(reason, monkeypatch, tmp_path):
         (tmp_path / "version").unlink()
     else:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    platform.require_usable_gpus()
+    require_usable_gpus()
 
 
 def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is():
@@ -133,7 +135,8 @@ def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is
     code = """
 import torch
 before = {name: getattr(torch, name) for name in ("empty", "ones", "full", "arange", "compile", "randn")}
-from megatron_dapo.platform import megatron_cpu, prepare_megatron
+from megatron_dapo.platform import megatron_cpu
+from megatron_dapo.platform.device import prepare_megatron
 gone = "megatron.core.tensor_parallel.random.no_such_name"
 megatron_cpu.ADAPTATIONS += (megatron_cpu.Adaptation(gone, "a test", lambda original: original),)
 try:

@@ -17,7 +17,9 @@ import pytest
 from launch.preflight import all_reduce, gpus, http, machine
 from launch.preflight.nodes import Finding, Nodes, PreflightError
 from launch.preflight.report import table
-from megatron_dapo.config import load_config, process_plan, starts_servers
+from megatron_dapo.config.derived import starts_servers
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.planner.plan import process_plan
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

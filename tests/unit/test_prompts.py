@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError, load_config
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompts import PromptCursor, PromptDataset, content_of
 from megatron_dapo.data.types import Prompt
 from megatron_dapo.rollout.controller import load_prompts

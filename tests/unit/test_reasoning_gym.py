@@ -9,11 +9,14 @@ import sys
 
 import pytest
 
-from megatron_dapo.config import UserError
-from megatron_dapo.envs import Task, prompts
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.envs import prompts
 from megatron_dapo.envs.reasoning_gym import ReasoningGym
-from megatron_dapo.rewards import RewardPool, RewardRequest, check_reward
+from megatron_dapo.envs.types import Task
+from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.reasoning_gym import answer_score, reasoning_gym
+from megatron_dapo.rewards.registry import check_reward
+from megatron_dapo.rewards.types import RewardRequest
 
 pytestmark = pytest.mark.unit
 

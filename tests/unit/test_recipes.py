@@ -5,21 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import (
-    Config,
+from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
     layout,
-    load_config,
     needs_reference,
     num_optimizer_steps_per_rollout_step,
-    process_plan,
     samples_per_rollout_step,
     servers_per_node,
-    to_yaml,
     uses_critic,
-    validate,
 )
+from megatron_dapo.config.loader import load_config, to_yaml
+from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.planner.validation import validate
 from tests.model_json import QWEN2_5_7B, QWEN2_5_32B
 
 pytestmark = pytest.mark.unit

@@ -12,12 +12,18 @@ import pytest
 
 from launch.local import main as launch_local
 from megatron_dapo.__main__ import main
-from megatron_dapo.config import UserError, batch_file, load_config, process_plan, validate
-from megatron_dapo.data import Group, RolloutBatch, Sample
-from megatron_dapo.rollout import Replay, RolloutHandle, read_batch, start_rollout, write_batch
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.types import Group, RolloutBatch, Sample
+from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.planner.validation import validate
+from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
+from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.plain_data import group_to_plain
+from megatron_dapo.rollout.replay import Replay, start_rollout
+from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
 

@@ -8,18 +8,21 @@ import time
 
 import pytest
 
-from megatron_dapo.checkpointing import StopSignals, newest_first, verify, write_manifest
 from megatron_dapo.checkpointing.config_changes import config_changes, config_hash, config_to_plain, matters
-from megatron_dapo.checkpointing.folders import remove_leftovers
+from megatron_dapo.checkpointing.folders import newest_first, remove_leftovers
+from megatron_dapo.checkpointing.manifest import verify, write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS, Start, not_kept, report_lines
 from megatron_dapo.checkpointing.resume import find_start as find_start_of
 from megatron_dapo.checkpointing.rollout_state import restore_rollout
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
-from megatron_dapo.config import Config, UserError, load_config
+from megatron_dapo.checkpointing.stop_signals import StopSignals
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.keys import known_keys, known_sections
-from megatron_dapo.platform import JobError, SingleRank, together
-from megatron_dapo.rollout import Replay
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.platform.ranks import JobError, SingleRank, together
+from megatron_dapo.rollout.replay import Replay
 from tests.checkpoint_run import SlowWrite, run, trainer_state
 
 pytestmark = pytest.mark.unit

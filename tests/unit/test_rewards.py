@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError
-from megatron_dapo.rewards import BUILTINS, DATA_SOURCES, RewardRequest, check_reward
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.answers import final_answer, last_answer_line, last_boxed, normalize
-from megatron_dapo.rewards.registry import function_name, judge, wrong_score
+from megatron_dapo.rewards.registry import BUILTINS, DATA_SOURCES, check_reward, function_name, judge, wrong_score
 from megatron_dapo.rewards.symbolic import is_too_expensive, math_verify
 from megatron_dapo.rewards.text import exact_match, math_dapo
+from megatron_dapo.rewards.types import RewardRequest
 
 pytestmark = pytest.mark.unit
 

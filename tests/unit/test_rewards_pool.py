@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from megatron_dapo.config import UserError
-from megatron_dapo.rewards import RewardPool, RewardRequest, RewardResult
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.types import RewardRequest, RewardResult
 
 pytestmark = pytest.mark.unit
 
@@ -293,7 +294,8 @@ def test_a_process_of_its_own_session_ends_with_the_pools_process(tmp_path):
     script = textwrap.dedent(
         f"""
         import asyncio, os
-        from megatron_dapo.rewards import RewardPool, RewardRequest
+        from megatron_dapo.rewards.pool import RewardPool
+        from megatron_dapo.rewards.types import RewardRequest
 
         async def main():
             pool = RewardPool("hostile_rewards:judge", {{}}, 1, 60.0, 1024)
@@ -393,7 +395,8 @@ def test_workers_end_with_their_parent(action, tmp_path):
     script = textwrap.dedent(
         f"""
         import asyncio, os, sys
-        from megatron_dapo.rewards import RewardPool, RewardRequest
+        from megatron_dapo.rewards.pool import RewardPool
+        from megatron_dapo.rewards.types import RewardRequest
 
         async def main():
             pool = RewardPool("hostile_rewards:judge", {{}}, 1, 600.0, 1024)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_dapo.checkpointing.run_lock import RunLock
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 
 pytestmark = pytest.mark.unit
 
@@ -69,5 +69,5 @@ def test_where_storage_knows_no_locks_the_run_goes_on(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("megatron_dapo.config.file_lock.fcntl.lockf", refuse)
+    monkeypatch.setattr("megatron_dapo.storage.file_lock.fcntl.lockf", refuse)
     RunLock(tmp_path / ".lock").acquire()

@@ -7,9 +7,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.config import UserError
-from megatron_dapo.models import FilePlan, ModelSpec, SafetensorsFolder, TensorSpec, hf_tensors
-from megatron_dapo.models.safetensors_files import FileWriter, StoredFile, file_order
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.models.file_plan import FilePlan
+from megatron_dapo.models.safetensors_files import FileWriter, SafetensorsFolder, StoredFile, TensorSpec, file_order
+from megatron_dapo.models.weight_map import hf_tensors
 
 pytestmark = pytest.mark.unit
 
@@ -140,7 +142,7 @@ def spec(**changes) -> ModelSpec:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_the_tensors_of_a_model_are_those_that_transformers_saves(tmp_path, family, tied):
-    from megatron_dapo.config import read_model_spec
+    from megatron_dapo.huggingface.model_spec import read_model_spec
     from tests.tiny_models import make_tiny
 
     path = make_tiny(tmp_path, family, tied=tied, layers=2, vocab=67)

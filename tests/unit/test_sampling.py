@@ -95,7 +95,7 @@ def test_other_estimators_ask_for_no_baseline(folder):
 
 
 ENVIRONMENT = """
-from megatron_dapo.envs import Observation
+from megatron_dapo.envs.types import Observation
 
 class TwoTurns:
     async def reset(self, task):

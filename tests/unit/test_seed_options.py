@@ -10,21 +10,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.algorithms import (
-    AGGREGATIONS,
-    KL_CONTROLLERS,
-    TokenBatch,
-    TokenOutputs,
-    dapo_loss,
-    token_weights,
-)
-from megatron_dapo.config import Config, load_config, samples_per_rollout_step
-from megatron_dapo.data import Prompt, assemble, collate
-from megatron_dapo.rewards import TRUNCATION_MODES, shape
+from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
+from megatron_dapo.algorithms.dapo_loss import TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.kl import KL_CONTROLLERS
+from megatron_dapo.config.derived import samples_per_rollout_step
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.batching import assemble
+from megatron_dapo.data.packing import collate
+from megatron_dapo.data.types import Prompt
+from megatron_dapo.rewards.shaping import TRUNCATION_MODES, shape
 from megatron_dapo.rollout.controller import make_environments, make_shaping
 from megatron_dapo.rollout.experience_replay import make_pool
 from megatron_dapo.rollout.group_filter import make_queue
-from megatron_dapo.training import Critic, StepShard, estimate_advantages
+from megatron_dapo.training.advantages import estimate_advantages
+from megatron_dapo.training.critic import Critic
+from megatron_dapo.training.distribute import StepShard
 from megatron_dapo.training.loss_config import loss_config
 from tests.unit.test_batching import make_group
 from tests.unit.test_dynamic_sampling import MIXED, RIGHT, WRONG, indices, run_gen_batch

@@ -17,31 +17,34 @@ import torch
 
 from examples.classic_control.agent import PPO
 from examples.classic_control.types import PPOConfig, PPOMetrics
-from megatron_dapo.algorithms import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names, token_weights
+from megatron_dapo.algorithms.aggregation import token_weights
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
 
-from megatron_dapo.algorithms import stack_maxima, stack_sums  # isort: skip
-from megatron_dapo.config import (
-    Config,
-    RunFolder,
+from megatron_dapo.algorithms.metrics import stack_maxima, stack_sums  # isort: skip
+from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
-    load_config,
     needs_reference,
     uses_critic,
     uses_kl_in_reward,
-    validate,
 )
 from megatron_dapo.config.keys import canonical, known_keys
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import RECIPES
+from megatron_dapo.config.schema import Config
 from megatron_dapo.config.yaml_dialect import parse_yaml
-from megatron_dapo.data import Group, Prompt, Sample, assemble, collate
-from megatron_dapo.rewards import shape
+from megatron_dapo.data.batching import assemble
+from megatron_dapo.data.packing import collate
+from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.planner.validation import validate
+from megatron_dapo.rewards.shaping import shape
 from megatron_dapo.rollout.controller import make_shaping
 from megatron_dapo.rollout.group_filter import make_queue
 from megatron_dapo.rollout.step_metrics import step_metrics
-from megatron_dapo.telemetry import Telemetry
-from megatron_dapo.training import Policy
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.telemetry import Telemetry
 from megatron_dapo.training.loss_config import loss_config
+from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.schedule import MetricSums
 
 pytestmark = pytest.mark.unit

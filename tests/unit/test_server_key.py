@@ -13,20 +13,22 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from launch.preflight import http
-from megatron_dapo.config import (
-    Config,
-    UserError,
-    load_and_validate,
-    load_config,
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.keyed_sglang import KeyGuard
+from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.rollout.client import KeyRefused, SGLangClient
+from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.storage.server_key import (
+    ServerKey,
+    given_server_key,
     make_server_key,
     read_server_key,
     server_key_file,
 )
-from megatron_dapo.config.server_key import ServerKey, given_server_key
-from megatron_dapo.keyed_sglang import KeyGuard
-from megatron_dapo.rollout import KeyRefused, ServerSupervisor, SGLangClient
-from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool, State

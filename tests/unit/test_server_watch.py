@@ -7,8 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.config import RunFolder
-from megatron_dapo.rollout import ServerSupervisor, report_unresponsive, server_watch
+from megatron_dapo.rollout import server_watch
+from megatron_dapo.rollout.server_watch import report_unresponsive
+from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.unit.test_supervisor import eventually, supervisor
 
 pytestmark = pytest.mark.unit

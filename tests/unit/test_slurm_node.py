@@ -17,7 +17,7 @@ from launch.slurm import node, servers
 from launch.slurm.node import ends, interface_of, node_environment
 from launch.slurm.plan import SERVERS, TRAINER, Plan
 from launch.slurm.servers import wait_for_servers
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,9 @@ from launch.slurm.__main__ import main
 from launch.slurm.notice import notice_line, rest_of_a_step
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Allocation, Plan, make_plan, own_overrides
 from launch.slurm.progress import Progress
-from megatron_dapo.config import Config, UserError, load_config
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
 from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import UserError
-from megatron_dapo.config.staged_folder import StagedFolder
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.staged_folder import StagedFolder
 
 pytestmark = pytest.mark.unit
 
 WRITER = """
 import sys
-from megatron_dapo.config.staged_folder import StagedFolder
+from megatron_dapo.storage.staged_folder import StagedFolder
 folder = StagedFolder(sys.argv[1])
 folder.open()
 (folder.staging / "weights").write_text("theirs")

@@ -17,7 +17,7 @@ def test_ranks_have_standard_streams_though_the_launcher_has_none(tmp_path):
     code = """
         import sys
         from launch.local import run_local
-        from megatron_dapo.config import load_config
+        from megatron_dapo.config.loader import load_config
         given = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]"
         rank = "import os; print(*(os.readlink(f'/proc/self/fd/{i}') for i in range(3)), file=open('seen', 'w'))"
         sys.exit(run_local(load_config(None, ["trainer.run_dir=run", given]), [sys.executable, "-c", rank]))

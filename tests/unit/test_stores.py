@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from megatron_dapo.platform import Watchdog, stores
+from megatron_dapo.platform import stores
+from megatron_dapo.platform.watchdog import Watchdog
 
 pytestmark = pytest.mark.unit
 

@@ -16,9 +16,17 @@ import pytest
 import requests
 import torch
 
-from megatron_dapo.config import Config, UserError, load_config
-from megatron_dapo.rollout import ReservedPort, ServerCommand, ServerFailure, ServerSupervisor, sglang_command
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.server_files import ServerFiles
+from megatron_dapo.rollout.supervisor import (
+    ReservedPort,
+    ServerCommand,
+    ServerFailure,
+    ServerSupervisor,
+    sglang_command,
+)
 from tests import fake_server
 from tests.helpers import REPOSITORY
 

@@ -12,10 +12,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatron_dapo.config import RunFolder, UserError, load_config, validate, write_whole
-from megatron_dapo.telemetry import NullTelemetry, Summary, Telemetry, closing_table, read_metrics, report
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.planner.validation import validate
+from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.telemetry import report
 from megatron_dapo.telemetry.console import StepTable, duration
+from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 from megatron_dapo.telemetry.sinks import SINKS
+from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.telemetry.timers import PhaseTimers
 from tests.helpers import REPOSITORY
 
@@ -252,8 +257,9 @@ def test_only_the_sinks_of_trainer_logger_are_used(tmp_path, capsys):
 # the reader goes after the first line; as many lines come as a pipe's buffer would hold back to the end
 OUTLIVES_ITS_READER = """
 import sys
-from megatron_dapo.config import RunFolder, load_config
-from megatron_dapo.telemetry import Telemetry
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.telemetry import Telemetry
 log = Telemetry(load_config(None, ["trainer.logger=[console, jsonl]"]), RunFolder(sys.argv[1]))
 log.log(1, {"reward/mean": 0.5})
 sys.stdin.readline()

@@ -11,11 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError, batch_file, read_vocab_size
-from megatron_dapo.data import RolloutBatch
-from megatron_dapo.rollout import Replay, RolloutError, write_batch
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.huggingface.model_spec import read_vocab_size
+from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.controller import Controller
+from megatron_dapo.rollout.errors import RolloutError
+from megatron_dapo.rollout.replay import Replay
 from megatron_dapo.rollout.token_checks import HIGHEST_LOG_PROB, LOWEST_LOG_PROB, fault_of
+from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_dapo.algorithms import TokenOutputs, dapo_loss, metric_names, stack_maxima, stack_sums
+from megatron_dapo.algorithms.dapo_loss import TokenOutputs, dapo_loss, metric_names
+from megatron_dapo.algorithms.metrics import stack_maxima, stack_sums
 from megatron_dapo.kernels.token_loss import token_loss
 from tests.token_loss_oracle import CASES, EVERYTHING, FLOAT32, FLOAT64, case_and_expected, check, random_case
 

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints_tools import inspect_checkpoint
 from checkpoints_tools.command_line import progress
-from megatron_dapo.checkpointing import write_manifest
+from megatron_dapo.checkpointing.manifest import write_manifest
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.platform.parallel import ParallelLayout
 from tests import training_checks as checks
 from tests.tiny_models import make_tiny
 

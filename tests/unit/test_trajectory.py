@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.config import UserError
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.data.types import Prompt
-from megatron_dapo.envs import EnvironmentFailure, Observation
-from megatron_dapo.rewards import RewardResult
+from megatron_dapo.envs.pool import EnvironmentFailure
+from megatron_dapo.envs.types import Observation
+from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime, TurnLimits
 from tests.unit.test_tokenizer import write_byte_level

@@ -5,19 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.config import (
-    MegatronConfig,
-    OptimConfig,
-    UserError,
-    load_config,
-    process_plan,
-    read_model_spec,
-    tokens_multiple,
-)
-from megatron_dapo.models import build, build_model
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import tokens_multiple
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models import build
+from megatron_dapo.models.build import build_model
 from megatron_dapo.models.weight_map import weight_entries
-from megatron_dapo.platform import ParallelLayout
-from megatron_dapo.training import StepDistributor, in_use
+from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.distribute import StepDistributor
+from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.optimizer import make_training_state
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny

@@ -8,14 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms import (
-    VALUE_LOSSES,
-    add_sums,
-    explained_variance_sums,
-    finalize,
-    token_weights,
-    value_loss,
-)
+from megatron_dapo.algorithms.aggregation import token_weights
+from megatron_dapo.algorithms.metrics import add_sums, finalize
+from megatron_dapo.algorithms.value_loss import VALUE_LOSSES, explained_variance_sums, value_loss
 
 pytestmark = pytest.mark.unit
 

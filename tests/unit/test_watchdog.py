@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.config import HANG_EXIT_CODE
-from megatron_dapo.platform import Watchdog, watchdog
-from megatron_dapo.platform.watchdog import Place, missing, sentence
+from megatron_dapo.common.errors import HANG_EXIT_CODE
+from megatron_dapo.platform import watchdog
+from megatron_dapo.platform.watchdog import Place, Watchdog, missing, sentence
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from launch.preflight import all_reduce
-from megatron_dapo.platform import ParallelLayout, nccl
+from megatron_dapo.platform import nccl
+from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup
 
 pytestmark = pytest.mark.unit

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.config import WeightSyncConfig
-from megatron_dapo.weight_sync import WeightSync, WeightSyncError, sync
+from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.weight_sync import servers as servers_module
+from megatron_dapo.weight_sync import sync
 from megatron_dapo.weight_sync.checksum import checksum
+from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.sender import Sender
+from megatron_dapo.weight_sync.sync import WeightSync
 
 pytestmark = pytest.mark.unit
 

@@ -1,16 +1,9 @@
 """Model, optimizer and generators of a run in Megatron's `torch_dist` format: saved once, loaded at any layout.
 
-Import from here: `save`, `load`, `PendingSave`, `LoadReport`.
-
 A tensor is stored under Megatron's name of it as one whole, of the model's own shape: where tensor, pipeline and data
 parallelism cut it shows only in the pieces that the ranks wrote, and no padding is stored.
 """
 
-from megatron_dapo.platform import prepare_megatron
+from megatron_dapo.platform.device import prepare_megatron
 
 prepare_megatron()  # everything below imports megatron.core, which must not come first
-
-from megatron_dapo.checkpointing.torch_dist.loading import LoadReport, load  # noqa: E402
-from megatron_dapo.checkpointing.torch_dist.saving import PendingSave, save  # noqa: E402
-
-__all__ = ["LoadReport", "PendingSave", "load", "save"]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-from megatron_dapo.platform import is_gpu
+from megatron_dapo.platform.device import is_gpu
 
 
 def generator_states() -> dict:

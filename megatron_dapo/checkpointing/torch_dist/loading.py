@@ -23,9 +23,11 @@ from megatron_dapo.checkpointing.torch_dist.saving import (
     optimizer_pieces,
     written_with,
 )
-from megatron_dapo.config import UserError
-from megatron_dapo.models import VALUE_HEAD_PREFIX, ModelParts
-from megatron_dapo.platform import ParallelLayout, describe, together
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.value_head import VALUE_HEAD_PREFIX
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import describe, together
 
 _MAX_NAMED = 4  # tensors that an error names
 

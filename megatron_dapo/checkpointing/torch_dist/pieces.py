@@ -9,8 +9,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
-from megatron_dapo.models import ModelParts
-from megatron_dapo.platform import ParallelLayout
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.platform.parallel import ParallelLayout
 
 # one name per layer, gate and up projection under names of their own: no rank ever holds two parts of one tensor
 CONTENT = {"singleton_local_shards": True, "non_homogeneous_layers": True}

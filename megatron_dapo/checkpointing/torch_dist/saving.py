@@ -16,9 +16,10 @@ from megatron_dapo.checkpointing.torch_dist.generators import derived_seed, gene
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
 from megatron_dapo.checkpointing.torch_dist.pieces import CONTENT, model_boxes, replica_of
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, PlannedWrite, Planning
-from megatron_dapo.config import UserError
-from megatron_dapo.models import ModelParts
-from megatron_dapo.platform import JobError, ParallelLayout, describe, tell, together
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import JobError, describe, tell, together
 
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer.state."

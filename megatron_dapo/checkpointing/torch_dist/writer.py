@@ -26,8 +26,9 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dapo.parent_death import end_with_parent
-from megatron_dapo.platform import ParallelLayout, describe
+from megatron_dapo.common.parent_death import end_with_parent
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.ranks import describe
 
 FILE_BYTES = 2**28  # about; a tensor is never cut
 

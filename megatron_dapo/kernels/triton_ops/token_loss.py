@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_dapo.algorithms import LossConfig, TokenBatch, metric_names
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
 from megatron_dapo.kernels.token_loss import TokenLoss
 
 BLOCK = 256  # 32768 tokens are 128 programs: one wave on every GPU this is meant for

@@ -21,7 +21,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_dapo.child_environment import ONE_THREAD
+from megatron_dapo.common.child_environment import ONE_THREAD
 
 SITE = Path(__file__).parent / "site"
 

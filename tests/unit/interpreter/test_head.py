@@ -6,16 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.kernels import (
-    Head,
-    Reference,
-    RowPlan,
-    fused_dapo_head,
-    head_full_kl,
-    head_log_probs,
-    linear_logprob_entropy,
-    tuning,
-)
+from megatron_dapo.kernels import tuning
+from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.kernels.row_plan import RowPlan
 from megatron_dapo.kernels.triton_ops import linear_stats
 from tests.head_cases import Case, bounds, inputs_of, loss_of, oracle
 

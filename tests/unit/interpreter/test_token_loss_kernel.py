@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.algorithms import LossConfig, metric_names
+from megatron_dapo.algorithms.dapo_loss import LossConfig, metric_names
 from megatron_dapo.kernels.token_loss import token_loss_torch
 from megatron_dapo.kernels.triton_ops.token_loss import BLOCK, REDUCE_ROWS, token_loss
 from tests.token_loss_oracle import (

@@ -5,8 +5,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_dapo.config.file_lock import FileLock
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.file_lock import FileLock
 
 
 class StagedFolder:

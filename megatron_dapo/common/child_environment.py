@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 """For their libraries the last two come before the first; OpenBLAS starts its threads when numpy is imported."""

@@ -5,11 +5,18 @@ from typing import Any
 
 from megatron_dapo.config.checks import LENGTHS, PADDING
 from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
-from megatron_dapo.config.hf_config import num_experts_of
 from megatron_dapo.config.keys import changed, known_keys
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.model_checks import divisible_by_pp, divisible_by_tp, experts, fp8, model_json_of, positions
 from megatron_dapo.config.schema import Config
+from megatron_dapo.huggingface.model_spec import num_experts_of
+from megatron_dapo.planner.model_checks import (
+    divisible_by_pp,
+    divisible_by_tp,
+    experts,
+    fp8,
+    model_json_of,
+    positions,
+)
 
 
 def without_a_critic(config: Config) -> Iterator[Mistake]:

@@ -5,21 +5,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo import nvidia_driver
+from megatron_dapo.common import nvidia_driver
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.checks import CHECKS, MEGATRON, WORLD
-from megatron_dapo.config.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.config.derived import world_size
-from megatron_dapo.config.hf_config import model_spec
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.model_checks import MODEL_CHECKS, model_json_of, read_model_json
-from megatron_dapo.config.model_folder import ModelFolder
-from megatron_dapo.config.run_folder import RunFolder, batch_steps
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.server_checks import own_host
-from megatron_dapo.config.server_key import KEY as SERVER_KEY
-from megatron_dapo.config.server_key import given_server_key
-from megatron_dapo.errors import UserError
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
+from megatron_dapo.planner.model_checks import MODEL_CHECKS, model_json_of, read_model_json
+from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder, batch_steps
+from megatron_dapo.storage.server_key import KEY as SERVER_KEY
+from megatron_dapo.storage.server_key import given_server_key
 
 
 def validate(

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.loader import to_yaml
-from megatron_dapo.config.memory import shortage
-from megatron_dapo.config.model_checks import read_model_specs
-from megatron_dapo.config.plan import process_plan
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.validation import load_and_validate
-from megatron_dapo.errors import UserError
-from megatron_dapo.standard_streams import say
+from megatron_dapo.planner.memory import shortage
+from megatron_dapo.planner.model_checks import read_model_specs
+from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.planner.validation import load_and_validate
 
 
 def dry_run(

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.checks import LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.derived import critic_path, has_given_servers, layout, uses_critic
-from megatron_dapo.config.hf_config import ModelSpec, model_spec, num_experts_of
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.model_folder import ModelFolder
 from megatron_dapo.config.schema import Config
-from megatron_dapo.errors import UserError
+from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec, num_experts_of
+from megatron_dapo.storage.model_folder import ModelFolder
 
 CHUNKS = (f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.virtual_pipeline_model_parallel_size")
 

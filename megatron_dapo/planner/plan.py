@@ -18,10 +18,10 @@ from megatron_dapo.config.derived import (
     uses_kl_in_reward,
     uses_kl_loss,
 )
-from megatron_dapo.config.memory import GB, server_memory, trainer_memory
-from megatron_dapo.config.model_checks import read_model_specs
-from megatron_dapo.config.run_folder import RunFolder
 from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.memory import GB, server_memory, trainer_memory
+from megatron_dapo.planner.model_checks import read_model_specs
+from megatron_dapo.storage.run_folder import RunFolder
 
 LABEL_WIDTH = 14
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_dapo.config.hf_config import ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec
 
 TRAINING_PASSES = 3
 """Forward, and a backward of twice its products. What recomputation repeats does not count (PaLM, arXiv 2204.02311,

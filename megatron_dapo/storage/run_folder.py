@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_dapo.config.schema import TrainerConfig
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.run import TrainerConfig
 
 
 @dataclass(frozen=True)

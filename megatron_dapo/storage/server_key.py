@@ -7,9 +7,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-from megatron_dapo.config.run_folder import RunFolder, make_folder
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema import Config
-from megatron_dapo.errors import UserError
+from megatron_dapo.storage.run_folder import RunFolder, make_folder
 
 KEY = "actor_rollout_ref.rollout.server_api_key_file"
 CURE = f"give the file that holds its key as {KEY}"

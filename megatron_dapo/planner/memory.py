@@ -18,8 +18,8 @@ from megatron_dapo.config.derived import (
     uses_critic,
     uses_full_kl,
 )
-from megatron_dapo.config.hf_config import ModelSpec
 from megatron_dapo.config.schema import Config
+from megatron_dapo.huggingface.model_spec import ModelSpec
 
 GB = 1e9
 MIB = 2**20

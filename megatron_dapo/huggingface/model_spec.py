@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.config.model_folder import ModelFolder
-from megatron_dapo.errors import UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.storage.model_folder import ModelFolder
 
 
 @dataclass(frozen=True)

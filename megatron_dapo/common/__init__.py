@@ -1,0 +1,1 @@
+"""What every part of the program may use, launchers and tools too; imports nothing but the standard library."""
