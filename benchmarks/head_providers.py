@@ -8,7 +8,6 @@ from benchmarks.provider import Provider, need, one_rank_group
 from megatron_dapo.kernels.fused_head import Head, fused_dapo_head, head_log_probs
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.kernels.row_plan import RowPlan
-from megatron_dapo.kernels.statistics import merge
 
 CPU_CHUNK, GPU_CHUNK = 1024, 4096
 
@@ -54,27 +53,6 @@ def forward_only():
         hidden, plan = case.hidden_TH.detach(), plan_of(case)
         answer = head_log_probs(hidden, case.targets_T, plan, Head(case.weight_VH), want_entropy=case.with_entropy)
         return HeadAnswer(None, *answer)
-
-    return head
-
-
-def one_kernel():
-    """C2: the same from one kernel that never writes logits."""
-    module = need("megatron_dapo.kernels.triton_ops.linear_stats")
-
-    @torch.no_grad()
-    def head(case: HeadCase) -> HeadAnswer:
-        hidden, weight = case.hidden_TH.detach(), case.weight_VH.detach()
-        shares = module.linear_statistics(
-            hidden,
-            weight,
-            torch.ones_like(case.tokens.weights),
-            case.targets_T,
-            num_valid=weight.size(0),
-            want_entropy=case.with_entropy,
-        )
-        merged = merge(shares)
-        return HeadAnswer(None, merged.log_prob, merged.entropy if case.with_entropy else None)
 
     return head
 
@@ -186,7 +164,6 @@ PROVIDERS = (
     Provider("ours A", fused, ours=True),
     Provider("ours B", composable, ours=True),
     Provider("ours C", forward_only, backward=False, ours=True),
-    Provider("ours C2", one_kernel, backward=False, devices=("cuda",)),
     Provider("naive", naive, ours=True),
     Provider("torch.compile", compiled, slow_start=True),
     Provider("megatron", lambda: megatron(fused=False), entropy=False),

@@ -29,7 +29,6 @@ from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
 from megatron_dapo.algorithms.policy_loss import OffPolicy
 from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.statistics import Merged
-from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
 from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_gradient, row_statistics
 from megatron_dapo.kernels.triton_ops.token_loss import token_loss
 
@@ -37,14 +36,9 @@ TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that one program can have
 # model: hidden size, one rank's share of the vocabulary; GPT-2's stands for vocabularies of an odd number
 SHAPES = {"0.5B": (896, 151936), "7B": (3584, 152064), "32B, TP 8": (5120, 19008), "GPT-2": (768, 50257)}
-NUM_TOKENS = 32768
 CHUNK = 4096
 # instructions that tell what became of a kernel, as machine code spells them
 INSTRUCTIONS = {
-    "wgmma": r"HGMMA",
-    "tcgen05": r"UTCHMMA",
-    "mma": r"HMMA",
-    "tma_loads": r"UTMALDG",
     "wide_loads": r"LDG\.E\S*\.128",
     "wide_stores": r"STG\.E\S*\.128",
 }
@@ -58,10 +52,6 @@ class Compiled:
     registers: int
     spilled: int
     shared: int
-    wgmma: int
-    tcgen05: int
-    mma: int
-    tma_loads: int
     wide_loads: int
     wide_stores: int
 
@@ -109,21 +99,6 @@ def _with_kl(shape: str) -> Callable[[], object]:
     return launch
 
 
-def _linear(shape: str, want_entropy: bool) -> Callable[[], object]:
-    def launch():
-        hidden_size, vocabulary = SHAPES[shape]
-        linear_statistics(
-            _meta(NUM_TOKENS, hidden_size, dtype=torch.bfloat16),
-            _meta(vocabulary, hidden_size, dtype=torch.bfloat16),
-            _meta(NUM_TOKENS),
-            _meta(NUM_TOKENS, dtype=torch.int64),
-            num_valid=vocabulary,
-            want_entropy=want_entropy,
-        )
-
-    return launch
-
-
 def _loss(config: LossConfig, *fields: str) -> Callable[[], object]:
     def launch():
         row = _meta(CHUNK)
@@ -152,10 +127,6 @@ CASES: dict[str, Callable[[], object]] = {
     "row gradient, 7B, bf16 to bf16": _gradient("7B", _BF16, _BF16, True),
     "full KL, 32B TP 8": _with_kl("32B, TP 8"),
     "full KL, 7B": _with_kl("7B"),
-    "linear statistics, 0.5B": _linear("0.5B", True),
-    "linear statistics, 7B": _linear("7B", True),
-    "linear statistics, 32B TP 8": _linear("32B, TP 8", True),
-    "linear statistics, 32B TP 8, no entropy": _linear("32B, TP 8", False),
     "token loss": _loss(LossConfig(report_entropy=True), "old_log_probs", "rollout_log_probs"),
     "token loss, everything on": _loss(_EVERYTHING, *_ALL_FIELDS),
     "token loss, full KL": _loss(
@@ -167,7 +138,6 @@ _ELSEWHERE = (
     "row statistics, 32B TP 8, fp32",
     "row gradient, 32B TP 8, fp32 to bf16",
     "full KL, 32B TP 8",
-    "linear statistics, 7B",
     "token loss, everything on",
 )
 COMPILED = [("sm_90", name) for name in CASES] + [(sm, name) for sm in ("sm_80", "sm_100") for name in _ELSEWHERE]
@@ -222,8 +192,6 @@ _KNOWN: dict[str, Compiled] = {}  # Triton compiles a kernel once per process: t
 def _taken_apart(kernel, log: str) -> Compiled:
     if kernel.hash in _KNOWN:
         return _KNOWN[kernel.hash]
-    # "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
-    assert "serialized" not in log, log
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()

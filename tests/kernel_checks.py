@@ -19,7 +19,6 @@ from benchmarks.memory import peak_bytes
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
 from megatron_dapo.algorithms.metrics import stack_sums
 from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
-from megatron_dapo.kernels.from_logits import logprob_entropy_from_logits
 from megatron_dapo.kernels.fused_head import Head, fused_dapo_head, head_log_probs
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.kernels.row_plan import RowPlan
@@ -329,51 +328,6 @@ def check_over_ranks(case: HeadCase, group: dist.ProcessGroup, sequence_parallel
     # every rank's share is rounded before they are added, and shares are larger than their sum
     _close_in_norm(hidden.grad, grad_hidden[rows], size * bounds.grad_hidden, "hidden")
     _close_in_norm(weight.main_grad, true.grad_weight[columns], bounds.grad_weight, "weight")
-
-
-def check_from_logits(case: HeadCase, use_triton: bool | None = None) -> None:
-    """From the caller's own logits: values, and the gradient, written beside the logits and over them."""
-    logits = (case.counted_hidden.detach() @ case.weight_VH.detach().t()).requires_grad_()
-    wide = logits.detach().double().requires_grad_()
-    log_p = torch.log_softmax(wide[:, : case.num_valid] / case.temperature.double()[:, None], -1)
-    expected = Oracle(log_p.gather(1, case.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
-    g_lp, g_h = case.tokens.advantages, 0.1 * case.tokens.weights
-    ((expected[0] * g_lp).sum() + (expected[1] * g_h).sum()).backward()
-    bounds = BOUNDS[logits.dtype]
-    gradients = []
-    for inplace in (False, True):
-        log_prob, entropy = logprob_entropy_from_logits(
-            logits * 1,  # the result of an operation, as a head's logits are
-            case.targets,
-            temperature=case.temperature,
-            inplace_backward=inplace,
-            num_valid_columns=case.num_valid,
-            use_triton=use_triton,
-        )
-        _values_close(log_prob, entropy, expected, bounds)
-        gradients += torch.autograd.grad((log_prob * g_lp).sum() + (entropy * g_h).sum(), logits)
-    assert torch.equal(*gradients)
-    _close_in_norm(gradients[0], wide.grad, bounds.grad_hidden, "logits")
-
-
-def check_linear_statistics(case: HeadCase, tiles=None) -> None:
-    """The product that keeps only its statistics: float64's values, and a row's bits do not depend on its company."""
-    from megatron_dapo.kernels.statistics import merge
-    from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
-
-    expected, bounds, hidden = oracle(case), BOUNDS[case.hidden_LH.dtype], case.counted_hidden.detach()
-
-    def statistics(rows: slice) -> Tensor:
-        return linear_statistics(
-            hidden[rows], case.weight_VH.detach(), 1 / case.temperature[rows], case.targets[rows],
-            num_valid=case.num_valid, want_entropy=True, tiles=tiles,
-        )  # fmt: skip
-
-    merged = merge(statistics(slice(None)))
-    _values_close(merged.log_prob, merged.entropy, expected, bounds)
-    n = len(hidden)
-    for rows in (slice(0, 1), slice(n // 3, n // 2), slice(n - 1, n), slice(1, n)):
-        assert torch.equal(merge(statistics(rows)).log_prob, merged.log_prob[rows])
 
 
 def check_token_loss(case: HeadCase, loss: LossConfig = LOSS) -> None:

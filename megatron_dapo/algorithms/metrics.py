@@ -36,20 +36,6 @@ def masked_max(values: Tensor, counted: Tensor) -> Tensor:
     return kept.max() if kept.numel() else kept.sum()
 
 
-def add_sums(a: Mapping[str, tuple[Tensor, Tensor]], b: Mapping[str, tuple[Tensor, Tensor]]) -> Sums:
-    """Both together; names may differ."""
-    together = dict(a)
-    for name, (total, count) in b.items():
-        old_total, old_count = together.get(name, (0, 0))
-        together[name] = (old_total + total, old_count + count)
-    return together
-
-
-def merge_maxima(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Maxima:
-    """The larger of both, name by name."""
-    return {**a, **{name: torch.maximum(a[name], value) if name in a else value for name, value in b.items()}}
-
-
 def stack_sums(sums: Mapping[str, tuple[Tensor, Tensor]], names: Sequence[str], device: torch.device | str) -> Tensor:
     """[len(names), 2] float64, ready for one all-reduce (SUM); a name without a sum gives zeros."""
     rows = [torch.stack([torch.as_tensor(x, device=device).double() for x in sums.get(name, (0, 0))]) for name in names]

@@ -4,8 +4,7 @@ the whole loss with its gradient in one pass.
 `fused_dapo_head` computes every chunk of logits once: statistics, loss, gradient of the logits, and from it the
 gradient of the hidden states and of the weight, before the next chunk overwrites the buffer (6 N H V operations, no
 recompute). It can, because a loss that sums over tokens needs nothing of a token but its own log-prob, entropy and KL:
-the division by the global count comes later and is linear. All heads cut rows alike and compute equal bits, but where
-`Head.may_differ`.
+the division by the global count comes later and is linear. All heads cut rows alike and compute equal bits.
 """
 
 from collections.abc import Iterator
@@ -30,15 +29,13 @@ class Head:
 
     weight_VH: this rank's rows of the vocabulary. group: the tensor-parallel ranks that share it, or None.
     num_valid_columns: columns of the whole vocabulary that exist. temperature: one number, or one per counted row [N].
-    may_differ: whether a pass without gradient may take the kernel that keeps no logits where the tuning table says so;
-    its log-probs differ from the training pass's in their last bits. use_triton None: by device.
+    use_triton None: by device.
     """
 
     weight_VH: Tensor
     group: dist.ProcessGroup | None = None
     num_valid_columns: int | None = None
     temperature: float | Tensor = 1.0
-    may_differ: bool = False
     use_triton: bool | None = None
 
 
@@ -74,7 +71,7 @@ def head_log_probs(
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         entropy = torch.zeros_like(log_probs) if want_entropy else None
-        for chunk, _, merged, _ in _chunks(hidden_LH, targets_N, plan, head, want_entropy, for_gradient=False):
+        for chunk, _, merged, _ in _chunks(hidden_LH, targets_N, plan, head, want_entropy):
             log_probs[chunk.places] = merged.log_prob
             if entropy is not None:
                 entropy[chunk.places] = merged.entropy
@@ -89,8 +86,7 @@ def head_full_kl(
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         kl = torch.zeros_like(log_probs)
-        # the bits of the training pass: with the kernels that keep logits
-        for chunk, _, merged, found in _chunks(hidden_LH, targets_N, plan, head, False, True, reference):
+        for chunk, _, merged, found in _chunks(hidden_LH, targets_N, plan, head, False, reference):
             log_probs[chunk.places], kl[chunk.places] = merged.log_prob, found.kl
         return log_probs, kl
 
@@ -152,9 +148,7 @@ class _FusedHead(torch.autograd.Function):
         share = VocabShare.of(weight, head.num_valid_columns, head.group)
         count = tokens.count
         reference = reference if loss.use_full_kl else None
-        for chunk, backend, merged, found in _chunks(
-            hidden, targets, plan, head, loss.report_entropy, for_gradient=True, reference=reference
-        ):
+        for chunk, backend, merged, found in _chunks(hidden, targets, plan, head, loss.report_entropy, reference):
             selected = replace(tokens.select(chunk.places), count=count)
             count = torch.zeros_like(count)  # counted once, with the first chunk
             kl = None if found is None else found.kl
@@ -199,7 +193,6 @@ def _chunks(
     plan: RowPlan,
     head: Head,
     want_entropy: bool,
-    for_gradient: bool,
     reference: Reference | None = None,
 ) -> Iterator[tuple[RowChunk, ChunkBackend, Merged, Divergence | None]]:
     """(chunk, the backend that holds its logits, its merged statistics, the KL to the reference where there is one),
@@ -217,11 +210,10 @@ def _chunks(
         its_parts = _gathered(reference.hidden_KH, plan.counted_alone())
     local_targets = targets - share.first
     inv_temperature = inverse_temperature(head.temperature, targets, accumulation_dtype(hidden.dtype))
-    statistics = backend.statistics_alone if head.may_differ and not for_gradient else backend.statistics
     for chunk, part in _gathered(hidden.detach(), plan):
         inv, own = inv_temperature[chunk.places], local_targets[chunk.places]
         inv, own = inv.contiguous(), own.contiguous()
-        merged, found = merge_over(statistics(part, inv, own, want_entropy), head.group), None
+        merged, found = merge_over(backend.statistics(part, inv, own, want_entropy), head.group), None
         if other is not None:
             its = merge_over(other.statistics(next(its_parts)[1], inv, own, False), head.group)
             kl = sum_over(backend.divergence(other, merged, its), head.group)

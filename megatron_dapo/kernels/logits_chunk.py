@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_dapo.kernels import tuning
-from megatron_dapo.kernels.statistics import Merged, combine, empty_share
+from megatron_dapo.kernels.statistics import Merged, empty_share
 
 # Rows of a product are padded to a multiple of this: below four rows a CPU's matrix library takes another path, and a
 # row's log-prob would depend, in its last bits, on how many others it is computed with.
@@ -50,12 +49,6 @@ class ChunkBackend(Protocol):
         self, hidden_NH: Tensor, inv_temperature_N: Tensor, local_targets_N: Tensor, want_entropy: bool
     ) -> Tensor:
         """Computes the chunk's logits. Returns [N, 4] as in `statistics.py`; u is 0 unless want_entropy."""
-        ...
-
-    def statistics_alone(
-        self, hidden_NH: Tensor, inv_temperature_N: Tensor, local_targets_N: Tensor, want_entropy: bool
-    ) -> Tensor:
-        """The same, for a pass that needs no gradient."""
         ...
 
     def divergence(self, reference: "ChunkBackend", merged: Merged, of_reference: Merged) -> Tensor:
@@ -118,8 +111,6 @@ class _TorchChunk:
             torch.cat(parts)[:n] for parts in zip(*(_shift(a, b, want_entropy) for a, b in blocks), strict=True)
         )
         return torch.stack([self._m, s, u, x_t], dim=1)
-
-    statistics_alone = statistics
 
     def divergence(self, reference, merged, of_reference):
         n, columns = self._targets.size(0), self._weight.size(0)
@@ -204,19 +195,6 @@ class _TritonChunk:
         self._hidden = self._hidden_padded[:n]
         _mm_float32(self._hidden_padded, self._weight.t(), out=self._x)
         return self._rows.row_statistics(self._x[:n], inv_temperature, local_targets, want_entropy=want_entropy)
-
-    def statistics_alone(self, hidden, inv_temperature, local_targets, want_entropy):
-        columns, hidden_size = self._weight.shape
-        tuned = tuning.lookup(tuning.architecture(self._weight.device), hidden_size, columns)
-        takes = columns and hidden_size % 8 == 0 and self._weight.dtype != torch.float32
-        if tuned.forward != "fused" or not takes:
-            return self.statistics(hidden, inv_temperature, local_targets, want_entropy)
-        from megatron_dapo.kernels.triton_ops.linear_stats import linear_statistics
-
-        shares = linear_statistics(
-            hidden, self._weight, inv_temperature, local_targets, num_valid=columns, want_entropy=want_entropy
-        )
-        return combine(shares)
 
     def divergence(self, reference, merged, of_reference):
         if not self._weight.size(0):

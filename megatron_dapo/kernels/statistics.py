@@ -40,10 +40,11 @@ def empty_share(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tens
     return stats_N4
 
 
-def combine(stats_RN4: Tensor) -> Tensor:
-    """[N, 4]: the statistics of all shares together, added one after the other.
+def merge(stats_RN4: Tensor) -> Merged:
+    """Merge the statistics of all shares, in rank order: float32, or float64 for float64 statistics.
 
-    Not by `sum(0)`, whose order of additions depends on N: a row's bits would depend on how many others it comes with.
+    Shares are added one after the other, not by `sum(0)`, whose order of additions depends on N: a row's bits would
+    depend on how many others it comes with.
     """
     m, s, u, x_t = stats_RN4.unbind(-1)
     top = m.amax(0)
@@ -51,17 +52,13 @@ def combine(stats_RN4: Tensor) -> Tensor:
     scale = shift.exp()
     sums = scale * s
     weighted = scale * (u + torch.where(scale > 0, shift, 0.0) * s)
-    total, total_weighted = sums[0], weighted[0]
+    total = sums[0]
+    total_weighted = weighted[0]
     for share in range(1, len(m)):
-        total, total_weighted = total + sums[share], total_weighted + weighted[share]
-    return torch.stack([top, total, total_weighted, x_t.amax(0)], dim=-1)
-
-
-def merge(stats_RN4: Tensor) -> Merged:
-    """From the statistics of all shares, in rank order; float32, or float64 for float64 statistics."""
-    top, total, weighted, x_t = combine(stats_RN4).unbind(-1)
+        total = total + sums[share]
+        total_weighted = total_weighted + weighted[share]
     log_s = total.log()
-    return Merged(top, log_s, log_s - weighted / total, ((x_t - top) - log_s).clamp_max(0.0))
+    return Merged(top, log_s, log_s - total_weighted / total, ((x_t.amax(0) - top) - log_s).clamp_max(0.0))
 
 
 def sum_over(shares_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,11 +1,10 @@
-"""Block sizes of the Triton kernels, per architecture and shape, from the table in tuning.json.
+"""Block sizes of the Triton kernels over rows of logits, per architecture and vocabulary, from tuning.json.
 
 Nothing is tuned while the program runs: ranks that measured for themselves could choose differently and would then
-round differently. A shape is added by measuring it (benchmarks/) and writing a row into the table.
+round differently. A size is added by measuring it (benchmarks/) and writing a row into the table.
 
-The row of a shape is the first one of its architecture whose `max_hidden` and `max_vocabulary` it does not exceed, the
-vocabulary being one rank's share. A shape or architecture without a row gets `default`, which is small enough for the
-shared memory of every GPU since sm_80, and not fast.
+The row of a vocabulary (one rank's share) is the first one of its architecture whose `max_vocabulary` it does not
+exceed. What has no row gets `default`, which works on every GPU since sm_80 and is not fast.
 """
 
 import functools
@@ -26,60 +25,28 @@ class RowTiles:
     num_warps: int
 
 
-@dataclass(frozen=True)
-class LinearTiles:
-    """The matrix product with statistics. Its result's bits depend on block_n, block_k and tiles_per_split."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_m: int  # row tiles worked on at the same time: what they read together should fit the L2 cache
-    tiles_per_split: int  # column tiles that one program merges by itself
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What was chosen for one architecture and shape. forward: statistics without a gradient by plain matrix products
-    ("gemm") or by the kernel that never writes logits ("fused")."""
-
-    forward: str
-    rows: RowTiles
-    linear: LinearTiles
-
-
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """`sm_90` and so on; minor versions share the row of their generation. `cpu` where there is no GPU."""
+    """Return `sm_90` and so on, or `cpu` where there is no GPU; minor versions share the row of their generation."""
     if device.type != "cuda":
         return device.type
     return f"sm_{torch.cuda.get_device_capability(device)[0]}0"
 
 
 @functools.cache
-def lookup(arch: str, hidden_size: int, vocabulary: int) -> Tuning:
-    """The choice for `hidden_size` and one rank's share of the vocabulary; 0 where a size does not matter."""
-    table = _table()
-    return next((_tuning(row) for row in table["shapes"] if _covers(row, arch, hidden_size, vocabulary)), default())
+def lookup(arch: str, vocabulary: int) -> RowTiles:
+    """Return the choice for one rank's share of the vocabulary."""
+    for row in _table()["shapes"]:
+        if row["architecture"] == arch and vocabulary <= row["max_vocabulary"]:
+            return RowTiles(row["block_v"], row["num_warps"])
+    return default()
 
 
-def default() -> Tuning:
-    return _tuning(_table()["default"])
+def default() -> RowTiles:
+    """Return what is taken where the table names nothing better."""
+    return RowTiles(**_table()["default"])
 
 
 @functools.cache
 def _table() -> dict:
     return json.loads(TABLE.read_text())
-
-
-def _covers(row: dict, arch: str, hidden_size: int, vocabulary: int) -> bool:
-    return row["architecture"] == arch and hidden_size <= row["max_hidden"] and vocabulary <= row["max_vocabulary"]
-
-
-def _tuning(row: dict) -> Tuning:
-    return Tuning(
-        forward=row["forward"],
-        rows=RowTiles(**row["rows"]),
-        linear=LinearTiles(**row["linear"]),
-    )

@@ -44,7 +44,6 @@ class HeadTask:
     targets_BS: Tensor
     counted_rows: np.ndarray
     temperature: float = 1.0
-    want_entropy: bool = False
     tokens: TokenBatch | None = None
     loss: LossConfig | None = None
     reference: Reference | None = None
@@ -52,7 +51,7 @@ class HeadTask:
 
 
 class LogProbHead(torch.nn.Module):
-    """Set `task`, run the model. Its output is [B, S, 2] float32 (log-prob; entropy or the KL to the task's reference),
+    """Set `task`, run the model. Its output is [B, S, 2] float32 (log-prob; KL to the task's reference),
     0 where nothing was asked; with a loss it is the summed loss, [1, 1, 1], and `result` has the metrics. `kept`: what
     the task wanted kept."""
 
@@ -103,16 +102,16 @@ class LogProbHead(torch.nn.Module):
         return HeadLoss(loss_sum, log_prob.detach(), None if entropy is None else entropy.detach(), *stacked)
 
     def _scores(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(log-prob [N]; KL with a reference, else entropy if wanted) of the counted rows; no gradient if fused."""
+        """(log-prob [N], KL [N] where the task has a reference) of the counted rows; no gradient if fused."""
         if not self.is_fused:
-            outputs = self._composed(hidden, weight, task, rows, task.want_entropy, task.reference is not None)
-            return outputs.log_probs, outputs.entropy if task.reference is None else outputs.kl
+            outputs = self._composed(hidden, weight, task, rows, False, task.reference is not None)
+            return outputs.log_probs, outputs.kl
         assert not torch.is_grad_enabled(), "the fused head gives log-probs without gradient only"
         given = hidden.flatten(0, 1), _in_order(task.targets_BS)[rows], self._plan(hidden, task)
         head = self._head(weight, task)
         if task.reference is not None:
             return head_full_kl(*given, head, task.reference)
-        return head_log_probs(*given, head, want_entropy=task.want_entropy)
+        return head_log_probs(*given, head)
 
     def _composed(
         self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor, want_entropy: bool, want_kl: bool
@@ -147,9 +146,7 @@ class LogProbHead(torch.nn.Module):
         )
 
     def _head(self, weight: Tensor, task: HeadTask) -> Head:
-        # a frozen model's log-probs are compared with nobody's to the bit
-        frozen = not weight.requires_grad
-        return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature, may_differ=frozen)
+        return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None):
         return self._linear[0].sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -43,10 +43,6 @@ class ParallelLayout:
         return self.pp_rank == self.pp - 1
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
     def sequence_multiple(self) -> int:
         """What a micro-batch's length must be a multiple of."""
         return self.tp if self.sp else 1

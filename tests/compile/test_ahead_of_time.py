@@ -12,18 +12,12 @@ from tests.ahead_of_time import CASES, COMPILED, SHARED_MEMORY, TABLE, Compiled,
 
 pytestmark = pytest.mark.compile
 
-MATRIX_INSTRUCTION = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
-
 
 def check_what_must_hold(architecture: str, kernel: str, compiled: Compiled) -> None:
     """With any version of the compiler."""
     assert compiled.spilled == 0
     assert compiled.registers <= 255 and compiled.shared <= SHARED_MEMORY[architecture]
-    if kernel == "linear_statistics_kernel":
-        matrix = {name: getattr(compiled, name) for name in MATRIX_INSTRUCTION.values()}
-        assert [name for name, number in matrix.items() if number] == [MATRIX_INSTRUCTION[architecture]]
-        assert (compiled.tma_loads > 0) == (architecture != "sm_80")
-    elif kernel != "token_loss_kernel":  # reads little, at addresses that are not known to be aligned
+    if kernel != "token_loss_kernel":  # reads little, at addresses that are not known to be aligned
         assert compiled.wide_loads > 0
     if kernel == "row_gradient_kernel":
         assert compiled.wide_stores > 0

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
-from megatron_dapo.algorithms.metrics import add_sums, finalize, merge_maxima
+from megatron_dapo.algorithms.metrics import finalize
 from megatron_dapo.algorithms.policy_loss import Clip, policy_loss
+from tests.metric_sums import add_sums, merge_maxima
 
 pytestmark = pytest.mark.unit
 

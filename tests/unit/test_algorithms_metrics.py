@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.metrics import (
-    add_sums,
     finalize,
-    merge_maxima,
     stack_maxima,
     stack_sums,
     unstack_maxima,
@@ -25,8 +23,10 @@ def pair(total: float, count: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_sums_with_different_counts_are_not_a_mean_of_means():
-    together = add_sums({"a": pair(10, 1)}, {"a": pair(0, 9), "b": pair(3, 2)})
-    assert finalize(together) == {"a": 1.0, "b": 1.5}
+    names = ("a", "b")
+    parts = [{"a": pair(10, 1)}, {"a": pair(0, 9), "b": pair(3, 2)}]
+    total = sum(stack_sums(part, names, "cpu") for part in parts)
+    assert finalize(unstack_sums(total, names)) == {"a": 1.0, "b": 1.5}
 
 
 def test_what_counted_nothing_is_left_out():
@@ -35,12 +35,6 @@ def test_what_counted_nothing_is_left_out():
 
 def test_names_with_an_underscore_only_feed_derived_metrics():
     assert finalize({"_hidden": pair(1, 1)}) == {}
-
-
-def test_maxima_keep_the_larger_of_both():
-    merged = merge_maxima({"a": torch.tensor(1.0), "b": torch.tensor(5.0)}, {"a": torch.tensor(3.0)})
-    assert finalize({}, merged) == {"a": 3.0, "b": 5.0}
-    assert finalize({}, merge_maxima(merged, {"a": torch.tensor(2.0)})) == {"a": 3.0, "b": 5.0}
 
 
 def test_stacked_sums_of_ranks_add_up():
@@ -58,9 +52,9 @@ def test_stacked_maxima_of_ranks_merge():
 
 
 def test_counts_beyond_float32_stay_exact():
-    million = {"a": pair(2.0**24, 2.0**24)}
-    total = add_sums(million, {"a": pair(1, 1)})
-    assert stack_sums(total, ("a",), "cpu").tolist() == [[2.0**24 + 1] * 2]
+    parts = [{"a": pair(2.0**24, 2.0**24)}, {"a": pair(1, 1)}]
+    total = sum(stack_sums(part, ("a",), "cpu") for part in parts)
+    assert total.tolist() == [[2.0**24 + 1] * 2]
 
 
 def test_mismatch_by_hand():

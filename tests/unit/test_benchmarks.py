@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import bench_from_logits, bench_head, bench_loss
+from benchmarks import bench_head, bench_loss
 from benchmarks.head_case import errors, exact, make_case
 from benchmarks.head_providers import PROVIDERS, fused
 from benchmarks.measure import in_turns, ratio_of
@@ -136,7 +136,7 @@ def test_heads_that_are_compared_compute_the_same(provider, with_entropy):
     assert all(value < 1e-5 for value in found.values()), found
 
 
-BENCHMARKS = {"head": bench_head, "loss": bench_loss, "from logits": bench_from_logits}
+BENCHMARKS = {"head": bench_head, "loss": bench_loss}
 
 
 def check_report(report: dict, name: str) -> None:

@@ -23,7 +23,6 @@ CHECKS = (
     checks.check_batch_invariance,
     checks.check_no_host_sync,
     checks.check_token_loss,
-    checks.check_from_logits,
     check_full_kl,
 )
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.algorithms.aggregation import token_weights
-from megatron_dapo.algorithms.metrics import add_sums, finalize
+from megatron_dapo.algorithms.metrics import finalize
 from megatron_dapo.algorithms.value_loss import VALUE_LOSSES, explained_variance_sums, value_loss
+from tests.metric_sums import add_sums
 
 pytestmark = pytest.mark.unit
 

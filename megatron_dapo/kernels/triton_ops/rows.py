@@ -148,7 +148,7 @@ def row_gradient(
 
 
 def _tiles(logits_NV: Tensor) -> RowTiles:
-    return tuning.lookup(tuning.architecture(logits_NV.device), 0, logits_NV.size(1)).rows
+    return tuning.lookup(tuning.architecture(logits_NV.device), logits_NV.size(1))
 
 
 def _checked(matrix: Tensor) -> Tensor:

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.kernels.row_plan import RowPlan
-from megatron_dapo.kernels.triton_ops import linear_stats
 from tests.head_cases import Case, bounds, inputs_of, loss_of, oracle
 
 pytestmark = pytest.mark.unit
@@ -65,49 +63,21 @@ def test_the_training_head_on_triton_is_float64_torch(monkeypatch, name):
         assert (ours.double() - theirs).norm() <= TRUNCATION * bound * theirs.norm()
 
 
-@pytest.mark.parametrize("forward", ["gemm", "fused"])
-def test_log_probs_alone_come_by_either_way_of_the_tuning_table(monkeypatch, forward):
-    chosen = replace(tuning.default(), forward=forward)
-    monkeypatch.setattr(tuning, "lookup", lambda *shape: chosen)
+def test_log_probs_alone_are_those_of_float64():
     case = Case(rows=24, hidden=16, dtype=torch.bfloat16)
     given, hidden, _, plan, head, _ = case_parts(case)
-    head = replace(head, may_differ=True)
     log_probs, entropy = head_log_probs(hidden, given.targets, plan, head, want_entropy=True)
     expected, value_bound = oracle(case), bounds(case)[0]
     torch.testing.assert_close(log_probs.double(), expected.log_probs, rtol=0, atol=value_bound)
     torch.testing.assert_close(entropy.double(), expected.entropy, rtol=0, atol=4 * value_bound)
 
 
-@pytest.fixture
-def fused_forward(monkeypatch) -> list:
-    """The tuning table asks for the kernel without logits; a list that grows with each of its launches."""
-    chosen, launches = replace(tuning.default(), forward="fused"), []
-    monkeypatch.setattr(tuning, "lookup", lambda *shape: chosen)
-    original = linear_stats.linear_statistics
-    monkeypatch.setattr(
-        linear_stats, "linear_statistics", lambda *args, **kwargs: launches.append(1) or original(*args, **kwargs)
-    )
-    return launches
-
-
-def test_old_log_probs_have_the_training_passs_bits_whatever_the_tuning_table_says(fused_forward):
-    """The ratio of the first optimizer step is exactly 1: only a reference model's log-probs may come otherwise."""
+def test_old_log_probs_have_the_training_passs_bits():
+    """The ratio of the first optimizer step is exactly 1."""
     case = Case(rows=24, hidden=16, dtype=torch.bfloat16)
     given, hidden, _, plan, head, tokens = case_parts(case)
     old, _ = head_log_probs(hidden, given.targets, plan, head)
     assert torch.equal(old, fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head).log_probs)
-    assert not fused_forward
-    head_log_probs(hidden, given.targets, plan, replace(head, may_differ=True))
-    assert fused_forward
-
-
-@pytest.mark.parametrize("dtype, hidden", [(torch.float32, 16), (torch.bfloat16, 20)])
-def test_what_the_kernel_without_logits_cannot_take_goes_by_products(fused_forward, dtype, hidden):
-    case = Case(rows=12, hidden=hidden, dtype=dtype)
-    given, hidden_states, _, plan, head, _ = case_parts(case)
-    log_probs, _ = head_log_probs(hidden_states, given.targets, plan, replace(head, may_differ=True))
-    torch.testing.assert_close(log_probs.double(), oracle(case).log_probs, rtol=0, atol=bounds(case)[0])
-    assert not fused_forward
 
 
 def test_the_composed_head_on_triton_is_the_one_on_torch():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_dapo.kernels.tuning import LinearTiles
 from tests import kernel_checks as checks
 
 pytestmark = pytest.mark.unit
@@ -15,18 +14,9 @@ CHECKS = (
     checks.check_composed_gradients,
     checks.check_fused_head,
     checks.check_fused_is_composed,
-    checks.check_from_logits,
 )
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_kernels_hold_what_is_asked_of_them(check):
     check(checks.HeadCase.make(torch.device("cpu"), **SMALL), use_triton=True)
-
-
-def test_statistics_without_logits_are_those_of_float64():
-    tiles = LinearTiles(
-        block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=2, group_m=2, tiles_per_split=2
-    )  # fmt: skip
-    case = checks.HeadCase.make(torch.device("cpu"), **SMALL | dict(dtype=torch.bfloat16, rows=40))
-    checks.check_linear_statistics(case, tiles)

@@ -5,7 +5,6 @@ import inspect
 import pytest
 import torch
 
-from megatron_dapo.kernels.from_logits import logprob_entropy_from_logits
 from megatron_dapo.kernels.statistics import merge
 from megatron_dapo.kernels.triton_ops import rows
 from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_gradient, row_statistics
@@ -223,33 +222,3 @@ def test_rows_are_found_by_64_bit_offsets():
 def test_transposed_logits_are_refused():
     with pytest.raises(ValueError, match="contiguous"):
         row_statistics(torch.zeros(4, 3).t(), torch.ones(3), torch.zeros(3, dtype=torch.int64), want_entropy=False)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_from_logits_with_the_kernels_gives_what_it_gives_with_torch(inplace):
-    logits, inv_temperature, targets = case(n=6, v=1003)
-    results = []
-    for use_triton in (False, True):
-        x = logits.clone().requires_grad_()
-        outputs = logprob_entropy_from_logits(
-            x * 1.0,
-            targets.clamp_max(990),
-            temperature=1 / inv_temperature,
-            num_valid_columns=991,
-            inplace_backward=inplace,
-            use_triton=use_triton,
-        )
-        torch.autograd.backward(outputs, tuple(torch.randn(2, 6, generator=torch.Generator().manual_seed(2))))
-        results.append((*(t.detach() for t in outputs), x.grad))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=64 * EPS)
-    assert (results[1][2][:, 991:] == 0).all()
-
-
-def test_who_else_saved_the_logits_is_told_that_a_kernel_overwrote_them():
-    logits, _, targets = case(n=2)
-    scaled = logits.requires_grad_() * 1.0
-    squares = scaled.square().sum()
-    log_prob, _ = logprob_entropy_from_logits(scaled, targets, inplace_backward=True, use_triton=True)
-    log_prob.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        squares.backward()
