@@ -9,6 +9,7 @@ from torch import Tensor
 from benchmarks.shapes import Shape
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
 from megatron_dapo.algorithms.policy_loss import Clip
+from megatron_dapo.common.sizes import ceil_div
 
 ENTROPY_COEF = 0.01
 TOKENS_PER_SEQUENCE = 64  # advantages are constant within a sequence, as GRPO's are
@@ -71,7 +72,7 @@ def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, *, with_en
     weight = torch.nn.Parameter((normal(shape.vocab_size, shape.hidden_size) * 2 / shape.hidden_size**0.5).to(dtype))
     weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=device)
     targets = torch.randint(0, shape.vocab_size, (num_tokens,), generator=generator, device=device)
-    sequences = -(-num_tokens // TOKENS_PER_SEQUENCE)
+    sequences = ceil_div(num_tokens, TOKENS_PER_SEQUENCE)
     tokens = TokenBatch(
         weights=torch.ones(num_tokens, device=device),
         count=torch.tensor(float(num_tokens), device=device),

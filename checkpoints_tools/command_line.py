@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE, signal_exit_code
+from megatron_dapo.common.signals import SignalReceiver
 
-USER_ERROR_EXIT_CODE = 2
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # the launchers that may have started this process, by the variable that holds its rank
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -30,31 +32,26 @@ def exit_code(work: Callable[[], int | None]) -> int:
 
 
 @contextmanager
-def signals_as_exit() -> Iterator[list[int]]:
+def signals_as_exit() -> Iterator[list[signal.Signals]]:
     """While the block runs Ctrl-C, SIGTERM and SIGHUP end it as `sys.exit` does, so that what is half written goes
     away, with the shell's code for the signal. One that was ignored (nohup) stays so. Gives the signals that came."""
-    came: list[int] = []
 
-    def end(number: int, frame: object) -> None:
-        if came:  # a second one would break off the removing
+    def end(number: signal.Signals) -> None:
+        if len(receiver.received) > 1:  # a second one would break off the removing
             return
-        came.append(number)
         if rank() == 0:
             with suppress(OSError):  # a terminal that was closed
-                os.write(2, f"Ended by {signal.Signals(number).name}.\n".encode())
-        raise SystemExit(128 + number)
+                os.write(2, f"Ended by {number.name}.\n".encode())
+        raise SystemExit(signal_exit_code(number))
 
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield came
-    except Exception as error:  # libraries make errors of their own of the exit
-        if came:
-            raise SystemExit(128 + came[0]) from error
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+    receiver = SignalReceiver(_END_SIGNALS, end, keep_ignored=_END_SIGNALS)
+    with receiver:
+        try:
+            yield receiver.received
+        except Exception as error:  # libraries make errors of their own of the exit
+            if receiver.received:
+                raise SystemExit(signal_exit_code(receiver.received[0])) from error
+            raise
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

@@ -14,6 +14,7 @@ from megatron_dapo.checkpointing.folders import newest_first
 from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifest, verify
 from megatron_dapo.checkpointing.resume import verify_together
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
 from megatron_dapo.platform.ranks import describe
 from megatron_dapo.storage.model_folder import HF, MEGATRON
@@ -152,13 +153,9 @@ def check_output(path: str | Path, num_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise UserError(
-            f"--output: `{path}` needs {size(num_bytes)}, its disk has {size(free)} left; free some, or give another "
-            "folder."
+            f"--output: `{path}` needs {format_bytes(num_bytes)}, its disk has {format_bytes(free)} left; free some, "
+            "or give another folder."
         )
-
-
-def size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextmanager

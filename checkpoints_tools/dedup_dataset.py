@@ -20,11 +20,11 @@ import pyarrow.parquet
 
 from checkpoints_tools.command_line import exit_code, no_space, progress, rank, signals_as_exit
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import whole_file
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.data.prompt_files import rows_of
 from megatron_dapo.data.prompts import content_key
 from megatron_dapo.storage.file_lock import FileLock
-from megatron_dapo.storage.run_folder import whole_file
 
 BATCH_ROWS = 8192  # read at once, and of a row group written
 READ_BUFFER_BYTES = 1 << 20  # per column; pyarrow's own choice is to read a whole row group ahead

@@ -24,11 +24,11 @@ from checkpoints_tools.converted import (
 )
 from checkpoints_tools.job import Job, run
 from megatron_dapo.checkpointing.manifest import write_manifest
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.storage.model_folder import HF, MEGATRON
-from megatron_dapo.storage.run_folder import write_whole
 from megatron_dapo.storage.staged_folder import StagedFolder
 
 

@@ -17,9 +17,9 @@ from checkpoints_tools.command_line import exit_code, rank, signals_as_exit
 from checkpoints_tools.contents import Contents
 from checkpoints_tools.tensor_diff import Diff, diff
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
+from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.common.standard_streams import say
-
-DIFFERS_EXIT_CODE = 1  # also: damaged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def _inspect(options: argparse.Namespace) -> int:
         say(json.dumps(contents.as_json(options.only), indent=2))
     else:
         say("\n".join(_lines(contents, options)))
-    return DIFFERS_EXIT_CODE if contents.damage else 0
+    return FAILED_EXIT_CODE if contents.damage else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def _diff(options: argparse.Namespace) -> int:
         say(json.dumps(found.as_json(), indent=2))
     else:
         say("\n".join(_diff_lines(found, options.diff)))
-    return 0 if found.is_empty else DIFFERS_EXIT_CODE
+    return 0 if found.is_empty else FAILED_EXIT_CODE
 
 
 # ---------------------------------------------------------------------------------------------------- as tables
@@ -85,7 +85,13 @@ def _lines(contents: Contents, options: argparse.Namespace) -> Iterable[str]:
     yield from _table(
         ("tensors", "number", "values", "size", "dtypes"),
         [
-            (part, f"{totals['num_tensors']:,}", f"{totals['num_values']:,}", size(totals["num_bytes"]), dtypes(totals))
+            (
+                part,
+                f"{totals['num_tensors']:,}",
+                f"{totals['num_values']:,}",
+                format_bytes(totals["num_bytes"]),
+                dtypes(totals),
+            )
             for part, totals in contents.totals(options.only).items()
         ],
     )
@@ -95,12 +101,14 @@ def _lines(contents: Contents, options: argparse.Namespace) -> Iterable[str]:
     if options.tensors:
         yield ""
         tensors = [tensor for tensor in contents.tensors.values() if fnmatch(tensor.name, options.only)]
-        shown = [(t.name, shape(t.shape), dtype(t.dtype), size(t.num_bytes), f"{len(t.pieces)}") for t in tensors]
+        shown = [
+            (t.name, shape(t.shape), dtype(t.dtype), format_bytes(t.num_bytes), f"{len(t.pieces)}") for t in tensors
+        ]
         yield from _table(("name", "shape", "dtype", "size", "pieces"), shown, left=3)
 
 
 def _files(contents: Contents, verified: bool) -> str:
-    text = f"{contents.num_files:,}, {size(contents.num_bytes)}"
+    text = f"{contents.num_files:,}, {format_bytes(contents.num_bytes)}"
     if contents.damage:
         return f"{text}: damaged"
     return f"{text}: {'all checksums right' if verified else 'all sizes right'}"
@@ -148,13 +156,6 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_value(inner)}" for name, inner in value.items())
     return ", ".join(map(_value, value)) if isinstance(value, list) else f"{value}"
-
-
-def size(num_bytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes} B"
 
 
 def shape(sizes: Sequence[int]) -> str:

@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from checkpoints_tools.command_line import USER_ERROR_EXIT_CODE, exit_code, rank, signals_as_exit
+from checkpoints_tools.command_line import exit_code, rank, signals_as_exit
+from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE, signal_exit_code
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -23,9 +25,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
-LOST_EXIT_CODE = 1  # another process ended without a word
 # between two collectives one rank may read or write everything that it has
 TIMEOUT_S = 4 * 3600.0
 _LAST_WAIT_S = 30.0
@@ -42,7 +42,7 @@ def run(work: "Callable[[Job], int | None]") -> int:
                 return work(job)
             except UserError as error:
                 if came:  # torch makes a full disk of an exit in the middle of its writing
-                    raise SystemExit(128 + came[0]) from error
+                    raise SystemExit(signal_exit_code(came[0])) from error
                 job.fail(error)
                 return USER_ERROR_EXIT_CODE
             except RuntimeError as error:
@@ -50,7 +50,7 @@ def run(work: "Callable[[Job], int | None]") -> int:
                 if came or not lost:
                     raise
                 print(f"Another process was lost, perhaps killed for its memory ({lost[0]}).", file=sys.stderr)
-                return LOST_EXIT_CODE
+                return FAILED_EXIT_CODE
             finally:
                 job.leave()
         except UserError:  # of Job(), before there was one
@@ -208,5 +208,5 @@ def _first_host(environment: dict[str, str] | os._Environ) -> str:
         return name + (first or "")
     local, size = (environment.get(f"OMPI_COMM_WORLD_{name}") for name in ("LOCAL_SIZE", "SIZE"))
     if local == size:
-        return _LOOPBACK
+        return LOOPBACK
     raise UserError("mpirun started processes on several nodes; give the address of the first: -x MASTER_ADDR=HOST.")

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_tools.command_line import at_least
-from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, require_contents, size, stored_dtype
+from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, require_contents, stored_dtype
 from checkpoints_tools.job import Job, run
 from checkpoints_tools.megatron_to_hf import file_plan, load_model
 from checkpoints_tools.sample_text import SAMPLE_TEXT
 from megatron_dapo.checkpointing.manifest import read_manifest
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
+from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.storage.model_folder import HF
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from megatron_dapo.models.safetensors_files import SafetensorsFolder
     from megatron_dapo.platform.parallel import ParallelLayout
 
-DIFFERS_EXIT_CODE = 1
 _SEQUENCE_TOKENS = 512
 
 
@@ -80,7 +81,7 @@ def verify(job: Job, arguments: argparse.Namespace) -> int:
         good = good and finding.good
         if job.is_main:
             say(f"{finding.what:<11} {'ok     ' if finding.good else 'DIFFERS'} {finding.text}")
-    return 0 if good else DIFFERS_EXIT_CODE
+    return 0 if good else FAILED_EXIT_CODE
 
 
 def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -101,7 +102,9 @@ def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
     folder, spec, source = job.together(opened)
     require_contents(job, folder)
     manifest = read_manifest(folder)
-    yield Finding("files", f"{len(manifest.files)} files, {size(manifest.num_bytes)}, checksums as written", True)
+    yield Finding(
+        "files", f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}, checksums as written", True
+    )
 
     sequences = job.together(lambda: token_sequences(arguments, spec.vocab_size), only_main=True)
     expected = reference_log_probs(arguments.hf_model, sequences) if sequences else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from examples.prompts import Problem
-from megatron_dapo.storage.run_folder import write_whole
+from megatron_dapo.common.files import write_whole
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=():,.;?! abcdefghijklmnopqrstuvwxyzABCDEFGHIJK"

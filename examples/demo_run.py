@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.cache import ROOT, cache_folder
-from launch.command_line import USER_ERROR_EXIT_CODE, checked_config
+from launch.command_line import checked_config
 from launch.local import run_local
-from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from megatron_dapo.storage.run_folder import write_whole
+from megatron_dapo.common.files import write_whole
 
 
 @dataclass(frozen=True)

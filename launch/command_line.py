@@ -13,7 +13,6 @@ from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.validation import load_and_validate
 
-USER_ERROR_EXIT_CODE = 2
 # Ctrl-C, an end that is asked for, a closed terminal, what schedulers send before a time limit
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

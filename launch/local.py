@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from launch.command_line import (
     STOP_SIGNALS,
-    USER_ERROR_EXIT_CODE,
     checked_config,
     parse,
     parser,
@@ -20,21 +19,22 @@ from launch.command_line import (
     show_log,
 )
 from megatron_dapo.checkpointing.run_lock import RunLock
-from megatron_dapo.checkpointing.stop_signals import StopSignals
 from megatron_dapo.common.child_environment import COMMON
-from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE, signal_exit_code
+from megatron_dapo.common.files import write_whole
+from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import open_standard_streams, say
 from megatron_dapo.config.derived import has_given_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger("launch")
 
 POLL_INTERVAL_S = 0.5
-SERVERS_FAILED_EXIT_CODE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
             return _watch(servers, ranks, stop)
         except ServerFailure as error:
             log.error("The servers failed: %s", error)
-            return SERVERS_FAILED_EXIT_CODE
+            return FAILED_EXIT_CODE
         finally:
             ranks.stop()
             if servers:
@@ -144,7 +144,8 @@ def _check(servers) -> bool:
 def _end(code: int, servers, ranks, stop: StopSignals) -> int:
     if code in (0, SAVED_EXIT_CODE):
         return code
-    if stop.received and code == 128 + signal.SIGTERM:  # it had not begun to train: there was nothing to save
+    # it had not begun to train: there was nothing to save
+    if stop.received and code == signal_exit_code(signal.SIGTERM):
         return stop.exit_code
     if servers:
         _check(servers)

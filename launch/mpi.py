@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.addresses import LOOPBACK
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.parent_death import watch_parent
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-USER_ERROR_EXIT_CODE = 2
-LOOPBACK = "127.0.0.1"
 POLL_INTERVAL_S = 0.05
 # a launcher ends all ranks when the first one ends badly: so much longer the others may say what they saw, or save
 LAST_WORDS_S = 10.0

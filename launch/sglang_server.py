@@ -9,9 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.command_line import STOP_SIGNALS, USER_ERROR_EXIT_CODE, checked_config, parse, parser, show_log
-from megatron_dapo.checkpointing.stop_signals import StopSignals
+from launch.command_line import STOP_SIGNALS, checked_config, parse, parser, show_log
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder, make_folder
@@ -19,7 +20,6 @@ from megatron_dapo.storage.run_folder import RunFolder, make_folder
 log = logging.getLogger("launch")
 
 POLL_INTERVAL_S = 0.5
-SERVERS_FAILED_EXIT_CODE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def serve(config: Config, log_dir: Path | None = None, first_port: int | None = 
             return 0
         except ServerFailure as error:
             print(f"The servers failed: {error}", file=sys.stderr)
-            return SERVERS_FAILED_EXIT_CODE
+            return FAILED_EXIT_CODE
         finally:
             servers.stop()
 

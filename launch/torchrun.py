@@ -8,23 +8,27 @@ and after SIGTERM it kills them before a long step is over.
 
 import os
 import signal
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_dapo.checkpointing.stop_signals import is_nohup
+from megatron_dapo.common.addresses import node_name
 from megatron_dapo.common.child_environment import COMMON
-from megatron_dapo.common.errors import SAVED_EXIT_CODE, exit_phrase
+from megatron_dapo.common.exit_codes import (
+    SAVED_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
+    exit_phrase,
+    shell_exit_code,
+    signal_exit_code,
+)
+from megatron_dapo.common.signals import SignalReceiver, is_ignored
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-USER_ERROR_EXIT_CODE = 2
 # a rank saves when it has stopped sampling, or at the end of its step, which may take long
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _LEFT_TO_TORCHRUN = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -37,33 +41,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.run import parse_args, run
 
     arguments = parse_args(argv)
-    arguments.signals_to_handle = ",".join(number.name for number in _LEFT_TO_TORCHRUN if not is_nohup(number))
-    for number in _FORWARDED:
-        signal.signal(number, _forward)
+    arguments.signals_to_handle = ",".join(_left_to_torchrun())
+    SignalReceiver(_FORWARDED, _forward).install()
     try:
         run(arguments)
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
         if first.exitcode not in (SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE):  # those two the ranks have explained
             print(failure, *map(told, failure.failures.items()), sep="\n", file=sys.stderr, flush=True)
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        return shell_exit_code(first.exitcode)
     return 0
+
+
+def _left_to_torchrun() -> Iterator[str]:
+    """Yield the names of the signals that torchrun handles: not SIGHUP where `nohup` has it ignored."""
+    for number in _LEFT_TO_TORCHRUN:
+        if not (number == signal.SIGHUP and is_ignored(number)):
+            yield number.name
 
 
 def told(failed: "tuple[int, ProcessFailure]") -> str:
     """A line that `launch.slurm` looks for, where it asks which rank of which node failed first."""
     rank, failure = failed
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = node_name()
     time = datetime.fromtimestamp(failure.timestamp).isoformat()
     return f"rank {rank} on {node} {exit_phrase(failure.exitcode)} at {time}"
 
 
-def _forward(number: int, _: FrameType | None) -> None:
+def _forward(number: signal.Signals) -> None:
     ranks = psutil.Process().children()
     for rank in ranks:
         rank.send_signal(number)
     if not ranks:  # not started yet: there is nothing to save
-        sys.exit(128 + number)
+        sys.exit(signal_exit_code(number))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.child_environment import COMMON, places_to_write
-from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, shell_exit_code
 from megatron_dapo.config.schema import Config
 from megatron_dapo.platform.device import is_gpu
 from megatron_dapo.rollout.child_process import ChildProcess
@@ -16,7 +17,6 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger("launch")
 
-LOOPBACK = "127.0.0.1"
 STOP_GRACE_S = 20.0
 LAST_RANK_GRACE_S = 300.0
 _GOOD_ENDS = (None, 0, SAVED_EXIT_CODE)
@@ -49,7 +49,7 @@ class TrainerRanks:
         codes = [rank.poll() for rank in self._ranks]
         failed = [code for code in codes if code not in _GOOD_ENDS]
         if failed:
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
+            return shell_exit_code(failed[0])
         if None in codes:
             return self._overdue() if any(code is not None for code in codes) else None
         return max(codes)

@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 
 from megatron_dapo.common.child_environment import set_rank_defaults
-from megatron_dapo.common.errors import MISMATCH_EXIT_CODE, SAVED_EXIT_CODE, SharedUserError, UserError
+from megatron_dapo.common.errors import SharedUserError, UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, MISMATCH_EXIT_CODE, SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.standard_streams import open_standard_streams, say
 from megatron_dapo.config.derived import has_given_servers
@@ -18,8 +19,6 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.validation import load_and_validate
 
-ROLLOUT_FAILED_EXIT_CODE = 1
-USER_ERROR_EXIT_CODE = 2
 # launchers end all ranks when the first one fails: that should be the one that says why
 _FOR_RANK_0_S = 5.0
 # of a process that has failed, to end
@@ -90,7 +89,7 @@ def _train(arguments: argparse.Namespace) -> int:
             print(f"The rollout failed: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_FOR_RANK_0_S)
-        return MISMATCH_EXIT_CODE if isinstance(error, ForeignSamples) else ROLLOUT_FAILED_EXIT_CODE
+        return MISMATCH_EXIT_CODE if isinstance(error, ForeignSamples) else FAILED_EXIT_CODE
     except UserError as error:
         if not isinstance(error, SharedUserError):  # may concern this rank alone
             print(f"Rank {rank}: {error.report()}", file=sys.stderr)

@@ -14,6 +14,7 @@ from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
 from megatron_dapo.checkpointing.run_lock import RunLock
 from megatron_dapo.common.errors import RunStopped, SharedUserError, UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.derived import needs_old_log_probs, needs_reference, uses_critic
 from megatron_dapo.config.loader import to_yaml
@@ -32,7 +33,7 @@ from megatron_dapo.rollout.replay import Replay, start_rollout
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry

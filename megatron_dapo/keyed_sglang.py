@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
 from megatron_dapo.storage.server_key import read_server_key
 
-USER_ERROR_EXIT_CODE = 2
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 

@@ -24,9 +24,10 @@ from examples.prompts import write_prompt_files
 from launch.command_line import checked_config
 from launch.local import run_local
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.supervisor import ServerSupervisor
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.report import read_metrics
 
 REPLAY = "exp_manager.experience_replay"

@@ -3,7 +3,6 @@
 import argparse
 import os
 import secrets
-import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -11,18 +10,19 @@ from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # connections that are tried again are no news
 
-from launch.command_line import USER_ERROR_EXIT_CODE, checked_config, parse, parser
+from launch.command_line import checked_config, parse, parser
 from launch.preflight import all_reduce, gpus, http, machine
-from launch.preflight.nodes import LOOPBACK, Finding, Nodes, PreflightError
+from launch.preflight.nodes import Finding, Nodes, PreflightError
 from launch.preflight.report import table
+from megatron_dapo.common.addresses import LOOPBACK, node_name
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.config.derived import servers_per_node, starts_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 
-FAILED_EXIT_CODE = 1
 ROLES = ("trainer", "server", "both")
 
 
@@ -100,7 +100,7 @@ class Preflight:
         self._config, self._arguments, self._rounds = config, arguments, rounds
         count, names = arguments.num_nodes, arguments.node_names
         guessed = names if len(names) == count else [f"node {index}" for index in range(count)]
-        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        name = node_name()
         limits = arguments.timeout, arguments.meeting_timeout
         self._nodes = Nodes(arguments.node_index, name, guessed, arguments.rendezvous, *limits)
         self._findings: list[Finding] = []

@@ -15,6 +15,7 @@ from typing import Any
 from launch.preflight.machine import Result
 from launch.preflight.nodes import Nodes
 from megatron_dapo.common.parent_death import end_with_parent
+from megatron_dapo.common.signals import reset_signals
 
 FLOOR_GB_S = {"nccl": 5.0, "gloo": 0.005}
 """Bus bandwidth (GB/s) below which a network is taken for broken: NCCL that fell back to a management network of
@@ -209,8 +210,7 @@ def _receive(process: Any, connection: Connection) -> float | str:
 
 def _serve(connection: Connection, parent: int) -> None:
     end_with_parent(parent)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    reset_signals((signal.SIGTERM, signal.SIGINT))
     job = connection.recv()
     try:
         answer = _all_reduce(job)

@@ -12,6 +12,7 @@ from typing import Any
 
 from launch.preflight.machine import REPOSITORY, Result
 from megatron_dapo.common import nvidia_driver
+from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.config.derived import servers_per_node, starts_servers
 from megatron_dapo.config.schema import Config
 
@@ -197,8 +198,8 @@ def faults_of(nvml: Any, handle: Any) -> Iterator[str]:
         yield f"is used by process {', '.join(str(process.pid) for process in processes)} (end it)"
     memory = ask("nvmlDeviceGetMemoryInfo")
     if memory is not None and not processes and memory.free < _FREE_SHARE * memory.total:
-        used = (memory.total - memory.free) / 1e9
-        yield f"has {used:.0f} GB in use by a process that is not seen from here (find it with `nvidia-smi`)"
+        used = format_bytes(memory.total - memory.free, digits=0)
+        yield f"has {used} in use by a process that is not seen from here (find it with `nvidia-smi`)"
     reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
     if reasons & nvml.nvmlClocksThrottleReasonHwThermalSlowdown:
         yield "is slowed down for its temperature (look at the cooling)"

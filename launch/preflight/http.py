@@ -1,11 +1,10 @@
 """HTTP from the trainer nodes to the server nodes, at the ports that the servers will have."""
 
-import http.client
 import threading
 from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
 
+from megatron_dapo.common.server_health import http_get
 from megatron_dapo.storage.server_key import CURE, key_header
 
 PATIENCE_S = 15.0
@@ -41,19 +40,13 @@ def _handler(token: str) -> type[BaseHTTPRequestHandler]:
 def fault(url: str, token: str | None, key: str | None = None, timeout_s: float = PATIENCE_S) -> str | None:
     """Why a GET of `url` does not answer with the token (None: whatever it says, but that it wants another key); none
     where it does. Goes through no proxy, as the controller's own requests do not."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", parts.path or "/", headers=key_header(key))
-        response = connection.getresponse()
-        answer = response.read()
-    except (OSError, http.client.HTTPException) as error:
+        answer = http_get(url, key_header(key), timeout_s)
+    except OSError as error:
         return " ".join(str(error).split()) or type(error).__name__
-    finally:
-        connection.close()
-    if response.status in (401, 403):
+    if answer.status in (401, 403):
         return f"{'refuses the key that it was sent' if key else 'demands a key'}; {CURE}"
-    return None if token in (None, answer.decode(errors="replace")) else "something else answers there"
+    return None if token in (None, answer.body.decode(errors="replace")) else "something else answers there"
 
 
 def to_blame(failed: Collection[tuple[int, int]], trainers: Collection[int], servers: Collection[int]) -> set[int]:

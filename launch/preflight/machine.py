@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_dapo.common.sizes import ceil_div, format_bytes
 from megatron_dapo.config.derived import Layout, uses_critic
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import read_model_spec
@@ -70,7 +71,7 @@ def checkpoints_bytes(config: Config) -> tuple[int, int]:
     # weights, Adam's moments and, of a half-precision model, its float32 weights; see docs/checkpoints.md
     per_parameter = width + ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
     one = sum(num_parameters(spec, WHOLE_MODEL, stage=0)) * per_parameter * (2 if uses_critic(config) else 1)
-    saves = -(-trainer.total_training_steps // trainer.save_interval) if trainer.save_interval > 0 else 1
+    saves = ceil_div(trainer.total_training_steps, trainer.save_interval) if trainer.save_interval > 0 else 1
     if trainer.keep_last is None:
         return one, saves
     kept = trainer.keep_last + (trainer.total_training_steps // trainer.keep_every if trainer.keep_every else 0)
@@ -82,13 +83,13 @@ def disk(config: Config, folder: Path) -> Result:
     one, count = checkpoints_bytes(config)
     there = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
     needed, free = max(0, one * count - there) + LOG_BYTES, _free(folder)
-    found = f"{_gb(free)} free, {_gb(needed)} needed ({count} x {_gb(one)} for checkpoints)"
+    found = f"{format_bytes(free)} free, {format_bytes(needed)} needed ({count} x {format_bytes(one)} for checkpoints)"
     if free >= needed:
         return Result(found)
     return Result(
         found,
-        f"{folder} has {_gb(free)} free, {count} checkpoints of {_gb(one)} and logs need {_gb(needed)}; make room, "
-        "keep fewer (trainer.keep_last), or choose another trainer.run_dir.",
+        f"{folder} has {format_bytes(free)} free, {count} checkpoints of {format_bytes(one)} and logs need "
+        f"{format_bytes(needed)}; make room, keep fewer (trainer.keep_last), or choose another trainer.run_dir.",
     )
 
 
@@ -96,10 +97,12 @@ def scratch() -> Result:
     """Room for compiled kernels and temporary files on this node's own disk."""
     folder = Path(tempfile.gettempdir())
     free = _free(folder)
-    found = f"{_gb(free)} free in {folder}"
+    found = f"{format_bytes(free)} free in {folder}"
     if free >= LOG_BYTES:
         return Result(found)
-    return Result(found, f"{folder} has {_gb(free)} free, {_gb(LOG_BYTES)} are needed; clean it, or set TMPDIR.")
+    return Result(
+        found, f"{folder} has {format_bytes(free)} free, {format_bytes(LOG_BYTES)} are needed; clean it, or set TMPDIR."
+    )
 
 
 def _free(folder: Path) -> int:
@@ -107,10 +110,6 @@ def _free(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.{0 if num_bytes >= 1e10 else 1}f} GB"
 
 
 def files(config: Config) -> Result:

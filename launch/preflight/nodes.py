@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dapo.common.addresses import LOOPBACK
+
 _POLL_S = 0.05
 _LEAVE_S = 15.0  # node 0 holds the store until the others have read the verdict, but not for ever
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)

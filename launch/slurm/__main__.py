@@ -11,18 +11,21 @@ from pathlib import Path
 from launch.command_line import parse, parser
 from launch.slurm.node import run
 from launch.slurm.notice import notice_line
-from launch.slurm.outcome import NOT_REQUEUED, USER_ERROR, Facts, done_line, is_done, outcome
+from launch.slurm.outcome import NOT_REQUEUED, Facts, done_line, is_done, outcome
 from launch.slurm.plan import ROLES, Allocation, Plan, make_plan, own_overrides
 from launch.slurm.progress import progress
 from launch.slurm.servers import wait_for_servers
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
+from megatron_dapo.common.files import write_whole
+from megatron_dapo.common.signals import ignore_signals
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import make_server_key
 
 NOTHING_TO_DO_EXIT_CODE = 76  # of `plan`: the run is done, as the later jobs of a chain find
@@ -88,8 +91,8 @@ def plan_command(argv: list[str]) -> int:
     except UserError as error:
         print(error.report(), file=sys.stderr, flush=True)
         stream = sys.stdout if arguments.nodes else sys.stderr  # srun adds words of its own to the latter
-        print(f"FAILED ({USER_ERROR}): {error.sentences[0]}", file=stream, flush=True)
-        return USER_ERROR
+        print(f"FAILED ({USER_ERROR_EXIT_CODE}): {error.sentences[0]}", file=stream, flush=True)
+        return USER_ERROR_EXIT_CODE
     write_attempt(plan, config)
     print(plan.text(), *_notice(config, arguments.notice), process_plan(config), plan.logs, sep="\n", flush=True)
     return 0
@@ -120,7 +123,7 @@ def show_plan(config: Config, min_bandwidth: float | None, notice_s: int | None 
 
 
 def wait_command(arguments: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # in a step of its own: Slurm's, before it takes the nodes
+    ignore_signals([signal.SIGTERM])  # in a step of its own: Slurm's, before it takes the nodes
     fault = wait_for_servers(arguments.plan)
     if fault:
         print(fault, flush=True)

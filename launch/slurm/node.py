@@ -5,7 +5,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,14 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from launch.command_line import USER_ERROR_EXIT_CODE
 from launch.slurm.plan import KILLED_TOGETHER, TRAINER, Plan
+from megatron_dapo.common.addresses import local_address_towards, node_name
 from megatron_dapo.common.child_environment import COMMON, cache_folder
-from megatron_dapo.common.errors import SAVED_EXIT_CODE, UserError
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE, shell_exit_code
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.parent_death import end_with_parent
-from megatron_dapo.storage.run_folder import write_whole
+from megatron_dapo.common.signals import SignalReceiver
 
 ENDS, CANCELLED = "ends", "cancelled"  # in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
@@ -34,14 +35,14 @@ _LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it tells which 
 def run(plan: Plan, role: str) -> int:
     """Exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end the others,
     which may still be at it, for any other code."""
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = node_name()
     orders = Orders(Path(plan.logs), role, node)
     try:
         code = orders.obey(start(plan, role, node))
     except UserError as error:
         print(error.report(), flush=True)
         code = USER_ERROR_EXIT_CODE
-    code = code if code >= 0 else 128 - code
+    code = shell_exit_code(code)
     write_whole(Path(plan.logs) / ENDS / f"{role}-{node}.json", json.dumps({"code": code, "time": time.time()}))
     if role == TRAINER and code == SAVED_EXIT_CODE:
         return 0
@@ -86,9 +87,7 @@ class Orders:
 
     def __init__(self, logs: Path, role: str, node: str) -> None:
         self._asked, self._cancelled = (logs / f"asked-{node}" if role == TRAINER else None), logs / CANCELLED
-        self._received: list[signal.Signals] = []
-        for number in self.SIGNALS:
-            signal.signal(number, lambda received, _: self._received.append(signal.Signals(received)))
+        self._received = SignalReceiver(self.SIGNALS).install().received
 
     def obey(self, program: subprocess.Popen) -> int:
         """Wait for the program; its exit code, as `subprocess` gives it."""
@@ -156,10 +155,7 @@ def interface_towards(host: str) -> str | None:
     import psutil
 
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket: nothing is sent
-            address = probe.getsockname()[0]
+        address = local_address_towards(host)
     except OSError:
         return None  # the preflight says what is wrong with this name
     return interface_of(address, {name: [a.address for a in all_] for name, all_ in psutil.net_if_addrs().items()})

@@ -1,5 +1,6 @@
 """Whether Slurm's notice before the time limit is long enough for what a run still does once it is asked to save."""
 
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.derived import (
     critic_batching,
     needs_old_log_probs,
@@ -42,6 +43,6 @@ def notice_line(config: Config, notice_s: int | None) -> str | None:
         needed += ", besides the evaluation that follows a step (trainer.test_freq)"
     if notice_s >= needed_s:
         return f"{notice_s} s before the time limit; {needed}"
-    enough = -(-int(needed_s + 1) // 600) * 600
+    enough = round_up(int(needed_s + 1), 600)
     cure = f"NOTICE_S={enough} sbatch --signal=B:USR1@{enough}"
     return f"{notice_s} s before the time limit IS TOO SHORT; {needed}; give {cure}"

@@ -8,11 +8,15 @@ from pathlib import Path
 from launch.slurm.node import ends
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Plan
 from launch.slurm.progress import Progress, progress
-from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
 
-DONE, USER_ERROR, PREFLIGHT_FAILED, SERVERS_FAILED, TRAINER_FAILED, NOT_REQUEUED = 0, 2, 10, 11, 12, 13
+DONE = 0
+PREFLIGHT_FAILED = 10
+SERVERS_FAILED = 11
+TRAINER_FAILED = 12
+NOT_REQUEUED = 13
 FAILURES = {PREFLIGHT: PREFLIGHT_FAILED, SERVERS: SERVERS_FAILED, TRAINER: TRAINER_FAILED}
 MAX_LINE = 600
 PREEMPTED = "TERM"
@@ -58,8 +62,8 @@ def outcome(plan: Plan, facts: Facts) -> Outcome:
         return _saved(plan, facts)
     if facts.phase == TRAINER and facts.exit_code == 0:
         return Outcome(DONE, done_line(plan.run, plan.total_steps))
-    if facts.phase == TRAINER and USER_ERROR in trainer.values():
-        return _failed(USER_ERROR, first_mistake(plan) or first_cause(plan, TRAINER))
+    if facts.phase == TRAINER and USER_ERROR_EXIT_CODE in trainer.values():
+        return _failed(USER_ERROR_EXIT_CODE, first_mistake(plan) or first_cause(plan, TRAINER))
     # before the trainer, which may have died of it
     blamed = SERVERS if facts.servers_ended else facts.phase
     cause = first_cause(plan, blamed)

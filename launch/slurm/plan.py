@@ -8,17 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.slurm.progress import BEGINNING, Progress
+from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import servers_per_node, starts_servers
 from megatron_dapo.config.schema import Config
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)
 KILLED_TOGETHER = (PREFLIGHT, TRAINER)  # whose tasks wait for one another, and need none that is alone
 PLAN_FILE = "plan.json"
-LOOPBACK = "127.0.0.1"
 
 # Below 32768, where Linux takes the ports of outgoing connections from, and a block of its own for each of 384 jobs in
 # a row: of the trainer's rendezvous, of the preflight's, then of the servers.

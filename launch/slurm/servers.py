@@ -1,12 +1,12 @@
 """Waiting for the servers of all nodes: their health, and the life of those who start them."""
 
-import http.client
 import time
 from collections.abc import Callable
 from functools import partial
 
 from launch.slurm.node import ends
 from launch.slurm.plan import SERVERS, Plan
+from megatron_dapo.common.server_health import HealthCheck, is_healthy
 from megatron_dapo.storage.server_key import key_header, read_server_key
 
 POLL_INTERVAL_S = 1.0
@@ -15,7 +15,9 @@ PROBE_TIMEOUT_S = 2.0
 
 def wait_for_servers(plan: Plan, probe: Callable[[str], bool] | None = None) -> str | None:
     """None when all are healthy; else who is not, in one sentence. Tells each that becomes healthy."""
-    probe = probe or partial(is_healthy, key=read_server_key(plan.server_key_file))
+    if probe is None:
+        headers = key_header(read_server_key(plan.server_key_file))
+        probe = partial(is_healthy, check=HealthCheck.GENERATES, headers=headers, timeout_s=PROBE_TIMEOUT_S)
     started, missing = time.monotonic(), list(plan.server_urls)
     while True:
         for url in [url for url in missing if probe(url)]:
@@ -28,14 +30,3 @@ def wait_for_servers(plan: Plan, probe: Callable[[str], bool] | None = None) -> 
         if time.monotonic() - started > plan.server_timeout_s:
             return f"not healthy within {plan.server_timeout_s:g} s: {', '.join(missing)}"
         time.sleep(POLL_INTERVAL_S)
-
-
-def is_healthy(url: str, key: str) -> bool:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PROBE_TIMEOUT_S)  # through no proxy
-    try:
-        connection.request("GET", "/health", headers=key_header(key))
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False  # not there yet
-    finally:
-        connection.close()

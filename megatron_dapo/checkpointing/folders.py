@@ -9,13 +9,12 @@ import gzip
 import json
 import logging
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dapo.checkpointing.manifest import MANIFEST, file_names, read_manifest, seal, sync_folder, write_manifest
+from megatron_dapo.checkpointing.manifest import MANIFEST, file_names, read_manifest, seal, write_manifest
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.storage.run_folder import write_whole
+from megatron_dapo.common.files import publish_folder, remove_folder, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def newest_first(root: Path) -> list[Path]:
 def staging(final: Path) -> Path:
     """An empty hidden folder beside `final`, to write into; what an earlier try left there is removed."""
     staged = final.with_name(_STAGING + final.name)
-    _remove(staged)
+    remove_folder(staged)
     staged.mkdir(parents=True)
     return staged
 
@@ -55,12 +54,8 @@ def publish(staged: Path, final: Path) -> None:
     moved aside first, and deleted when the new one is in its place."""
     assert (staged / MANIFEST).is_file(), f"{staged} has no manifest"
     old = final.with_name(_RETIRED + final.name)
-    _remove(old)
-    if final.exists():
-        final.rename(old)
-    staged.rename(final)
-    sync_folder(final.parent)
-    _could(_remove, old)
+    publish_folder(staged, final, old)
+    _could(remove_folder, old)
 
 
 def discard(folder: Path) -> None:
@@ -69,15 +64,15 @@ def discard(folder: Path) -> None:
         return
     if step_of(folder) is not None:
         retired = folder.with_name(_RETIRED + folder.name)
-        _remove(retired)
+        remove_folder(retired)
         folder = folder.rename(retired)
-    _remove(folder)
+    remove_folder(folder)
 
 
 def remove_leftovers(root: Path) -> list[str]:
     """Delete what a killed process left half written or half deleted; the names. What cannot be deleted is told."""
     left = [path for path in root.iterdir() if path.name.startswith((_STAGING, _RETIRED))] if root.is_dir() else []
-    return sorted(path.name for path in left if _could(_remove, path))
+    return sorted(path.name for path in left if _could(remove_folder, path))
 
 
 def retire(newest: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
@@ -149,10 +144,3 @@ def _could(delete: Callable[[Path], None], folder: Path) -> bool:
         log.warning("%s, which is not needed, cannot be deleted (%s); it is left", folder, error.strerror or error)
         return False
     return True
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_symlink():  # somebody keeps a checkpoint elsewhere
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)

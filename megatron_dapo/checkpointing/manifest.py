@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.storage.run_folder import write_whole
+from megatron_dapo.common.files import flush_to_disk, write_whole
 
 Result = TypeVar("Result")
 
@@ -86,10 +86,10 @@ def write_manifest(
     records = _records(folder, file_names(folder), flush) if files is None else dict(sorted(files.items()))
     manifest = Manifest(records, tuple(contents), {name: importlib.metadata.version(name) for name in _PACKAGES})
     for inner in sorted({(folder / name).parent for name in records}):
-        sync_folder(inner)
+        flush_to_disk(inner)
     content = asdict(manifest)
     write_whole(folder / MANIFEST, json.dumps({**content, "sha256": _self_check(content)}, indent=1) + "\n")
-    sync_folder(folder)
+    flush_to_disk(folder)
     return manifest
 
 
@@ -146,15 +146,6 @@ def compare_contents(
         return None if now == files[name] else f"{name} has another content than was written (its sha256 differs)"
 
     return [found for found in _each(fault, files) if found]
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's own entries: the names of the files in it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(folder: Path) -> tuple[Manifest | None, str]:

@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from megatron_dapo.checkpointing.stop_signals import StopSignals
+from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.platform.ranks import Ranks
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

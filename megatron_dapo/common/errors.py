@@ -1,17 +1,7 @@
-"""The error that a user can cure: sentences, not a traceback; and how processes end."""
+"""The error that a user can cure: sentences, not a traceback."""
 
 import re
-import signal
 from collections.abc import Iterable
-
-SAVED_EXIT_CODE = 85
-"""Of a run that was asked to stop: everything is saved, the same command goes on from there."""
-HANG_EXIT_CODE = 14
-"""Of a rank whose job hung: it has said who is missing, and left its stacks in hang/ of the logs."""
-
-MISMATCH_EXIT_CODE = 15
-"""Of a run whose servers wrote what its model would not: that batch was not trained on, what was done is saved."""
-
 
 _USER_OF_URL = re.compile(r"(?<=://)[^\s/]+@")
 
@@ -46,10 +36,3 @@ class SharedUserError(UserError):
 
 class RunStopped(Exception):
     """The run was asked to stop, and is saved."""
-
-
-def exit_phrase(code: int | None) -> str:
-    """ "ended with exit code 1", "was killed by SIGKILL", "is still running"."""
-    if code is None:
-        return "is still running"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

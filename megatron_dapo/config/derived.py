@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.schema import Config
 
 
@@ -99,7 +100,7 @@ def longest_micro_batch_sample(config: Config) -> int:
     megatron = config.actor_rollout_ref.actor.megatron
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     multiple = slices * tokens_multiple(config)
-    return -(-(config.data.max_prompt_length + config.data.max_response_length) // multiple) * multiple
+    return round_up(config.data.max_prompt_length + config.data.max_response_length, multiple)
 
 
 def num_mini_batches(config: Config) -> int:

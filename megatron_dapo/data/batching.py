@@ -12,6 +12,7 @@ import torch
 
 from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS, GroupRewards
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.sizes import ceil_div
 from megatron_dapo.data.types import Group, Sample
 
 
@@ -140,7 +141,7 @@ def mini_batches(
     groups = list(_by_group(samples).values())
     if seed is not None:
         random.Random(seed).shuffle(groups)
-    num_parts = -(-len(groups) // num_groups)
+    num_parts = ceil_div(len(groups), num_groups)
     ends = [len(groups) * part // num_parts for part in range(num_parts + 1)] if num_parts else [0]
     parts = [groups[start:end] for start, end in pairwise(ends)]
     return [[sample for group in part for sample in group] for part in parts]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.data.batching import CostModel, TrainSample, longest_first, shard_over_data_parallel
 
 Bins = list[list[TrainSample]]
@@ -58,7 +59,7 @@ def schedule_shards(
     check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
     cost = cost or CostModel()
     bins_of_rank = [first_fit_decreasing(shard, max_tokens, pad_multiple, packed) for shard in shards]
-    num_bins = _round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
+    num_bins = round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
     capacity = max_tokens // pad_multiple * pad_multiple
 
     def spread(shard: Sequence[TrainSample], bins: Bins) -> Bins:
@@ -74,10 +75,10 @@ def check_lengths(
 ) -> None:
     """Raises UserError if a sample, padded, does not fit into a micro-batch."""
     longest = max((sample.length for sample in samples), default=0)
-    if _round_up(longest, pad_multiple) > max_tokens:
+    if round_up(longest, pad_multiple) > max_tokens:
         raise UserError(
             f"A sample of {longest} tokens does not fit into {cap_key}={max_tokens}: raise it to at least "
-            f"{_round_up(longest, pad_multiple)}, or lower data.max_prompt_length or data.max_response_length."
+            f"{round_up(longest, pad_multiple)}, or lower data.max_prompt_length or data.max_response_length."
         )
 
 
@@ -90,12 +91,12 @@ def first_fit_decreasing(
     for sample in longest_first(samples):
         # Bins are sorted by falling length, so a rectangle is as wide as its first sample.
         news = (size + (sample if packed else bin_[0]).length for bin_, size in zip(bins, sizes, strict=True))
-        place = next((i for i, new in enumerate(news) if _round_up(new, pad_multiple) <= max_tokens), len(bins))
+        place = next((i for i, new in enumerate(news) if round_up(new, pad_multiple) <= max_tokens), len(bins))
         if place == len(bins):
             bins.append([])
             sizes.append(0)
         bins[place].append(sample)
-        sizes[place] += sample.length if packed else _round_up(bins[place][0].length, pad_multiple)
+        sizes[place] += sample.length if packed else round_up(bins[place][0].length, pad_multiple)
     return bins
 
 
@@ -127,10 +128,6 @@ def _split(bins: Bins, num_bins: int, cost: CostModel) -> Bins:
 
 def _cost(samples: Iterable[TrainSample], cost: CostModel) -> float:
     return sum(cost(sample.length) for sample in samples)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,10 +220,10 @@ def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bo
     """The micro-batch of these samples, in order, T or S padded to pad_multiple; of no samples a dummy without loss."""
     if packed:
         widths = [sample.length for sample in samples]
-        padding = _round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
+        padding = round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
         widths += [padding] if padding else []
     else:
-        width = _round_up(max([1, *(sample.length for sample in samples)]), pad_multiple)
+        width = round_up(max([1, *(sample.length for sample in samples)]), pad_multiple)
         widths = [width] * max(1, len(samples))
     owners = [*samples, *[None] * (len(widths) - len(samples))]
     rows = [_row(owner, width, i) for i, (owner, width) in enumerate(zip(owners, widths, strict=True))]

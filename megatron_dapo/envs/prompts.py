@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.envs import alfworld, household
 from megatron_dapo.rewards import reasoning_gym
-from megatron_dapo.storage.run_folder import write_whole
 
 _HOW_TO_ANSWER = "\n\nGive the final answer, and nothing else, between <answer> and </answer>."
-_USER_ERROR = 2
 
 
 def reasoning_gym_rows(task: str, size: int, seed: int, config: dict[str, Any]) -> list[dict]:
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         write_whole(given.output, "".join(json.dumps(row) + "\n" for row in rows))
     except UserError as error:
         print(error.report(), file=sys.stderr)
-        return _USER_ERROR
+        return USER_ERROR_EXIT_CODE
     print(f"{given.output}: {len(rows)} prompts")
     return 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.storage.model_folder import ModelFolder
 
 
@@ -60,7 +61,7 @@ class ModelSpec:
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding: the vocabulary, rounded up so that tensor-parallel ranks hold equal shares."""
-        return -(-self.vocab_size // tp) * tp
+        return round_up(self.vocab_size, tp)
 
 
 @dataclass(frozen=True)

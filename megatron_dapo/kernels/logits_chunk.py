@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.kernels.statistics import Merged, empty_share
 
 # Rows of a product are padded to a multiple of this: below four rows a CPU's matrix library takes another path, and a
@@ -88,7 +89,7 @@ class _TorchChunk:
     def __init__(self, weight_VH: Tensor, num_rows: int) -> None:
         self._dtype = accumulation_dtype(weight_VH.dtype)
         self._weight = weight_VH.to(self._dtype)
-        num_rows = _round_up(num_rows, _CPU_ROW_MULTIPLE)
+        num_rows = round_up(num_rows, _CPU_ROW_MULTIPLE)
         self._x = torch.empty(num_rows, weight_VH.size(0), dtype=self._dtype, device=weight_VH.device)
         self._e = torch.empty_like(self._x)
 
@@ -99,7 +100,7 @@ class _TorchChunk:
         self._hidden = hidden.to(self._dtype) * inv_temperature.to(self._dtype)[:, None]
         if not columns:
             return empty_share(n, self._dtype, hidden.device)
-        padding = _round_up(n, _CPU_ROW_MULTIPLE) - n
+        padding = round_up(n, _CPU_ROW_MULTIPLE) - n
         rows = torch.nn.functional.pad(self._hidden, (0, 0, 0, padding)) if padding else self._hidden
         torch.mm(rows, self._weight.t(), out=self._x[: n + padding])
         x = self._x[:n]
@@ -118,7 +119,7 @@ class _TorchChunk:
             return merged.top.new_zeros(n)
         k = (self._m - merged.top) - merged.log_s
         gap = k - ((reference._m - of_reference.top) - of_reference.log_s)
-        padding = _round_up(n, _CPU_ROW_MULTIPLE) - n
+        padding = round_up(n, _CPU_ROW_MULTIPLE) - n
         gap = torch.nn.functional.pad(gap, (0, padding))[:, None]
         chunk = (self._e, self._x, reference._x)
         blocks = zip(*(t[: n + padding].split(_CPU_ROW_BLOCK) for t in (*chunk, gap)), strict=True)
@@ -183,7 +184,7 @@ class _TritonChunk:
         """[num_rows, V], allocated when it is first used: not every pass needs every one."""
         columns = self._weight.size(0)
         # so many numbers that Triton sees every row begin on a 16-byte boundary, and reads as many bytes at a time
-        return self._weight.new_empty(self._num_rows, _round_up(columns, 16), dtype=dtype)[:, :columns]
+        return self._weight.new_empty(self._num_rows, round_up(columns, 16), dtype=dtype)[:, :columns]
 
     def statistics(self, hidden, inv_temperature, local_targets, want_entropy):
         n = hidden.size(0)
@@ -247,7 +248,3 @@ def _mm_float32(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)
     else:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.file_plan import FilePlan
@@ -25,7 +26,6 @@ from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, VALUE_HEAD, Entr
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.ranks import tell, together
-from megatron_dapo.storage.run_folder import write_whole
 from megatron_dapo.storage.staged_folder import StagedFolder
 
 # what belongs to a checkpoint besides the weights: configuration, tokenizer, chat template

@@ -8,6 +8,7 @@ CUDA, NCCL and the allocator's gaps take comes on top: an "80 GB" GPU has 85 x 1
 
 from dataclasses import dataclass, fields
 
+from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
 from megatron_dapo.config.derived import (
     Layout,
     critic_batching,
@@ -21,8 +22,6 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
-GB = 1e9
-MIB = 2**20
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 ADAM_MOMENTS = 8  # bytes: two float32
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
@@ -155,7 +154,7 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     return States(
         weights=(shared + experts) * width,
         gradients=(shared + experts) * MAIN_GRADIENT,
-        optimizer=-(-shared * state // by_dp) + -(-experts * state // by_expert_dp),
+        optimizer=ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp),
     )
 
 
@@ -236,7 +235,7 @@ def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
     """The reference's last hidden states of a rollout step, all responses at their longest, and its chunk of logits."""
     sizes, actor = layout(config), config.actor_rollout_ref.actor
     sharing = sizes.dp * (sizes.tp if actor.megatron.sequence_parallel else 1)
-    tokens = -(-samples_per_rollout_step(config) * config.data.max_response_length // sharing)
+    tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
     chunk = (actor.log_prob_chunk_size or HEAD_CHUNK) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
     return tokens * spec.hidden_size * dtype_bytes(config) + chunk
 
@@ -299,4 +298,4 @@ def dtype_bytes(config: Config) -> int:
 def _padded(config: Config, tokens: int) -> int:
     """To a multiple that tensor-parallel ranks can share."""
     tp = layout(config).tp
-    return -(-tokens // tp) * tp
+    return round_up(tokens, tp)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_dapo.common.sizes import GB, ceil_div, format_gb
 from megatron_dapo.config.derived import (
     critic_batching,
     dapo_techniques,
@@ -19,7 +20,7 @@ from megatron_dapo.config.derived import (
     uses_kl_loss,
 )
 from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.memory import GB, server_memory, trainer_memory
+from megatron_dapo.planner.memory import server_memory, trainer_memory
 from megatron_dapo.planner.model_checks import read_model_specs
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -160,14 +161,14 @@ def _reference(config: Config) -> Iterator[str]:
     if uses_full_kl(config):
         sizes, megatron = layout(config), actor.megatron
         sharing = sizes.dp * (sizes.tp if megatron.sequence_parallel else 1)
-        tokens = -(-samples_per_rollout_step(config) * config.data.max_response_length // sharing)
+        tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
         yield "KL over the whole vocabulary: each rank of the last stage keeps its last hidden states until the update,"
         yield f"up to {tokens} tokens x hidden size x bytes of dtype, and holds a second chunk of logits"
 
 
 def _critic(config: Config) -> Iterator[str]:
     sizes, warmup = critic_batching(config), config.trainer.critic_warmup
-    num_mini_batches = -(-config.data.train_batch_size // sizes.ppo_mini_batch_size)
+    num_mini_batches = ceil_div(config.data.train_batch_size, sizes.ppo_mini_batch_size)
     weights = config.critic.model.path or "the actor's starting weights"
     yield f"{weights} with a value head, on the trainer ranks"
     yield (
@@ -185,9 +186,9 @@ def _memory(config: Config) -> Iterator[str]:
         yield f"not estimated: the model's config.json is not in {path or 'actor_rollout_ref.model.path'}"
         return
     parts = trainer_memory(config, *specs)
-    sizes = ", ".join(f"{name} {_gb(size)}" for name, size in parts.by_name.items())
+    sizes = ", ".join(f"{name} {format_gb(size)}" for name, size in parts.by_name.items())
     fits = parts.total <= config.trainer.gpu_memory_gb * GB
-    whole = f"{_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU{'' if fits else ' DO NOT FIT'}"
+    whole = f"{format_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU{'' if fits else ' DO NOT FIT'}"
     yield f"trainer: {whole}: {sizes}"
     rollout = config.actor_rollout_ref.rollout
     # a Slurm job names the servers that it starts in a file
@@ -196,13 +197,9 @@ def _memory(config: Config) -> Iterator[str]:
         server = server_memory(config, specs[0])
         longest = config.data.max_prompt_length + config.data.max_response_length
         yield (
-            f"server: weights {_gb(server.weights)} GB per GPU, KV cache {_gb(server.kv_cache)} for "
+            f"server: weights {format_gb(server.weights)} GB per GPU, KV cache {format_gb(server.kv_cache)} for "
             f"{_count(server.num_tokens, 'token')}, {_count(server.num_tokens // longest, 'sample')} of full length"
         )
-
-
-def _gb(size: int) -> str:
-    return f"{size / GB:.1f}" if size >= 0.05 * GB else f"{size / GB:.2g}"
 
 
 def _weight_sync(config: Config) -> str:

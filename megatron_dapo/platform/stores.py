@@ -8,7 +8,8 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
-LOOPBACK = "127.0.0.1"
+from megatron_dapo.common.addresses import LOOPBACK
+
 _DIGEST_LENGTH = 64
 
 

@@ -12,7 +12,6 @@ import faulthandler
 import json
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -26,10 +25,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.common.errors import HANG_EXIT_CODE
+from megatron_dapo.common.addresses import node_name
+from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.platform import stores
 from megatron_dapo.platform.ranks import Ranks
-from megatron_dapo.storage.run_folder import write_whole
 
 TELL_INTERVAL_S = 1.0
 _JUDGE_INTERVAL_S = 0.25
@@ -169,7 +169,7 @@ class Watchdog:
         """Collective over all ranks."""
         self._rank, self._world, self._folder = ranks.rank, world_size, folder
         self._limits, self._default_s, self._silence_s = limits_s, default_s, silence_s
-        self._node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._node = node_name()
         self._main_thread = threading.main_thread().ident
         self._closing = threading.Event()
         self._heard: dict[int, tuple[int, Place]] = {}  # rank -> (how often it has spoken, where it was)

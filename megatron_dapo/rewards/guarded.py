@@ -13,6 +13,9 @@ from collections.abc import Callable
 
 import psutil
 
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, shell_exit_code
+from megatron_dapo.common.signals import SignalReceiver, reset_signals
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _END_S = 10.0  # for what SIGKILL does not end at once: a process in a call to hanging storage
@@ -27,14 +30,12 @@ def run_guarded(work: Callable[[], None], pipe: int) -> None:
     awake, wake = os.pipe()  # numbers of the signals that came
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: None)
+    SignalReceiver(_SIGNALS).install()  # so that their numbers are written to `wake`
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
         signal.set_wakeup_fd(-1)
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        reset_signals(_SIGNALS)
         os.close(awake)
         os.close(wake)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -68,7 +69,7 @@ def _end_all(worker: int, code: int | None) -> int:
         time.sleep(_LOOK_S)
         ended = _reap(worker)
         code = code if ended is None else ended
-    return 1 if code is None else code if code >= 0 else 128 - code  # as a shell says that a signal ended it
+    return FAILED_EXIT_CODE if code is None else shell_exit_code(code)
 
 
 def _reap(worker: int) -> int | None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import math_verify as sympy_verify
 
+from megatron_dapo.common.signals import SignalReceiver
 from megatron_dapo.rewards.answers import final_answer
 from megatron_dapo.rewards.exact import as_written, exact_number, is_words, without_units, words
 
@@ -142,16 +143,15 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
-    def time_up(_signal_number: int, _frame: object) -> None:
+    def time_up(_: signal.Signals) -> None:
         raise _TimeUp
 
-    previous = signal.signal(signal.SIGALRM, time_up)
-    # again every second: what is raised while a destructor or a gc callback runs is printed by Python and dropped
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    except _TimeUp:
-        raise TimeoutError(f"no verdict within {seconds:g} s") from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    with SignalReceiver((signal.SIGALRM,), time_up):
+        # again every second: what is raised while a destructor or a gc callback runs is printed by Python and dropped
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        try:
+            yield
+        except _TimeUp:
+            raise TimeoutError(f"no verdict within {seconds:g} s") from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)

@@ -6,9 +6,10 @@ import zlib
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import whole_file
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
-from megatron_dapo.storage.run_folder import batch_file, batch_steps, whole_file
+from megatron_dapo.storage.run_folder import batch_file, batch_steps
 
 FORMAT_VERSION = 1
 _FAST = 1  # zlib level: log-probs hardly shrink at any

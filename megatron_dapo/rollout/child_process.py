@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dapo.common.errors import exit_phrase
+from megatron_dapo.common.exit_codes import exit_phrase
 from megatron_dapo.common.parent_death import end_with_parent
 
 log = logging.getLogger(__name__)

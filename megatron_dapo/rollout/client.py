@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from megatron_dapo.common.server_health import UNAVAILABLE, HealthCheck
 from megatron_dapo.storage.server_key import CURE, key_header
 
 FOREIGN_VERSION = -1
@@ -123,10 +124,10 @@ class SGLangClient:
     async def health(self, timeout_s: float = 5.0) -> None:
         """Returns if the server takes requests, or would if it were not paused; raises ServerError if not."""
         try:
-            await self._request("GET", "/ready", None, timeout_s)
+            await self._request("GET", HealthCheck.TAKES_REQUESTS, None, timeout_s)
         except ServerError as error:
             # 404: SGLang had no /ready before 0.5.20. 503: it starts, is ill, or is paused: then its scheduler answers
-            other = {404: "/health", 503: "/server_info"}.get(error.status)
+            other = {404: HealthCheck.GENERATES, UNAVAILABLE: HealthCheck.SCHEDULER_ANSWERS}.get(error.status)
             if other is None:
                 raise
             await self._request("GET", other, None, timeout_s)
@@ -135,11 +136,11 @@ class SGLangClient:
         """Whether it takes no requests now: paused until `continue_`, or ill, which SGLang tells by one status. Before
         0.5.20 it tells neither: there this is False."""
         try:
-            await self._request("GET", "/ready", None, timeout_s)
+            await self._request("GET", HealthCheck.TAKES_REQUESTS, None, timeout_s)
         except ServerError as error:
-            if error.status not in (404, 503):
+            if error.status not in (404, UNAVAILABLE):
                 raise
-            return error.status == 503
+            return error.status == UNAVAILABLE
         return False
 
     async def set_going(self, timeout_s: float = 5.0) -> None:
@@ -157,7 +158,7 @@ class SGLangClient:
     async def prove_health(self, timeout_s: float) -> None:
         """Have the server generate a token; raises ServerError where none comes. Not for one that is paused: SGLang
         calls a server ill that does not answer this, and well again only when it does."""
-        await self._request("GET", "/health", None, timeout_s)
+        await self._request("GET", HealthCheck.GENERATES, None, timeout_s)
 
     async def wait_healthy(self, timeout_s: float) -> None:
         """Ask until the server is healthy; at the deadline raises ServerError with the last answer."""
@@ -175,7 +176,7 @@ class SGLangClient:
 
     async def server_info(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         """The server's resolved arguments and state."""
-        return await self._request("GET", "/server_info", None, timeout_s)
+        return await self._request("GET", HealthCheck.SCHEDULER_ANSWERS, None, timeout_s)
 
     async def model_info(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         return await self._request("GET", "/model_info", None, timeout_s)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import has_given_servers, uses_dynamic_sampling, uses_overlong_shaping
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompts import PromptCursor, PromptDataset, content_of
@@ -38,7 +39,7 @@ from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
 from megatron_dapo.rollout.verdicts import VerdictCheck
 from megatron_dapo.storage.model_folder import ModelFolder
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.signals import SignalReceiver, ignore_signals
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.controller import Controller
@@ -176,9 +177,8 @@ class RolloutHandle:
 
 def _main(config: Config, connection: Connection, log_file: str) -> None:
     # they reach the whole terminal, or job step; the trainer decides, and closes the pipe when it is done with us
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN not passed on to what reward functions start
+    ignore_signals([signal.SIGINT])
+    SignalReceiver((signal.SIGTERM, signal.SIGUSR1)).install()  # not ignored by what reward functions start
     output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())

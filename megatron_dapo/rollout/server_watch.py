@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.common.files import write_whole
+from megatron_dapo.common.server_health import UNAVAILABLE, HealthCheck
+from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +49,25 @@ class ServerWatch:
     seen to work; one that is paused may answer while its GPUs still wait for a dead one.
     """
 
-    def __init__(self, get: Callable[[str, float], int | None], silent_limit_s: float, note: Path) -> None:
-        """get: (route, seconds) -> status, none without an answer. silent_limit_s: how long the scheduler may be silent
-        when nobody says that it is stuck."""
-        self._get, self._note = get, note
-        self._limits = {"/server_info": silent_limit_s, "/health_generate": GENERATE_LIMIT_S}
+    def __init__(
+        self, status_of: Callable[[HealthCheck, float], int | None], silent_limit_s: float, note: Path
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            status_of: (check, seconds) -> the status of the answer; none without one.
+            silent_limit_s: how long the scheduler may be silent when nobody says that it is stuck.
+            note: file of `report_unresponsive` about this server.
+        """
+        self._status_of = status_of
+        self._note = note
+        self._limits = {
+            HealthCheck.SCHEDULER_ANSWERS: silent_limit_s,
+            HealthCheck.GENERATED_LATELY: GENERATE_LIMIT_S,
+        }
         self._is_ill = self._is_suspect = False
         self._num_misses, self._answered_at = 0, time.monotonic()
-        self._unanswered = ""
+        self._unanswered = HealthCheck.SCHEDULER_ANSWERS
         self._ended = threading.Event()
         self._remove_note()  # it became healthy after it was written
         threading.Thread(target=self._run, name="server-watch", daemon=True).start()
@@ -82,21 +95,25 @@ class ServerWatch:
 
     def _look(self) -> None:
         asked_at = time.monotonic()
-        if self._get("/server_info", ANSWER_S) is None:
-            self._miss("/server_info")
+        if self._status_of(HealthCheck.SCHEDULER_ANSWERS, ANSWER_S) is None:
+            self._miss(HealthCheck.SCHEDULER_ANSWERS)
             return
-        is_paused = not self._is_ill and self._get("/ready", ANSWER_S) == 503
-        self._is_ill = not is_paused and self._get("/health_generate", HEALTH_ANSWER_S) in (None, 503)
+        is_paused = not self._is_ill and self._status_of(HealthCheck.TAKES_REQUESTS, ANSWER_S) == UNAVAILABLE
+        self._is_ill = not is_paused and not self._generates()
         if self._is_ill:
-            self._miss("/health_generate")
+            self._miss(HealthCheck.GENERATED_LATELY)
             return
         self._num_misses, self._answered_at = 0, asked_at
         if self._is_suspect and not is_paused:
             self._is_suspect = False
             self._remove_note()
 
-    def _miss(self, route: str) -> None:
-        self._unanswered = route
+    def _generates(self) -> bool:
+        status = self._status_of(HealthCheck.GENERATED_LATELY, HEALTH_ANSWER_S)
+        return status is not None and status != UNAVAILABLE
+
+    def _miss(self, check: HealthCheck) -> None:
+        self._unanswered = check
         self._num_misses += 1
 
     def _remove_note(self) -> None:

@@ -1,6 +1,5 @@
 """Starts a config's SGLang servers on this machine, keeps them alive, and stops them."""
 
-import http.client
 import json
 import logging
 import os
@@ -11,8 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dapo.common.addresses import node_name
 from megatron_dapo.common.child_environment import COMMON, places_to_write
-from megatron_dapo.common.errors import UserError, exit_phrase
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import exit_phrase
+from megatron_dapo.common.server_health import HTTP_OK, HealthCheck, health_status
 from megatron_dapo.config.derived import servers_per_node
 from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.child_process import ChildProcess
@@ -148,7 +150,7 @@ class ServerSupervisor:
         is_up = server.probe()
         server.files.note(server.process.pids())
         if is_up:
-            server.watch = ServerWatch(server.get, self._silent_limit_s, self._run.unresponsive(server.url))
+            server.watch = ServerWatch(server.status_of, self._silent_limit_s, self._run.unresponsive(server.url))
             log.info("%s is healthy at %s after %.0f s", server.name, server.url, server.age_s())
             return True
         if time.monotonic() > server.deadline:
@@ -286,21 +288,12 @@ class _Server:
 
     def probe(self) -> bool:
         """Ask for health, and remember it: from then on its process and its watch tell."""
-        status = self.get("/ready")
-        self.is_healthy = (self.get("/health") if status == 404 else status) == 200  # SGLang before 0.5.20: no /ready
+        self.is_healthy = self.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
         return self.is_healthy
 
-    def get(self, route: str, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
-        """The status of its answer."""
-        address = self.url.removeprefix("http://")
-        connection = http.client.HTTPConnection(address, timeout=timeout_s)  # never through a proxy
-        try:
-            connection.request("GET", route, headers=self._headers)
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return None  # not there yet
-        finally:
-            connection.close()
+    def status_of(self, check: HealthCheck, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
+        """Return the status of its answer; none without one."""
+        return health_status(self.url, check, self._headers, timeout_s)
 
 
 class ReservedPort:
@@ -329,7 +322,7 @@ class ReservedPort:
 def _reachable(host: str) -> str:
     """What others call a server that binds to `host`. Raises UserError where that is nothing that leads here."""
     if host in ("0.0.0.0", "::"):
-        given, host = host, os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as a job's plan has it
+        given, host = host, node_name()  # as a job's plan has it
         try:
             socket.getaddrinfo(host, None)
         except OSError as error:

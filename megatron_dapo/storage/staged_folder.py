@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import flush_to_disk, publish_folder, remove_folder
 from megatron_dapo.storage.file_lock import FileLock
 
 
@@ -51,17 +52,11 @@ class StagedFolder:
         """Flush all files to the disk, and give the folder its name. Raises OSError, or UserError where another folder
         has the name by now."""
         for path in (*self.staging.rglob("*"), self.staging):
-            _flush(path)
+            flush_to_disk(path)
         self._check_target()
         old = self.path.with_name(f".{self.path.name}.old")
-        if self.path.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            self.path.rename(old)
-        self.staging.rename(self.path)
-        _flush(self.path.parent)
-        if old.exists():
-            shutil.rmtree(old)
+        publish_folder(self.staging, self.path, old)
+        remove_folder(old)
 
     def discard(self) -> None:
         """Remove what was not published; nothing of another process that writes the same folder."""
@@ -77,11 +72,3 @@ class StagedFolder:
     def _check_target(self) -> None:
         if self.path.exists() and not self._replace:
             raise UserError(f"`{self.path}` exists already; remove it, or give another folder.")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

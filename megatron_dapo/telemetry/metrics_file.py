@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.storage.run_folder import write_whole
+from megatron_dapo.common.files import write_whole
 
 log = logging.getLogger(__name__)
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron_dapo.common.sizes import GIB
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
-
-GIB = 2**30
 
 # Dense bfloat16 tensor-core TFLOP/s of NVIDIA's data sheets, by the name that the driver gives; the first that fits.
 PEAK_TFLOPS = {

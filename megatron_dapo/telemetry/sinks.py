@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import fall_silent, say
 from megatron_dapo.config.schema import Config
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import StepTable, progress, validation_line
 from megatron_dapo.telemetry.metrics_file import MetricsFile
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.common.addresses import LOOPBACK, local_address_towards
 from megatron_dapo.platform import nccl
 
 log = logging.getLogger(__name__)
@@ -24,13 +25,10 @@ def address_towards(urls: Sequence[str]) -> str:
     """This machine's address as the servers see it: that of the interface which routes to the first distant one."""
     for url in urls:
         parts = urlsplit(url)
-        family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket: nothing is sent
-            address = probe.getsockname()[0]
+        address = local_address_towards(parts.hostname or "", parts.port or 80)
         if not ip_address(address).is_loopback:
             return address
-    return "127.0.0.1"
+    return LOOPBACK
 
 
 class BroadcastGroup:

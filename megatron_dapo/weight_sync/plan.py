@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MIB = 2**20
+from megatron_dapo.common.sizes import MIB
+
 # On CPU a large flat buffer costs more in page faults and copies than it saves in messages: one of 538 MB took 10 s,
 # the same tensors one by one 1.0 s. So only small tensors are flattened there, into buckets of at most this size.
 CPU_BUCKET_BYTES = 64 * MIB

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from megatron_dapo.common.sizes import ceil_div
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.agreement import Agreement, Phases, Stopwatch
@@ -325,7 +326,7 @@ class WeightSync:
     def _compare(self, version: int, sums: dict[str, list[dict[str, str]]]) -> int:
         """This stage's share of the sample. Collective over the stage's ranks that gather."""
         parameters = server_parameters(self._source.specs())
-        share = -(-self._config.verify_num_tensors // self._layout.pp)
+        share = ceil_div(self._config.verify_num_tensors, self._layout.pp)
         names = random.Random(version).sample(sorted(parameters), min(share, len(parameters)))
         wrong = []
         for name in names:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.common.errors import MISMATCH_EXIT_CODE
+from megatron_dapo.common.exit_codes import MISMATCH_EXIT_CODE
 from megatron_dapo.data.types import Group, RolloutBatch
 from megatron_dapo.rollout.batch_files import write_batch
 from tests import mpi_replay

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.common.errors import HANG_EXIT_CODE
+from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.distributed

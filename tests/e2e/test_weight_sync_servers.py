@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient
 from megatron_dapo.rollout.supervisor import ServerSupervisor
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import read_server_key
 from megatron_dapo.telemetry.report import read_metrics
 from tests.distributed.weight_sync_world import Ranks

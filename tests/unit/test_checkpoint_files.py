@@ -208,7 +208,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_left_and_told(tmp_path, mon
     def refuse(folder):
         raise OSError(39, "Directory not empty", str(folder))
 
-    monkeypatch.setattr("megatron_dapo.checkpointing.folders.shutil.rmtree", refuse)
+    monkeypatch.setattr("megatron_dapo.common.files.shutil.rmtree", refuse)
     assert retire(tmp_path / "step_000002", keep_last=1, keep_every=None) == []
     assert "step_000001, which is not needed, cannot be deleted (Directory not empty)" in caplog.text
     assert newest_first(tmp_path) == [tmp_path / "step_000002"]

@@ -169,7 +169,7 @@ def test_a_disk_that_cannot_be_written_leaves_nothing(source, converted, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: usage)
         assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
-    assert "needs 0.3 MB, its disk has 0.0 MB left" in capsys.readouterr().err
+    assert " kB, its disk has 1.00 kB left" in capsys.readouterr().err
     assert outputs(tmp_path) == ["file"]
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from examples import demo_run
 from examples.arithmetic import demo
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.common.files import write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from launch.slurm import outcome
-from megatron_dapo.common.errors import SAVED_EXIT_CODE
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.planner.memory import GB, server_memory, trainer_memory
+from megatron_dapo.planner.memory import server_memory, trainer_memory
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
@@ -55,7 +56,7 @@ def test_the_exit_codes_are_those_of_the_jobs():
     told = {line: int(code) for line, code in re.findall(r"^\| `(\w+)[^`]*` \| (\d+) \|", TEXT, re.MULTILINE)}
     failed = {int(code) for code in re.findall(r"^\| `FAILED \((\d+)\)", TEXT, re.MULTILINE)}
     assert (told["DONE"], told["SAVED"]) == (outcome.DONE, SAVED_EXIT_CODE)
-    codes = (outcome.USER_ERROR, outcome.NOT_REQUEUED, *outcome.FAILURES.values())
+    codes = (USER_ERROR_EXIT_CODE, outcome.NOT_REQUEUED, *outcome.FAILURES.values())
     assert failed == {*codes, 143}
 
 

@@ -347,7 +347,7 @@ def test_a_full_disk_is_named_with_what_is_free_and_what_is_needed(tmp_path, mon
     assert machine.disk(demo(), tmp_path / "run" / "not yet").problem is None
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
     problem = machine.disk(demo(), tmp_path).problem
-    assert f"{tmp_path} has 0.5 GB free" in problem and "trainer.keep_last" in problem
+    assert f"{tmp_path} has 500.00 MB free" in problem and "trainer.keep_last" in problem
 
 
 def test_a_port_that_is_taken_is_named_with_its_holder():

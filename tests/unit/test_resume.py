@@ -16,8 +16,8 @@ from megatron_dapo.checkpointing.resume import find_start as find_start_of
 from megatron_dapo.checkpointing.rollout_state import restore_rollout
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
-from megatron_dapo.checkpointing.stop_signals import StopSignals
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.keys import known_keys, known_sections
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config

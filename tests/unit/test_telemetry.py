@@ -13,9 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.validation import validate
-from megatron_dapo.storage.run_folder import RunFolder, write_whole
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry import report
 from megatron_dapo.telemetry.console import StepTable, duration
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics

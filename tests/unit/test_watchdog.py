@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.common.errors import HANG_EXIT_CODE
+from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.watchdog import Place, Watchdog, missing, sentence
 

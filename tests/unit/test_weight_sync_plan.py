@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.common.sizes import MIB
 from megatron_dapo.weight_sync.broadcast_group import address_towards
 from megatron_dapo.weight_sync.checksum import checksum, gpu_checksum, server_parameters, server_tensor
-from megatron_dapo.weight_sync.plan import MIB, num_bytes, plan_buckets, plan_for
+from megatron_dapo.weight_sync.plan import num_bytes, plan_buckets, plan_for
 
 pytestmark = pytest.mark.unit
 

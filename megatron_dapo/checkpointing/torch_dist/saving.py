@@ -17,6 +17,7 @@ from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
 from megatron_dapo.checkpointing.torch_dist.pieces import CONTENT, model_boxes, replica_of
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, PlannedWrite, Planning
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import flush_to_disk
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.ranks import JobError, describe, tell, together
@@ -103,9 +104,7 @@ class PendingSave:
         self._planned.writer.finish(self._planned.metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
         for path in (*(p for p in self._folder.iterdir() if p.suffix != ".distcp"), self._folder):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            flush_to_disk(path)
 
 
 def written_with(layout: ParallelLayout) -> dict[str, int]:

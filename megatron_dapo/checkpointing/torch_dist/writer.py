@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, W
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.common.parent_death import end_with_parent
+from megatron_dapo.common.signals import ignore_signals
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.ranks import describe
 
@@ -146,12 +147,8 @@ class ForkedWrite:
 def _write_and_report(planned: PlannedWrite, sender: Connection, parent: int) -> None:
     gc.disable()  # collecting the parent's GPU objects here would touch the GPU
     torch.set_num_threads(1)  # a fork has the parent's OpenMP team without its threads: two would wait for ever
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # sent to all processes of a job: the trainer decides
-        signal.signal(number, signal.SIG_IGN)
+    # sent to all processes of a job: the trainer decides
+    ignore_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     end_with_parent(parent)  # a killed trainer leaves no writer behind, in a folder that its successor uses
     try:
         answer = planned.write(), ""

@@ -1,0 +1,37 @@
+"""The exit codes of every process of a run, and what they are called."""
+
+import signal
+
+FAILED_EXIT_CODE = 1
+"""Of a process that failed of something that no other code stands for."""
+
+USER_ERROR_EXIT_CODE = 2
+"""Of a process that a mistake of the user ended; it has printed the mistake and the cure."""
+
+HANG_EXIT_CODE = 14
+"""Of a rank whose job hung: it has said who is missing, and left its stacks in hang/ of the logs."""
+
+MISMATCH_EXIT_CODE = 15
+"""Of a run whose servers wrote what its model would not: that batch was not trained on, what was done is saved."""
+
+SAVED_EXIT_CODE = 85
+"""Of a run that was asked to stop: everything is saved, the same command goes on from there."""
+
+_FIRST_SIGNAL = 128
+
+
+def signal_exit_code(number: int) -> int:
+    """Return the exit code that stands for the end by a signal, as shells report it."""
+    return _FIRST_SIGNAL + number
+
+
+def shell_exit_code(returncode: int) -> int:
+    """Return what a shell would report for a return code of `subprocess`, which is negative after a signal."""
+    return returncode if returncode >= 0 else signal_exit_code(-returncode)
+
+
+def exit_phrase(code: int | None) -> str:
+    """Return "ended with exit code 1", "was killed by SIGKILL" or "is still running", for a code of `subprocess`."""
+    if code is None:
+        return "is still running"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

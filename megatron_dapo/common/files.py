@@ -1,0 +1,66 @@
+"""Files and folders that appear whole, by rename, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part: temp file, fsync, rename."""
+    with whole_file(path) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a file to write as `write_whole` does, piece by piece; where the block raises, `path` stays as it was."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def flush_to_disk(path: str | Path) -> None:
+    """Flush a file's content to the disk, or of a folder its entries: the names of the files in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish_folder(staged: Path, final: Path, old: Path) -> None:
+    """Give a finished folder its final name, so that a kill at any moment leaves a whole folder of that name or none.
+
+    Args:
+        staged: the folder, whose content is on the disk; on the same file system as `final`.
+        final: its name from now on. A folder that has the name already is moved aside.
+        old: where to move that; what is there is removed first. To be removed by the caller, who decides what happens
+            where that fails.
+
+    Raises:
+        OSError: where a folder cannot be moved or removed.
+    """
+    remove_folder(old)
+    if final.exists():
+        final.rename(old)
+    staged.rename(final)
+    flush_to_disk(final.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all that is in it, or a link to one; do nothing where there is none."""
+    if folder.is_symlink():  # somebody keeps a folder of this name elsewhere
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
