@@ -21,8 +21,8 @@ from benchmarks.measure import in_turns, ratio_of
 from benchmarks.report import plain_table, written
 from benchmarks.synthetic_model import ModelSize, write_model
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import SingleRank
 
 SIZES = {
     "quick": ModelSize(hidden=64, ffn=128, layers=2, vocab=256),

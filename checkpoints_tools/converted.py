@@ -16,7 +16,7 @@ from megatron_dapo.checkpointing.resume import verify_together
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
-from megatron_dapo.platform.ranks import describe
+from megatron_dapo.platform.agreement import describe
 from megatron_dapo.storage.model_folder import HF, MEGATRON
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def require_contents(job: "Job", folder: Path) -> None:
     """
     if job.is_main:
         print("comparing checksums ...", file=sys.stderr, flush=True)
-    _require_whole(folder, verify_together(folder, job))
+    _require_whole(folder, verify_together(folder, job.agreement))
 
 
 def _require_whole(folder: Path, verdict: Verdict) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpoints_tools.command_line import exit_code, rank, signals_as_exit
 from megatron_dapo.common.addresses import LOOPBACK
-from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.errors import JobError, MissingRanksError, UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE, signal_exit_code
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
@@ -47,9 +47,11 @@ def run(work: "Callable[[Job], int | None]") -> int:
                 return USER_ERROR_EXIT_CODE
             except RuntimeError as error:
                 lost = _PEER_IS_GONE.search(str(error))
-                if came or not lost:
+                is_missing = isinstance(error, MissingRanksError)
+                if came or not (lost or is_missing):
                     raise
-                print(f"Another process was lost, perhaps killed for its memory ({lost[0]}).", file=sys.stderr)
+                reason = lost[0] if lost else str(error)
+                print(f"Another process was lost, perhaps killed for its memory ({reason}).", file=sys.stderr)
                 return FAILED_EXIT_CODE
             finally:
                 job.leave()
@@ -84,13 +86,15 @@ class Job:
         import torch.distributed.nn.functional
 
         from megatron_dapo.platform import stores
+        from megatron_dapo.platform.agreement import Agreement
 
         os.environ.update(torchrun_variables(os.environ))
         if "RANK" in os.environ:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timeout, **stores.rendezvous(timeout))
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.agreement = Agreement(None, TIMEOUT_S)
+        self.rank, self.world_size = self.agreement.rank, self.agreement.size
         self.is_main = self.rank == 0
 
     def together(self, work: Callable[[], Result], only_main: bool = False) -> Result:
@@ -98,13 +102,12 @@ class Job:
 
         only_main: the others do nothing, and have none.
         """
-        from megatron_dapo.platform.ranks import JobError, together
 
-        results: list[Result] = []
-
-        def attempt() -> None:
+        def attempt() -> Result | None:
+            if only_main and not self.is_main:
+                return None
             try:
-                results.append(work())
+                return work()
             except JobError as error:
                 raise UserError(
                     f"The output was not written: {error}; free some space, or give another folder."
@@ -113,16 +116,11 @@ class Job:
                 place = f"`{error.filename}`" if error.filename else "A file"
                 raise UserError(f"{place} could not be read or written ({error.strerror or error}).") from error
 
-        together(self, "the conversion", attempt if self.is_main or not only_main else None)
-        return results[0] if results else None
+        return self.agreement.each("the conversion", attempt)
 
-    def gather(self, mine: Any) -> list:
+    def gather(self, value: Any) -> list:
         """What every process brings, on all of them. Collective."""
-        import torch.distributed as dist
-
-        gathered: list = [None] * self.world_size
-        dist.all_gather_object(gathered, mine)
-        return gathered
+        return self.agreement.gather(value)
 
     @contextmanager
     def layout(self, spec: ModelSpec, tp: int | None, pp: int | None) -> "Iterator[ParallelLayout]":

@@ -6,14 +6,13 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.algorithms.kl import KL_CONTROLLERS
 from megatron_dapo.checkpointing.model_weights import load_weights
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
 from megatron_dapo.checkpointing.run_lock import RunLock
-from megatron_dapo.common.errors import RunStopped, SharedUserError, UserError
+from megatron_dapo.common.errors import JobError, RunStopped, UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.derived import needs_old_log_probs, needs_reference, uses_critic
@@ -24,7 +23,6 @@ from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import device, is_gpu, peak_memory, require_usable_gpus
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import JobError, tell
 from megatron_dapo.platform.watchdog import Watchdog
 from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError
@@ -158,13 +156,10 @@ class Job:
             self.rollout.refuse_batch()
         with self._saved_if_lost(step - 1):
             shares = self.policy.mismatch_by_sample(shard.mini_batches, weight_version=step - 1)
-            box = [
-                foreign_samples(step, mean, self._max_mismatch, shares, self._servers_of)
-                if self.layout.rank == 0
-                else None
-            ]
-            dist.broadcast_object_list(box, src=0, group=self.layout.cpu_group)
-            raise ForeignSamples(box[0])
+            agreement, limit = self.layout.agreement, self._max_mismatch
+            raise ForeignSamples(
+                agreement.leader("rollout", foreign_samples, step, mean, limit, shares, self._servers_of)
+            )
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Sends the current weights to the servers that are there: seconds per phase of it, how many have them, and how
@@ -242,27 +237,22 @@ class Job:
     def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | Replay], Answer]) -> Answer | None:
         """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
         same question again, which loses nothing. Raises RolloutError or UserError on all ranks."""
+        answers: list[Answer] = []
+
+        def needs_sync() -> bool:
+            try:
+                answer = question(self.rollout)
+            except NeedsSync:
+                return True
+            if getattr(answer, "needs_sync", False):
+                return True
+            answers.append(answer)
+            return False
+
+        agreement = self.layout.agreement.raising(RolloutError)
         for _ in range(_MAX_SYNCS):
-            answer, needs_sync, error = None, False, None
-            if self.rollout is not None:
-                try:
-                    answer = question(self.rollout)
-                    needs_sync = getattr(answer, "needs_sync", False)
-                except NeedsSync:
-                    needs_sync = True
-                except UserError as mistake:
-                    error = SharedUserError(mistake.sentences, mistake.details)
-                except Interrupted as interruption:
-                    error = interruption
-                except RolloutError as failure:
-                    error = RolloutError(str(failure))
-            box = [needs_sync, error]
-            dist.broadcast_object_list(box, src=0, group=self.layout.cpu_group)
-            needs_sync, error = box
-            if error is not None:
-                raise error
-            if not needs_sync:
-                return answer
+            if not agreement.leader("rollout", needs_sync):
+                return answers[0] if answers else None
             self._push(version)
         raise RolloutError(f"servers still lack weight version {version} after {_MAX_SYNCS} pushes; see their logs.")
 
@@ -349,15 +339,15 @@ def _watchdog(config: Config, layout: ParallelLayout, run: RunFolder) -> Watchdo
     twice its deadline, which begins when all ranks have come; all others as long as the rollout."""
     timeout_s = config.actor_rollout_ref.actor.megatron.timeout_s
     limits = dict.fromkeys(_COMPUTING, timeout_s) | {"weight_sync": 2 * config.weight_sync.timeout_s + _HANG_MARGIN_S}
-    return Watchdog(layout, layout.world_size, run.logs / "hang", limits, _rollout_timeout_s(config), timeout_s)
+    return Watchdog(layout.agreement, run.logs / "hang", limits, _rollout_timeout_s(config), timeout_s)
 
 
 @contextmanager
 def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, dog: Watchdog) -> Iterator[Job]:
     is_main = layout.rank == 0
     lock = RunLock(run.lock)
-    tell(layout, f"locking {run.path}", lock.acquire)
-    start = choose_start(config, run, layout)
+    layout.agreement.leader(f"locking {run.path}", lock.acquire)
+    start = choose_start(config, run, layout.agreement)
     # the controller first: it reads the prompts and waits for the servers while the models are built here
     rollout = start_rollout(config) if is_main else None
     if is_main:

@@ -8,7 +8,6 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import tell
 from megatron_dapo.storage.model_folder import CRITIC, ModelFolder
 
 
@@ -22,7 +21,7 @@ def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) ->
     if folder.megatron is None:
         load_hf_weights(model, folder.hf, layout)
         return
-    tell(layout, f"looking at {path}", lambda: _require_complete(folder.path))
+    layout.agreement.leader(f"looking at {path}", _require_complete, folder.path)
     critic = folder.path / CRITIC
     load(critic if model.spec.value_head and critic.is_dir() else folder.megatron, model, layout)
 

@@ -9,7 +9,7 @@ from megatron_dapo.checkpointing.manifest import Verdict, compare_contents, comp
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.schema import Config
-from megatron_dapo.platform.ranks import Ranks, tell, together
+from megatron_dapo.platform.agreement import Agreement
 
 # parts of a training checkpoint, by their names in the manifest
 CONTENTS = ("model", "optimizer", "lr_schedule", "rng", "counters", "controller")
@@ -39,7 +39,7 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find_start(root: Path, config: Config, ranks: Ranks) -> Start:
+def find_start(root: Path, config: Config, agreement: Agreement) -> Start:
     """Choose by `trainer.resume` among the checkpoints in root, the same on all ranks. Collective: the files of the one
     that it takes are all read, each by one rank.
 
@@ -50,10 +50,10 @@ def find_start(root: Path, config: Config, ranks: Ranks) -> Start:
     """
     what = f"choosing a checkpoint in {root}"
     skipped: list[str] = []
-    for folder in tell(ranks, what, lambda: _candidates(root, config)):
-        verdict = verify_together(folder, ranks)
+    for folder in agreement.leader(what, _candidates, root, config):
+        verdict = verify_together(folder, agreement)
         if verdict.is_whole:
-            return tell(ranks, what, lambda folder=folder, verdict=verdict: _checked(folder, verdict, skipped, config))
+            return agreement.leader(what, _checked, folder, verdict, skipped, config)
         skipped.append(f"{folder.name}: {_faults(verdict)}")
     if skipped:
         raise UserError(
@@ -66,13 +66,13 @@ def find_start(root: Path, config: Config, ranks: Ranks) -> Start:
     return Start()
 
 
-def verify_together(folder: Path, ranks: Ranks) -> Verdict:
+def verify_together(folder: Path, agreement: Agreement) -> Verdict:
     """What `verify` finds, on all ranks: each reads its share of the bytes. Collective."""
     what = f"reading {folder}"
-    verdict, files = tell(ranks, what, lambda: compare_sizes(folder))
+    verdict, files = agreement.leader(what, compare_sizes, folder)
     largest_first = sorted(files, key=lambda name: files[name].size, reverse=True)
-    share = {name: files[name] for name in largest_first[ranks.rank :: len(ranks.gather(None))]}
-    parts = together(ranks, what, lambda: compare_contents(folder, share))
+    share = {name: files[name] for name in largest_first[agreement.rank :: agreement.size]}
+    parts = agreement.all(what, compare_contents, folder, share)
     return verdict.with_damage(sorted(phrase for part in parts for phrase in part))
 
 

@@ -20,8 +20,8 @@ from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.hf_io import copy_companions, export_hf
+from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import tell
 from megatron_dapo.storage.model_folder import HF, ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -64,14 +64,14 @@ class _AllPending:
             part.finish()
 
 
-def choose_start(config: Config, run: RunFolder, layout: ParallelLayout) -> Start:
+def choose_start(config: Config, run: RunFolder, agreement: Agreement) -> Start:
     """Where the run starts, the same on all ranks, before anything is built; see `resume.find_start`. Removes what a
     killed run left half written, and sets aside what would mix with this run. Collective over all ranks. Raises
     UserError on all."""
-    start = find_start(run.checkpoints, config, layout)
-    tell(layout, f"tidying {run.checkpoints}", lambda: remove_leftovers(run.checkpoints))
-    words = tell(layout, f"tidying {run.path}", lambda: _without_earlier_run(config, run, start))
-    if words and layout.rank == 0:
+    start = find_start(run.checkpoints, config, agreement)
+    agreement.leader(f"tidying {run.checkpoints}", remove_leftovers, run.checkpoints)
+    words = agreement.leader(f"tidying {run.path}", _without_earlier_run, config, run, start)
+    if words and agreement.rank == 0:
         say(words)
     return start
 
@@ -99,8 +99,8 @@ class RunCheckpoints:
         self._config, self._run, self._layout, self._trained, self._start = config, run, layout, trained, start
         trainer = config.trainer
         retention = Retention(trainer.keep_last, trainer.keep_every)
-        self._saver = Saver(layout, self._write_tensors, retention, contents_of(config))
-        self._stop = StopRequest(run.stop, layout)
+        self._saver = Saver(layout.agreement, self._write_tensors, retention, contents_of(config))
+        self._stop = StopRequest(run.stop, layout.agreement)
         self._num_optimizer_steps = start.state.get("num_optimizer_steps", 0)
         self._saved: int | None = None
 
@@ -119,7 +119,7 @@ class RunCheckpoints:
         if "controller" in start.missing:
             not_restored.append("prompt cursor and groups that waited: not in the checkpoint (accepted)")
         else:
-            told = tell(self._layout, f"restoring the rollout from {start.folder}", self._restore_rollout)
+            told = self._layout.agreement.leader(f"restoring the rollout from {start.folder}", self._restore_rollout)
             restored, not_restored = restored + told[0], not_restored + told[1]
         if self._layout.rank == 0:
             self._report(report_lines(start, restored, not_restored))
@@ -160,7 +160,7 @@ class RunCheckpoints:
         if is_saved:
             self._saver.finish()
             if not was_handed:
-                tell(self._layout, f"adding to {self._run.checkpoint(step)}", lambda: self._add_rollout(step))
+                self._layout.agreement.leader(f"adding to {self._run.checkpoint(step)}", self._add_rollout, step)
         elif step > 0 or asked_by:  # else there is nothing but the model's own weights
             self._num_optimizer_steps += num_optimizer_steps
             self._save(step)
@@ -213,7 +213,7 @@ class RunCheckpoints:
         if self._config.trainer.save_hf:
             export_hf(trained.policy.model, self._layout, source, folder / HF)
         else:
-            tell(self._layout, f"writing {folder / HF}", lambda: _copy_companions(source, folder / HF))
+            self._layout.agreement.leader(f"writing {folder / HF}", _copy_companions, source, folder / HF)
         models = [trained.policy, *filter(None, [trained.critic])]
         return _AllPending([self._write_model(part, folder / part.folder) for part in models])
 

@@ -20,7 +20,7 @@ from megatron_dapo.checkpointing.folders import (
 )
 from megatron_dapo.checkpointing.manifest import FileRecord, file_names, seal, write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS
-from megatron_dapo.platform.ranks import Ranks, tell, together
+from megatron_dapo.platform.agreement import Agreement
 
 
 class Pending(Protocol):
@@ -54,7 +54,7 @@ class Saver:
 
     def __init__(
         self,
-        ranks: Ranks,
+        agreement: Agreement,
         write_tensors: Callable[[Path], Pending],
         retention: Retention,
         contents: Sequence[str] = CONTENTS,
@@ -62,7 +62,7 @@ class Saver:
         """write_tensors(folder): starts writing model, optimizer and random state into a checkpoint folder. contents:
         the parts that the manifest names."""
         self._contents = contents
-        self._ranks, self._write_tensors, self._retention = ranks, write_tensors, retention
+        self._agreement, self._write_tensors, self._retention = agreement, write_tensors, retention
         self._saving: _Saving | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint-checksums")
 
@@ -83,7 +83,7 @@ class Saver:
                 raise
             return staged
 
-        staged = tell(self._ranks, f"beginning {final}", prepare)
+        staged = self._agreement.leader(f"beginning {final}", prepare)
         try:
             self._saving = _Saving(staged, final, self._write_tensors(staged))
         except Exception:
@@ -99,7 +99,7 @@ class Saver:
         if saving.sealing is None:
             if saving.pending.is_done():
                 self._seal()
-        elif all(self._ranks.gather(saving.sealing.done())):
+        elif all(self._agreement.gather(saving.sealing.done())):
             self._publish()
 
     def finish(self) -> None:
@@ -114,19 +114,19 @@ class Saver:
         saving = self._saving
         try:
             saving.pending.finish()
-            names = tell(self._ranks, f"listing {saving.staged}", lambda: file_names(saving.staged))
+            names = self._agreement.leader(f"listing {saving.staged}", file_names, saving.staged)
         except Exception:
             self._give_up(saving.staged)
             raise
-        share = names[self._ranks.rank :: len(self._ranks.gather(None))]
+        share = names[self._agreement.rank :: self._agreement.size]
         saving.sealing = self._thread.submit(seal, saving.staged, share)
 
     def _publish(self) -> None:
-        saving, ranks = self._saving, self._ranks
+        saving = self._saving
         try:
-            parts = together(ranks, f"reading {saving.staged} again", saving.sealing.result)
+            parts = self._agreement.all(f"reading {saving.staged} again", saving.sealing.result)
             files = {name: record for part in parts for name, record in part.items()}
-            tell(ranks, f"publishing {saving.final}", lambda: self._put_in_place(files))
+            self._agreement.leader(f"publishing {saving.final}", self._put_in_place, files)
         except Exception:
             self._give_up(saving.staged)
             raise
@@ -142,6 +142,6 @@ class Saver:
         """Nothing partial stays behind. Where it cannot be deleted, because another process still writes into it, the
         next start does that: what failed is the error to be told."""
         self._saving = None
-        if self._ranks.rank == 0:
+        if self._agreement.rank == 0:
             with suppress(OSError):
                 discard(staged)

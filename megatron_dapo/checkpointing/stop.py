@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 from megatron_dapo.common.signals import StopSignals
-from megatron_dapo.platform.ranks import Ranks
+from megatron_dapo.platform.agreement import Agreement
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ONE_REQUEST_S = 5.0
@@ -18,8 +18,8 @@ class StopRequest:
     file: looked for by rank 0 alone. Outside the main thread signals are left as they are.
     """
 
-    def __init__(self, file: Path, ranks: Ranks) -> None:
-        self._file, self._ranks = file, ranks
+    def __init__(self, file: Path, agreement: Agreement) -> None:
+        self._file, self._agreement = file, agreement
         self._signals = StopSignals(STOP_SIGNALS, ends_at_once=signal.SIGTERM, one_request_s=ONE_REQUEST_S)
 
     def __enter__(self) -> "StopRequest":
@@ -31,15 +31,15 @@ class StopRequest:
 
     def agreed(self) -> str | None:
         """What the first rank that was asked to stop was asked by, the same on all ranks; None = go on. Collective."""
-        return next(filter(None, self._ranks.gather(self.asked())), None)
+        return next(filter(None, self._agreement.gather(self.asked())), None)
 
     def asked(self) -> str | None:
         """What this rank was asked to stop by. Not collective."""
         if self._signals.received:
             return self._signals.received.name
-        return f"the file {self._file}" if self._ranks.rank == 0 and self._file.exists() else None
+        return f"the file {self._file}" if self._agreement.rank == 0 and self._file.exists() else None
 
     def obeyed(self) -> None:
         """Remove the file, so that the run can be started again."""
-        if self._ranks.rank == 0:
+        if self._agreement.rank == 0:
             self._file.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """The error that a user can cure: sentences, not a traceback."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 _USER_OF_URL = re.compile(r"(?<=://)[^\s/]+@")
 
@@ -32,6 +33,41 @@ class UserError(ValueError):
 
 class SharedUserError(UserError):
     """The same on every rank, so that one of them says it."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What went wrong on one rank of the job. host: its node. text: the error on one line."""
+
+    rank: int
+    host: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}: {self.text}"
+
+
+class SharedError(RuntimeError):
+    """An error that is no mistake of the user, raised on every rank alike. step: what the ranks did when it happened;
+    failures: of the ranks on which it did, where that is known."""
+
+    def __init__(self, message: str, step: str = "", failures: Sequence[RankFailure] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.failures = tuple(failures)
+
+
+class JobError(SharedError):
+    """A part of the job failed on some rank: a full disk, a writer that died."""
+
+
+class MissingRanksError(RuntimeError):
+    """Not all ranks came to a step: there is nobody to agree with on how to go on. missing: who, as far as this rank
+    knows."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class RunStopped(Exception):

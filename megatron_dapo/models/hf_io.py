@@ -25,7 +25,6 @@ from megatron_dapo.models.safetensors_files import (
 from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, VALUE_HEAD, Entry, hf_tensors, weight_entries
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import tell, together
 from megatron_dapo.storage.staged_folder import StagedFolder
 
 # what belongs to a checkpoint besides the weights: configuration, tokenizer, chat template
@@ -139,17 +138,18 @@ def export_hf(
     dtype = dtype or model.config.params_dtype
     plan = plan or FilePlan.standard(model.spec, dtype)
     folder = StagedFolder(out, replace=replace)
-    is_main, what = layout.rank == 0, f"writing {out}"
+    is_main = layout.rank == 0
+    agreement, step = layout.agreement, f"writing {out}"
     try:
-        tell(layout, what, folder.open)
+        agreement.leader(step, folder.open)
         export = _Export(WeightSource(model, layout), layout, plan, dtype, folder.staging, progress)
         export.write_files(hf_tensors(model.spec))
         if is_main and export.problem is None:
             export.attempt(lambda: copy_companions(source_path, folder.staging, dtype))
             if index := plan.index_json(export.num_bytes):
                 export.attempt(lambda: write_whole(folder.staging / INDEX, index))
-        together(layout, what, export.check)
-        tell(layout, what, lambda: (export.attempt(folder.publish), export.check()))
+        agreement.each(step, export.check)
+        agreement.leader(step, export.publish, folder)
     finally:
         if is_main:
             folder.discard()
@@ -180,11 +180,9 @@ class _Export:
 
     def _owners(self) -> dict[str, int]:
         """Tensor -> the rank that has it whole once it is gathered. The same on all ranks."""
-        layout = self._layout
-        gathered: list = [None] * layout.world_size
-        mine = list(self._mine) if layout.is_source else []
-        dist.all_gather_object(gathered, mine, group=layout.cpu_group)
-        return {name: rank for rank, names in enumerate(gathered) for name in names}
+        own_names = list(self._mine) if self._layout.is_source else []
+        names_of_ranks = self._layout.gather(own_names)
+        return {name: rank for rank, names in enumerate(names_of_ranks) for name in names}
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Do it unless something failed before; remember what failed."""
@@ -197,6 +195,11 @@ class _Export:
                 f"`{self._folder.parent}` cannot be written ({error.strerror or error}); free some space, or give "
                 "another folder."
             )
+
+    def publish(self, folder: StagedFolder) -> None:
+        """Rename the folder into its place. Raises UserError."""
+        self.attempt(folder.publish)
+        self.check()
 
     def check(self) -> None:
         """Raises UserError where something failed."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.platform import nccl, stores
+from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.device import collective_backend, device, is_gpu, prepare_megatron
 
 
@@ -18,7 +19,7 @@ class ParallelLayout:
     ep: expert parallelism. The experts of a mixture are spread over ep neighbouring ranks of a stage, of its tp x dp,
     and are the same in each of its expert_dp such groups; none of them is cut.
     tp_group, dp_group, pp_group, ep_group: Megatron's groups. cpu_group: all ranks over gloo, for Python objects and
-    for collectives that wait for the rollout.
+    for collectives that wait for the rollout. agreement: of all ranks, over cpu_group.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class ParallelLayout:
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
+    agreement: Agreement
     ep: int = 1
     ep_group: dist.ProcessGroup | None = None
 
@@ -108,7 +110,8 @@ class ParallelLayout:
                 nccl.prepare()
                 torch.cuda.set_device(device())
             dist.init_process_group(collective_backend(), timeout=timeout, **stores.rendezvous(timeout))
-        cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=object_timeout_s or timeout_s))
+        object_timeout_s = object_timeout_s or timeout_s
+        cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=object_timeout_s))
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -134,15 +137,14 @@ class ParallelLayout:
             pp_group=parallel_state.get_pipeline_model_parallel_group(),
             dp_group=parallel_state.get_data_parallel_group(),
             cpu_group=cpu_group,
+            agreement=Agreement(cpu_group, object_timeout_s),
             ep=ep,
             ep_group=parallel_state.get_expert_model_parallel_group(),
         )
 
-    def gather(self, mine: Any) -> list:
-        """What every rank brings, in rank order, on all of them. Collective over all ranks."""
-        everybodys: list = [None] * self.world_size
-        dist.all_gather_object(everybodys, mine, group=self.cpu_group)
-        return everybodys
+    def gather(self, value: Any) -> list:
+        """Return every rank's value, in rank order, on all of them. Collective over all ranks."""
+        return self.agreement.gather(value)
 
     def all_coordinates(self) -> list[tuple[int, int, int]]:
         """(dp_rank, pp_rank, tp_rank) of every global rank. Collective over all ranks."""

@@ -29,7 +29,7 @@ from megatron_dapo.common.addresses import node_name
 from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.platform import stores
-from megatron_dapo.platform.ranks import Ranks
+from megatron_dapo.platform.agreement import Agreement
 
 TELL_INTERVAL_S = 1.0
 _JUDGE_INTERVAL_S = 0.25
@@ -159,15 +159,14 @@ class Watchdog:
 
     def __init__(
         self,
-        ranks: Ranks,
-        world_size: int,
+        agreement: Agreement,
         folder: Path,
         limits_s: Mapping[str, float],
         default_s: float,
         silence_s: float,
     ) -> None:
         """Collective over all ranks."""
-        self._rank, self._world, self._folder = ranks.rank, world_size, folder
+        self._rank, self._world, self._folder = agreement.rank, agreement.size, folder
         self._limits, self._default_s, self._silence_s = limits_s, default_s, silence_s
         self._node = node_name()
         self._main_thread = threading.main_thread().ident
@@ -175,10 +174,10 @@ class Watchdog:
         self._heard: dict[int, tuple[int, Place]] = {}  # rank -> (how often it has spoken, where it was)
         self._alarm, self._num_exchanges, self._num_told = "", 0, 0
         # everybody waits for rank 0 and through its store; rank 0 looks after all
-        self._watched = [rank for rank in (range(world_size) if self._rank == 0 else [0]) if rank != self._rank]
+        self._watched = [rank for rank in (range(self._world) if self._rank == 0 else [0]) if rank != self._rank]
         host, timeout = stores.meeting_address(), timedelta(seconds=_STORE_TIMEOUT_S)
         mine = stores.host_store(host, 0, timeout) if self._rank == 0 else None
-        port, token = ranks.gather((mine.port, secrets.token_bytes(32)) if mine else None)[0]
+        port, token = agreement.gather((mine.port, secrets.token_bytes(32)) if mine else None)[0]
         store = mine or stores.join_store(host, port, timeout)
         self._store = stores.SignedStore(store, token)
         self._own_store = stores.SignedStore(store.clone(), token)  # a client answers one thread at a time
@@ -186,7 +185,8 @@ class Watchdog:
             self._store.set("alarm", "")
         self._tell()
         # now every key is there
-        self._heard = {rank: (0, Place(**fields)) for rank, fields in enumerate(ranks.gather(asdict(self._place())))}
+        places = agreement.gather(self._place())
+        self._heard = {rank: (0, place) for rank, place in enumerate(places)}
         faulthandler.enable()
         self._threads = [
             threading.Thread(target=work, name=f"watchdog-{work.__name__}", daemon=True)

@@ -1,7 +1,9 @@
 """What can go wrong with a rollout, besides mistakes of the user."""
 
+from megatron_dapo.common.errors import SharedError
 
-class RolloutError(RuntimeError):
+
+class RolloutError(SharedError):
     """Servers, rewards or the controller failed for good; the message names who."""
 
 

@@ -3,13 +3,11 @@
 import functools
 import logging
 
-import torch
-import torch.distributed as dist
-
 from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.kernels.self_check import Check, largest_errors
+from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.device import device, is_gpu, model_dtype
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.loss_config import loss_config
@@ -28,26 +26,29 @@ def head_options(config: Config, layout: ParallelLayout, spec: ModelSpec) -> dic
             has_old_log_probs=needs_old_log_probs(config),
             full_kl=uses_full_kl(config),
         ),
-        layout.rank,
+        layout.agreement,
     )
     return {"head_chunk_size": actor.log_prob_chunk_size or (4096 if is_gpu() else 1024), "fused_head": fused}
 
 
 @functools.cache  # actor and reference ask the same
-def _all_ranks_pass(check: Check, rank: int) -> bool:
-    try:
-        wrong = [e for e in largest_errors(check, device()) if not e.error <= e.bound]  # NaN is wrong too
-        problem = ", ".join(f"{e.name} off by {e.error:.1e}, allowed {e.bound:.1e}" for e in wrong)
-    except Exception as error:  # a compiler, a kernel: what fails here is not needed
-        problem = f"{type(error).__name__}: {error}"
-    verdict = torch.tensor([0.0 if problem else 1.0], device=device())
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+def _all_ranks_pass(check: Check, agreement: Agreement) -> bool:
+    problem = _problem(check)
     if problem:
         log.warning(
             "THE FUSED KERNELS ARE OFF: on rank %d their check against float64 failed (%s). Training goes on with the "
             "composed head, which on a GPU takes several times as long; actor_rollout_ref.actor.fused_kernels=off "
             "silences this.",
-            rank,
+            agreement.rank,
             problem,
         )
-    return bool(verdict.item())
+    return not any(agreement.gather(problem))
+
+
+def _problem(check: Check) -> str:
+    """Return what is wrong with the kernels on this rank, "" where they pass."""
+    try:
+        wrong = [e for e in largest_errors(check, device()) if not e.error <= e.bound]  # NaN is wrong too
+        return ", ".join(f"{e.name} off by {e.error:.1e}, allowed {e.bound:.1e}" for e in wrong)
+    except Exception as error:  # a compiler, a kernel: what fails here is not needed
+        return f"{type(error).__name__}: {error}"

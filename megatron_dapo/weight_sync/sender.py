@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup, address_towards
 from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.plan import Bucket, Plan
@@ -15,7 +16,6 @@ from megatron_dapo.weight_sync.servers import (
     BACKGROUND_S,
     PROBE_S,
     Call,
-    Deadline,
     ServerCalls,
     ServerControl,
     blame,

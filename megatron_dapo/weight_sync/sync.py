@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,19 +10,19 @@ from typing import TypeVar
 
 import torch
 
+from megatron_dapo.common.errors import MissingRanksError
 from megatron_dapo.common.sizes import ceil_div
 from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.platform.agreement import Agreement, Deadline
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.weight_sync.agreement import Agreement, Phases, Stopwatch
 from megatron_dapo.weight_sync.checksum import checksum, server_parameters, server_tensor
-from megatron_dapo.weight_sync.errors import RanksMissing, WeightSyncError
+from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.plan import Plan, Source, plan_for
 from megatron_dapo.weight_sync.sender import Sender
 from megatron_dapo.weight_sync.servers import (
     BACKGROUND_S,
     PROBE_S,
     Call,
-    Deadline,
     Entrant,
     ServerCalls,
     ServerControl,
@@ -71,6 +72,32 @@ class SyncReport:
     num_verified: int
 
 
+class Stopwatch:
+    """Adds up seconds per phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._mark = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to this phase."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._mark
+        self._mark = now
+
+
+class _Phases:
+    """The steps of one push, timed. The seconds count to the step's first word."""
+
+    def __init__(self, agreement: Agreement, watch: Stopwatch) -> None:
+        self._agreement, self._watch = agreement, watch
+
+    def step(self, step: str, work: Callable[[], Result] | None) -> list[Result | None]:
+        results = self._agreement.all(step, lambda: work() if work is not None else None)
+        self._watch.lap(step.partition(" ")[0])
+        return results
+
+
 class WeightSync:
     """Pushes one pipeline stage's weights to the servers, together with the other stages'. All trainer ranks take part.
 
@@ -97,7 +124,7 @@ class WeightSync:
         self._urls, self._num_kv_heads = urls, num_kv_heads
         self._reserve_s = min(RESERVE_S, config.timeout_s / 2)
         self._plan: Plan = plan_for(device, source.specs(), config.bucket_size_mb)
-        self._agreement = Agreement(config.timeout_s)
+        self._agreement = Agreement.of_all_ranks(config.timeout_s, WeightSyncError)
         self._gathers, is_source = layout.gathers, layout.is_source
         self._leads = layout.rank == 0
         assert is_source or not self._leads, "rank 0 is the source rank of stage 0"
@@ -110,7 +137,7 @@ class WeightSync:
         self._group: dict[str, int] | None = None
         self._confirmed: list[str] = []
         self._version: str | None = None
-        self._check_plans(config.timeout_s)
+        self._check_plans()
 
     def push(self, version: int) -> SyncReport:
         """Send the weights as `version` to the servers that are there, and see each confirm it. Collective.
@@ -125,13 +152,13 @@ class WeightSync:
         watch.lap("wait")
         timeout_s = self._config.timeout_s
         work, tell = Deadline(timeout_s - self._reserve_s), Deadline(timeout_s - CLEANUP_SHARE * self._reserve_s)
-        phases = Phases(self._agreement, self._layout.rank, tell, watch)
+        phases = _Phases(self._agreement.until(tell), watch)
         try:
             servers, rejoined, sent = self._deliver(version, phases, work)
             confirmed = phases.step("commit", self._lead(partial(self._commit, version, list(servers)), work))[0]
             num_verified = self._verify(version, confirmed, phases, work) if self._config.verify and confirmed else 0
             phases.step("resume", self._lead(partial(self._resume, confirmed), work))
-        except WeightSyncError:
+        except (WeightSyncError, MissingRanksError):
             self._give_up()
             raise
         if self._sender is not None:
@@ -147,7 +174,7 @@ class WeightSync:
             self._calls.close()
 
     def _deliver(
-        self, version: int, phases: Phases, deadline: Deadline
+        self, version: int, phases: _Phases, deadline: Deadline
     ) -> tuple[dict[str, Entrant], bool, list[dict[str, float]]]:
         """The servers that have all weights now, whether groups were formed, and what each stage sent."""
         lost: list[str] = []
@@ -156,15 +183,13 @@ class WeightSync:
             try:
                 rejoined = self._join(servers, phases, _attempt(deadline, servers))
                 return servers, rejoined or bool(lost), self._send_all(version, phases, _attempt(deadline, servers))
-            except RanksMissing:
-                raise
             except WeightSyncError as failure:
                 gone, may_repeat = self._recover(list(servers), failure, phases, deadline)
                 lost += gone
         self._drop_groups()
         return {}, False, []
 
-    def _join(self, servers: dict[str, Entrant], phases: Phases, deadline: Deadline) -> bool:
+    def _join(self, servers: dict[str, Entrant], phases: _Phases, deadline: Deadline) -> bool:
         """Form the groups anew where other servers take part than are in them, or one was started again; whether."""
         sizes = {url: entrant.size for url, entrant in servers.items()}
         if sizes == self._group and all(entrant.version == self._version for entrant in servers.values()):
@@ -178,7 +203,7 @@ class WeightSync:
         self._group = sizes
         return True
 
-    def _send_all(self, version: int, phases: Phases, deadline: Deadline) -> list[dict[str, float]]:
+    def _send_all(self, version: int, phases: _Phases, deadline: Deadline) -> list[dict[str, float]]:
         """All stages' weights; seconds and counts of each."""
         totals = []
         for stage in range(self._layout.pp):
@@ -187,7 +212,7 @@ class WeightSync:
         return [total for total in totals if total is not None]
 
     def _recover(
-        self, urls: Sequence[str], failure: WeightSyncError, phases: Phases, deadline: Deadline
+        self, urls: Sequence[str], failure: WeightSyncError, phases: _Phases, deadline: Deadline
     ) -> tuple[list[str], bool]:
         """After a failed attempt: the servers that were lost in it, and whether time is left to repeat the push. Raises
         the failure where none was lost, or where no time is left for those that were not."""
@@ -217,9 +242,9 @@ class WeightSync:
         """What rank 0 does, and nobody else."""
         return partial(call, deadline) if self._leads else None
 
-    def _check_plans(self, timeout_s: float) -> None:
+    def _check_plans(self) -> None:
         mine = (self._layout.pp_rank, self._plan.digest(), self._plan.names)
-        plans = self._agreement.exchange("plan", mine, None, timeout_s)
+        plans = self._agreement.all("plan", lambda: mine)
         first: dict[int, tuple[int, str]] = {}
         for rank, (stage, digest, _) in enumerate(plans):
             other, expected = first.setdefault(stage, (rank, digest))
@@ -233,7 +258,7 @@ class WeightSync:
                     raise WeightSyncError(f"plan: stages {owner[name]} and {stage} both send {name}")
 
     def _meet(self, version: int) -> None:
-        versions = self._agreement.exchange("wait", version, None, self._config.timeout_s)
+        versions = self._agreement.all("wait", lambda: version)
         if len(set(versions)) != 1:
             raise WeightSyncError(f"wait: the trainer's ranks push different versions: {versions}")
 
@@ -315,7 +340,7 @@ class WeightSync:
         self._left_out("verify", failures)
         return sums
 
-    def _verify(self, version: int, urls: Sequence[str], phases: Phases, deadline: Deadline) -> int:
+    def _verify(self, version: int, urls: Sequence[str], phases: _Phases, deadline: Deadline) -> int:
         """Compare a sample of parameters on every server with the trainer's; how many."""
         sums = phases.step("verify (read)", self._lead(partial(self._checksums, urls), deadline))[0]
         if not sums:

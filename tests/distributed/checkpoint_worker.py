@@ -18,11 +18,10 @@ from megatron_dapo.checkpointing import manifest, resume
 from megatron_dapo.checkpointing.torch_dist import writer
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
-from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.errors import JobError, UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import JobError
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
 from tests.distributed.layout_worker import gathered
@@ -163,7 +162,7 @@ def _verified(folder: Path, layout: ParallelLayout) -> list[tuple[tuple[str, ...
         return manifest.compare_contents(folder, files)
 
     resume.compare_contents = compare_contents
-    return layout.gather((resume.verify_together(folder, layout).damage, read))
+    return layout.gather((resume.verify_together(folder, layout.agreement).damage, read))
 
 
 def _tracker_draw() -> float:

@@ -18,20 +18,11 @@ import torch.distributed as dist
 
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
 from megatron_dapo.platform import watchdog
-from megatron_dapo.platform.ranks import together
+from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.watchdog import TELL_INTERVAL_S, Watchdog
 from tests.helpers import free_port
 
 WORLD, LIMIT_S, DEADLINE_S, WRITING_S = 2, 5.0, 60.0, 8.0
-
-
-class Ranks:
-    rank = 0
-
-    def gather(self, mine: object) -> list:
-        answers = [None] * WORLD
-        dist.all_gather_object(answers, mine)
-        return answers
 
 
 def sleep_in_update(rank: int) -> None:
@@ -55,11 +46,9 @@ def stop(number: int) -> Callable[[int], None]:
 
 def write_for_ever(rank: int) -> None:
     """As where the storage of one node hangs: the process that writes its part of a checkpoint never ends."""
-    ranks = Ranks()
-    ranks.rank = rank
     planned = SimpleNamespace(write=lambda: time.sleep(3600 if rank == 1 else 0) or [])
     with watchdog.phase("checkpoint"):
-        together(ranks, "writing", ForkedWrite(planned).result)
+        Agreement(None, DEADLINE_S).all("writing", ForkedWrite(planned).result)
 
 
 def leave_late(rank: int) -> None:
@@ -81,9 +70,7 @@ def train(rank: int, trouble: Callable[[int], None], folder: Path) -> None:
     """Three steps, in the last of which there is trouble; rank 1 leaves at once, rank 0 after more than the limit."""
     watchdog._WRITING_S = WRITING_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
-    ranks = Ranks()
-    ranks.rank = rank
-    with Watchdog(ranks, WORLD, folder / "hang", {"update": LIMIT_S}, 2 * LIMIT_S, LIMIT_S) as dog:
+    with Watchdog(Agreement(None, DEADLINE_S), folder / "hang", {"update": LIMIT_S}, 2 * LIMIT_S, LIMIT_S) as dog:
         dog.on_alarm = lambda: (folder / f"alarm-{rank}").touch()
         for step in range(1, 4):
             watchdog.begin_step(step)

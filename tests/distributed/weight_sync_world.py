@@ -15,12 +15,13 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.common.errors import MissingRanksError, SharedError
 from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed import weight_sync_server
 from tests.forked_ranks import fork_server
@@ -97,6 +98,7 @@ def _layout(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
         rank=rank, world_size=tp * pp * dp, tp=tp, pp=pp, vpp=None, dp=dp, sp=False,
         tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=dp_rank,
         tp_group=tp_groups[rank // tp], pp_group=everyone, dp_group=everyone, cpu_group=everyone,
+        agreement=Agreement(everyone, WAIT_S),
     )  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def serve_orders(pipe: Connection, open_sync: Callable[[], WeightSync], set_vers
                 start = time.monotonic()
                 report = sync.push(order)
             pipe.send(("ok", report))
-        except WeightSyncError as error:
+        except (SharedError, MissingRanksError) as error:
             pipe.send((str(error), time.monotonic() - start))
     if sync is not None:
         sync.close()

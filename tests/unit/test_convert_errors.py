@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 from checkpoints_tools.job import choose_sizes, run, torchrun_variables
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.huggingface.model_spec import read_model_spec
-from megatron_dapo.platform.ranks import SingleRank
+from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.storage.file_lock import FileLock
 from tests.tiny_models import make_tiny
 
@@ -249,6 +250,7 @@ def test_what_nohup_ignores_does_not_end_a_conversion(source, tmp_path, monkeypa
 ENDS_WITHOUT_THREADS = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from checkpoints_tools import hf_to_megatron
 assert hf_to_megatron.main(["--hf-model", "/nowhere", "--output", "/nowhere/out"]) == 2
 print(*(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
@@ -320,7 +322,7 @@ def test_training_does_not_start_from_a_damaged_one(converted, tmp_path):
     file = max((damaged / "megatron").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"is damaged: megatron/{file.name} has .* bytes instead of"):
-        load_weights(None, damaged, SingleRank())  # before a model is looked at
+        load_weights(None, damaged, SimpleNamespace(agreement=SingleRank()))  # before a model is looked at
 
 
 def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):

@@ -13,7 +13,7 @@ from megatron_dapo.config.derived import critic_batching, critic_path, uses_crit
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.validation import validate
-from megatron_dapo.platform.ranks import SingleRank
+from megatron_dapo.platform.agreement import SingleRank
 
 pytestmark = pytest.mark.unit
 

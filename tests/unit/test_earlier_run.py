@@ -9,7 +9,7 @@ from megatron_dapo.checkpointing.run_checkpoints import choose_start
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.platform.ranks import SingleRank
+from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.storage.run_folder import RunFolder, batch_file, batch_steps
 from megatron_dapo.telemetry.report import read_metrics
 from megatron_dapo.telemetry.telemetry import Telemetry

@@ -13,10 +13,10 @@ from megatron_dapo import trainer
 from megatron_dapo.checkpointing.folders import newest_first
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
-from megatron_dapo.common.errors import RunStopped, SharedUserError, UserError
+from megatron_dapo.common.errors import JobError, RunStopped, SharedUserError, UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.job import Job
-from megatron_dapo.platform.ranks import JobError, SingleRank
+from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, RolloutError
 from megatron_dapo.telemetry.telemetry import NullTelemetry
 from tests.checkpoint_run import SlowWrite, trainer_state
@@ -80,15 +80,14 @@ def test_whatever_ends_a_step_the_one_before_is_saved_first(error, is_asked_to_s
     assert (str(error) in capfd.readouterr().out) == (is_asked_to_stop and not isinstance(error, Interrupted))
 
 
-def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved(monkeypatch):
+def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
     """Else the checkpoint would hold a rollout that is one step ahead of it, and the batch's prompts would be lost."""
-    monkeypatch.setattr("megatron_dapo.job.dist.broadcast_object_list", lambda box, src, group: None)
     done = []
     job = SimpleNamespace(
         rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
         checkpoints=SimpleNamespace(rescue=lambda step, *_: done.append(f"step {step} saved")),
         policy=SimpleNamespace(mismatch_by_sample=lambda batches, weight_version: {0: (9.0, 1)}),
-        layout=SimpleNamespace(rank=0, cpu_group=None),
+        layout=SimpleNamespace(rank=0, agreement=SingleRank()),
         telemetry=NullTelemetry(),
         _max_mismatch=0.5,
         _servers_of=[("http://a:1",)],
@@ -102,17 +101,15 @@ def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved(monkey
     assert done == ["refused", "step 6 saved"]
 
 
-def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks(monkeypatch):
+def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks():
     """So that all of them save the last step."""
-    told = []
-    monkeypatch.setattr("megatron_dapo.job.dist.broadcast_object_list", lambda box, src, group: told.extend(box))
 
     def question(rollout):
         raise UserError(["one", "two"], "Traceback")
 
-    with pytest.raises(UserError):
-        Job._ask_rollout(SimpleNamespace(rollout=object(), layout=SimpleNamespace(cpu_group=None)), 1, question)
-    again = pickle.loads(pickle.dumps(told[1]))
+    with pytest.raises(SharedUserError) as caught:
+        Job._ask_rollout(SimpleNamespace(rollout=object(), layout=SimpleNamespace(agreement=SingleRank())), 1, question)
+    again = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(again, SharedUserError) and again.sentences == ["one", "two"] and again.details == "Traceback"
 
 

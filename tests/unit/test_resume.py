@@ -16,12 +16,12 @@ from megatron_dapo.checkpointing.resume import find_start as find_start_of
 from megatron_dapo.checkpointing.rollout_state import restore_rollout
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
-from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.errors import JobError, UserError
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.keys import known_keys, known_sections
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
-from megatron_dapo.platform.ranks import JobError, SingleRank, together
+from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.rollout.replay import Replay
 from tests.checkpoint_run import SlowWrite, run, trainer_state
 
@@ -354,7 +354,7 @@ def test_a_write_that_failed_is_an_error_at_the_next_step_and_leaves_nothing(tmp
 
 def test_a_state_that_cannot_be_written_is_an_error_that_names_the_checkpoint(tmp_path):
     saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32), Retention())
-    with pytest.raises(JobError, match="step_000002 failed; rank 0: TypeError: .*bytes"):
+    with pytest.raises(JobError, match="step_000002 failed; rank 0 on .*: TypeError: .*bytes"):
         saver.start(tmp_path / "step_000002", trainer_state(2), lambda: {"extra_info": b"bytes"})
     assert list(tmp_path.iterdir()) == []
 
@@ -373,27 +373,16 @@ def test_what_cannot_be_deleted_of_a_write_that_failed_does_not_hide_why_it_fail
     assert remove_leftovers(tmp_path) == [".staging_step_000002"]
 
 
-class ThreeRanks:
-    """The others' answers are given."""
-
-    rank = 1
+class ThreeRanks(SingleRank):
+    """The values of the first and the last are given."""
 
     def __init__(self, first, last) -> None:
+        super().__init__()
+        self.rank = 1
         self._others = first, last
 
-    def gather(self, mine):
-        return [self._others[0], mine, self._others[1]]
-
-
-def test_an_error_of_any_rank_is_an_error_on_all():
-    fine, broken = (7, None, []), (None, "OSError: full", [])
-    assert together(ThreeRanks(fine, fine), "writing", lambda: 8) == [7, 8, 7]
-    with pytest.raises(JobError, match="writing failed; rank 2: OSError: full"):
-        together(ThreeRanks(fine, broken), "writing", lambda: 8)
-    with pytest.raises(JobError, match="rank 1: ZeroDivisionError.*rank 2: OSError: full"):
-        together(ThreeRanks(fine, broken), "writing", lambda: 1 / 0)
-    with pytest.raises(UserError, match="mistake"):
-        together(ThreeRanks((None, None, ["mistake"]), fine), "choosing", None)
+    def gather(self, value):
+        return [self._others[0], value, self._others[1]]
 
 
 # ---------------------------------------------------------------------------------------------------- stopping

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dapo.platform import stores
+from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.platform.watchdog import Watchdog
 
 pytestmark = pytest.mark.unit
@@ -93,21 +94,20 @@ def test_what_a_stranger_writes_to_a_store_does_not_count():
 def test_a_strangers_alarm_does_not_end_a_run(tmp_path):
     """It ended one, with code 14 and the stranger's words."""
 
-    class Ranks:
-        rank = 0
-        told: list = []
+    class Rank(SingleRank):
+        gathered: list = []
 
-        def gather(self, mine: object) -> list:
-            self.told.append(mine)
-            return [mine]
+        def gather(self, value: object) -> list:
+            self.gathered.append(value)
+            return [value]
 
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            ranks = Ranks()
-            with Watchdog(ranks, 1, tmp_path / "hang", {}, default_s=60.0, silence_s=60.0) as dog:
-                stranger = stores.join_store("127.0.0.1", ranks.told[0][0], SOON)
+            rank = Rank()
+            with Watchdog(rank, tmp_path / "hang", {}, default_s=60.0, silence_s=60.0) as dog:
+                stranger = stores.join_store("127.0.0.1", rank.gathered[0][0], SOON)
                 stranger.set("alarm", "hello from a stranger")
                 before = dog._num_exchanges
                 while dog._num_exchanges < before + 3:

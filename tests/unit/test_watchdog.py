@@ -14,6 +14,7 @@ import torch
 
 from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
 from megatron_dapo.platform import watchdog
+from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.platform.watchdog import Place, Watchdog, missing, sentence
 
 pytestmark = pytest.mark.unit
@@ -107,8 +108,7 @@ def last_words(folder: Path, log: int, trouble: Callable[[Watchdog], None]) -> i
             os.dup2(log, 2)
             sys.stderr = os.fdopen(2, "w")
             threading.excepthook = threading.__excepthook__  # and not pytest's
-            ranks = SimpleNamespace(rank=0, gather=lambda mine: [mine])
-            dog = Watchdog(ranks, 1, folder / "hang", {}, default_s=60.0, silence_s=60.0)
+            dog = Watchdog(SingleRank(), folder / "hang", {}, default_s=60.0, silence_s=60.0)
             trouble(dog)
             dog._end("why")
         finally:

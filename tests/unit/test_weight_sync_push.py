@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_dapo.config.schema.run import WeightSyncConfig
-from megatron_dapo.weight_sync import servers as servers_module
+from megatron_dapo.platform import agreement as agreement_module
+from megatron_dapo.platform.agreement import Agreement, Deadline, SingleRank
 from megatron_dapo.weight_sync import sync
 from megatron_dapo.weight_sync.checksum import checksum
 from megatron_dapo.weight_sync.errors import WeightSyncError
@@ -116,23 +117,11 @@ class World:
     pack = settle = abandon = forget = close = do_nothing
 
 
-class OneRank:
-    """Agreement of a trainer of one rank."""
-
-    def __init__(self, timeout_s: float) -> None:
-        pass
-
-    def exchange(self, phase: str, payload: object, error: str | None, timeout_s: float) -> list:
-        if error is not None:
-            raise WeightSyncError(error)
-        return [payload]
-
-
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
-    monkeypatch.setattr(servers_module, "time", world)
-    monkeypatch.setattr(sync, "Agreement", OneRank)
+    monkeypatch.setattr(agreement_module, "time", world)
+    monkeypatch.setattr(Agreement, "of_all_ranks", lambda timeout_s, error: SingleRank(error))
     monkeypatch.setattr(sync, "Sender", lambda *_: world)
     spec = SimpleNamespace(name="model.norm.weight", shape=(2, 2), dtype=torch.float32)
     source = SimpleNamespace(specs=lambda: [spec], gather=lambda specs: [torch.zeros(2, 2)])
@@ -258,7 +247,7 @@ def test_an_abandoned_group_is_destroyed_once_by_every_member_when_that_is_there
 
     monkeypatch.setattr("megatron_dapo.weight_sync.sender.BroadcastGroup", group)
     steady, lost = "http://127.0.0.1:1", "http://127.0.0.1:2"
-    sender, deadline = Sender(0, Calls(), sync.Plan(()), torch.device("cpu")), servers_module.Deadline(SOON_S)
+    sender, deadline = Sender(0, Calls(), sync.Plan(()), torch.device("cpu")), Deadline(SOON_S)
     sender.join({steady: 1, lost: 1}, deadline)
     sender.abandon()
     sender.join({steady: 1}, deadline)

@@ -5,10 +5,11 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.plan import Plan
 from megatron_dapo.weight_sync.sender import Sender, Transfer
-from megatron_dapo.weight_sync.servers import Call, Deadline
+from megatron_dapo.weight_sync.servers import Call
 
 pytestmark = pytest.mark.unit
 

@@ -26,8 +26,8 @@ from megatron_dapo.checkpointing.torch_dist.saving import (
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.value_head import VALUE_HEAD_PREFIX
+from megatron_dapo.platform.agreement import describe
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import describe, together
 
 _MAX_NAMED = 4  # tensors that an error names
 
@@ -94,22 +94,21 @@ def load(
 
 def _read_index(folder: Path, layout: ParallelLayout) -> tuple[dict, dict]:
     """(name -> how it is stored, what all ranks have in common)."""
-    index: list[dict] = []
 
-    def read() -> None:
+    def read() -> tuple[dict, dict]:
+        fault = None
         try:
-            index.append(FileSystemReader(folder).read_metadata().state_dict_metadata)
-            index.append(dist_checkpointing.load_common_state_dict(str(folder))["common"])
-            fault = None
+            tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
+            common = dist_checkpointing.load_common_state_dict(str(folder))["common"]
+            if common["format"] != FORMAT:
+                fault = f"it has format {common['format']}, this program reads {FORMAT}"
         except Exception as failure:  # noqa: BLE001  unpickling a damaged file raises anything
             fault = describe(failure)
-        if fault is None and index[1]["format"] != FORMAT:
-            fault = f"it has format {index[1]['format']}, this program reads {FORMAT}"
         if fault:
             raise UserError(f"{folder} is not a complete checkpoint of this program: {fault}; choose another.")
+        return tensors, common
 
-    together(layout, f"reading {folder}", read)
-    return index[0], index[1]
+    return layout.agreement.each(f"reading {folder}", read)
 
 
 def _check_training_state(folder: Path, common: dict, model: ModelParts) -> None:

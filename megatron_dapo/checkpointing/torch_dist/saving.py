@@ -16,11 +16,11 @@ from megatron_dapo.checkpointing.torch_dist.generators import derived_seed, gene
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
 from megatron_dapo.checkpointing.torch_dist.pieces import CONTENT, model_boxes, replica_of
 from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, PlannedWrite, Planning
-from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.errors import JobError, UserError
 from megatron_dapo.common.files import flush_to_disk
 from megatron_dapo.models.build import ModelParts
+from megatron_dapo.platform.agreement import describe
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import JobError, describe, tell, together
 
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer.state."
@@ -86,13 +86,12 @@ class PendingSave:
             raise self._failure
         if self._is_finished:
             return
-        results: list[WriteResult] = []
         write = self._forked.result if self._forked else self._planned.write
         try:
-            together(self._layout, f"writing {self._folder}", lambda: results.extend(write()))
+            results = self._layout.agreement.each(f"writing {self._folder}", write)
             everybodys = [None] * self._layout.world_size if self._layout.rank == 0 else None
             dist.gather_object(results, everybodys, dst=0, group=self._layout.cpu_group)
-            tell(self._layout, f"completing {self._folder}", lambda: self._complete(everybodys))
+            self._layout.agreement.leader(f"completing {self._folder}", self._complete, everybodys)
         except JobError as failure:
             self._failure = failure
             raise
@@ -162,8 +161,8 @@ def _training_state(
 def _prepare(folder: Path, layout: ParallelLayout) -> None:
     """Rank 0 makes the folder and tries to write there; the others must see it. Raises UserError on all ranks."""
     what = f"beginning {folder}"
-    tell(layout, what, lambda: _make(folder))
-    together(layout, what, lambda: _see(folder))
+    layout.agreement.leader(what, _make, folder)
+    layout.agreement.each(what, _see, folder)
 
 
 def _make(folder: Path) -> None:

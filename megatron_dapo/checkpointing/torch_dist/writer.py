@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.signals import ignore_signals
+from megatron_dapo.platform.agreement import describe
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.ranks import describe
 
 FILE_BYTES = 2**28  # about; a tensor is never cut
 
