@@ -1,4 +1,4 @@
-"""docs/algorithms.md says what is so: the defaults are the schema's, the code and the tests that it names exist."""
+"""docs/algorithms.md has every option with its default; tests/seeds/README.md names code and tests that exist."""
 
 import re
 from pathlib import Path
@@ -14,13 +14,23 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 SECTIONS = ("", "algorithm.dapo.overlong_reward_shaping.", "actor_rollout_ref.actor.")
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if re.match(r"\| (`|0)", line)
-]
-OPTION_ROWS = [row for row in ROWS if len(row) == 3 and not row[0].startswith("0") and known_keys().keys() & {
-    canonical(section + name) for section in SECTIONS for name in re.findall(r"`([\w.]+)`", row[0])
-}]  # fmt: skip
-PLACE_ROWS = [row for row in ROWS if len(row) == 4]
+PLACES = (ROOT / "tests" / "seeds" / "README.md").read_text(encoding="utf-8")
+
+
+def rows(text: str, first: str, num_cells: int) -> list[list[str]]:
+    """The cells of each table row that begins with `first` and has `num_cells` cells."""
+    lines = [line for line in text.splitlines() if line.startswith("| " + first)]
+    split = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [row for row in split if len(row) == num_cells]
+
+
+def is_option(row: list[str]) -> bool:
+    names = re.findall(r"`([\w.]+)`", row[0])
+    return any(canonical(section + name) in known_keys() for section in SECTIONS for name in names)
+
+
+OPTION_ROWS = [row for row in rows(TEXT, "`", 3) if is_option(row)]
+PLACE_ROWS = rows(PLACES, "0", 4)
 
 
 def names_in(cell: str) -> list[str]:
