@@ -50,7 +50,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,kernels compiled for GPUs)
 	@$(PYTEST) tests/compile
 	$(call LAYER,tests with several processes)
-	@$(PYTEST) tests/distributed
+	@$(PYTEST) $(TWO_AT_A_TIME) tests/distributed
 	$(call LAYER,tests with a real SGLang server)
 	@$(PYTEST) $(TWO_AT_A_TIME) tests/e2e
 	$(call LAYER,jobs on a Slurm of virtual nodes)

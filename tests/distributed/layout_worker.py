@@ -7,6 +7,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 
 import torch
@@ -23,8 +26,9 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepDistributor, StepShard
-from megatron_dapo.training.policy import Policy
+from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import Reference
+from megatron_dapo.training.schedule import MetricSums
 from tests.synthetic import synthetic_groups, with_replayed
 
 COMMON = [
@@ -76,12 +80,10 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     controller = FixedKLController(config.algorithm.kl_ctrl.kl_coef)
     shard, extra = estimate_advantages(shard, controller, config, layout)
     scored = shard.mini_batches
-    result = {"num_micro_batches": [len(mini) for mini in scored], "first": first_step(policy, scored[0])}
-    if not config.actor_rollout_ref.actor.megatron.use_distributed_optimizer:
-        gradients = WeightSource(policy.model, layout, value=lambda p: p.main_grad)
-        result["gradients"] = gathered(gradients, layout)
+    result = {"num_micro_batches": [len(mini) for mini in scored]}
     result["estimates"] = estimates_by_sample(scored, layout)
-    result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
+    with first_step_recorded(policy, result):
+        result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     result["weights"] = gathered(policy.weight_source(), layout)
     estimated = model_states(config, policy.model.spec, layout.pp_rank)
     result["states"] = layout.gather((layout.pp_rank, asdict(states_of(policy)), asdict(estimated)))
@@ -112,12 +114,9 @@ def num_bytes(value: object) -> int:
 
 def critic_step(critic: Critic, shard: StepShard, layout: ParallelLayout) -> dict:
     """num_micro_batches, first, gradients, metrics, weights: as of the policy."""
-    mini_batches = critic.with_targets(shard)
-    first = critic.metrics_of(critic.accumulate_gradients(mini_batches[0]))
-    result = {"num_micro_batches": [len(mini) for mini in mini_batches], "first": first}
-    if not critic.state.stages[0].ddp_config.use_distributed_optimizer:
-        result["gradients"] = gathered(WeightSource(critic.model, layout, value=lambda p: p.main_grad), layout)
-    result["metrics"] = critic.update(shard)
+    result = {"num_micro_batches": [len(mini) for mini in shard.critic_mini_batches]}
+    with first_step_recorded(critic, result):
+        result["metrics"] = critic.update(shard)
     result["weights"] = gathered(WeightSource(critic.model, layout), layout)
     return result
 
@@ -151,13 +150,33 @@ def errors_of_a_poisoned_expert(policy: Policy, mini_batches, layout: ParallelLa
     return layout.gather(message)
 
 
-def first_step(policy: Policy, mini_batch) -> dict[str, float]:
-    """Metrics of the first optimizer step alone, before any update: those of one rank of the last stage."""
-    part = policy.accumulate_gradients(mini_batch)
-    gathered: list = [None] * policy.layout.world_size
-    metrics = None if part is None else policy.metrics_of(part)
-    dist.all_gather_object(gathered, metrics, group=policy.layout.cpu_group)
-    return next(metrics for metrics in gathered if metrics)
+@contextmanager
+def first_step_recorded(learner: Policy | Critic, result: dict) -> Iterator[None]:
+    """Record what the first optimizer step of an update begins with, on every rank: in "first" the metrics of its
+    mini-batch alone, and in "gradients", where each rank has all of its stage's, the gradients before they are clipped.
+    """
+    accumulate = learner.accumulate_gradients
+
+    def accumulate_and_record(mini_batch: MiniBatch) -> MetricSums | None:
+        part = accumulate(mini_batch)
+        if "first" not in result:
+            result["first"] = metrics_of_first(learner, part)
+            if not learner.state.stages[0].ddp_config.use_distributed_optimizer:
+                source = WeightSource(learner.model, learner.layout, value=lambda p: p.main_grad)
+                result["gradients"] = gathered(source, learner.layout)
+        return part
+
+    learner.accumulate_gradients = accumulate_and_record
+    yield
+    del learner.accumulate_gradients
+
+
+def metrics_of_first(learner: Policy | Critic, part: MetricSums | None) -> dict[str, float]:
+    """The policy's are those of one rank of the last stage; the critic's those of all ranks."""
+    if isinstance(learner, Critic):
+        return learner.metrics_of(deepcopy(part))  # which adds the ranks' sums up in place
+    metrics = None if part is None else learner.metrics_of(part)
+    return next(of_rank for of_rank in learner.layout.gather(metrics) if of_rank)
 
 
 def main() -> None:
