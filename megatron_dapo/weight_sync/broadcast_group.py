@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -31,6 +32,13 @@ def address_towards(urls: Sequence[str]) -> str:
     return LOOPBACK
 
 
+class _Backend(Protocol):
+    """What is used of torch's backends, whose stubs do not name it."""
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
+    def abort(self) -> None: ...
+
+
 class BroadcastGroup:
     """Rank 0 of a group whose other ranks are server processes. Opening starts the rendezvous; `ready` tells its end.
 
@@ -51,9 +59,9 @@ class BroadcastGroup:
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.ready: Future[None] = Future()
         self._device = device
-        self._tasks: queue.SimpleQueue[Callable[[object], None] | None] = queue.SimpleQueue()
-        self._nccl: dist.ProcessGroup | None = None  # once joined
-        self._stream: torch.cuda.Stream | None = None
+        self._tasks: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()
+        self._nccl: _Backend | None = None  # once joined
+        self._stream: torch.cuda.Stream  # of NCCL alone, once joined
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout_s)
@@ -75,7 +83,7 @@ class BroadcastGroup:
         options.rootRank = 0
         options.timeout = limit = timedelta(seconds=timeout_s)
 
-        def send(backend: dist.ProcessGroup) -> None:
+        def send(backend: _Backend) -> None:
             for work in [backend.broadcast([tensor], options) for tensor in tensors]:
                 work.wait()
 
@@ -85,7 +93,7 @@ class BroadcastGroup:
         produced = torch.cuda.Event()
         produced.record()
 
-        def send_on_own_stream(backend: dist.ProcessGroup) -> None:
+        def send_on_own_stream(backend: _Backend) -> None:
             # a stream of its own never holds up the caller's, which goes on gathering
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(produced)
@@ -120,30 +128,30 @@ class BroadcastGroup:
         while (task := self._tasks.get()) is not None:
             task(backend)
 
-    def _join(self, store: dist.Store, timeout_s: float) -> dist.ProcessGroup:
+    def _join(self, store: dist.Store, timeout_s: float) -> _Backend:
         # the keys of torch's helper: the caller's prefix (SGLang's is the group's name), the name, the device type
         device_type = {"nccl": "cuda", "gloo": "cpu"}[self.backend]
         for prefix in (self.name, f"{self.name}/", f"{device_type}/"):
             store = dist.PrefixStore(prefix, store)
         limit = timedelta(seconds=timeout_s)
         if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, self.world_size, limit)
+            return cast(_Backend, dist.ProcessGroupGloo(store, 0, self.world_size, limit))
         torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         with nccl.without_watchdog():
-            return dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+            return cast(_Backend, dist.ProcessGroupNCCL(store, 0, self.world_size, options))
 
 
-def _abort(backend: dist.ProcessGroup) -> None:
+def _abort(backend: _Backend) -> None:
     try:
         backend.abort()
     except Exception as error:  # nobody waits for it
         log.info("weight sync: a group of NCCL did not end in order: %s", error)
 
 
-def _fulfil(future: Future[None], send: Callable[[dist.ProcessGroup], None], backend: dist.ProcessGroup) -> None:
+def _fulfil(future: Future[None], send: Callable[[_Backend], None], backend: _Backend) -> None:
     try:
         send(backend)
     except Exception as error:

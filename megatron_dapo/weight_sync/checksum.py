@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_dapo.weight_sync.plan import Spec
+from megatron_dapo.models.safetensors_files import TensorSpec
 
 VOCAB_MULTIPLE = 64
 """A server pads the vocabulary to a multiple of this with zero rows."""
@@ -44,10 +44,10 @@ PADDED = ("embed_tokens", "lm_head")
 KEY_VALUE = ("k_proj", "v_proj")
 
 
-def server_parameters(specs: Sequence[Spec]) -> dict[str, tuple[Spec, ...]]:
+def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
     """Server parameter name -> the tensors it is made of, in order."""
     by_name = {spec.name: spec for spec in specs}
-    result: dict[str, tuple[Spec, ...]] = {}
+    result: dict[str, tuple[TensorSpec, ...]] = {}
     experts: dict[str, list[re.Match]] = {}
     for spec in specs:
         if expert := EXPERT.fullmatch(spec.name):
@@ -70,7 +70,7 @@ def server_parameters(specs: Sequence[Spec]) -> dict[str, tuple[Spec, ...]]:
 
 
 def server_tensor(
-    specs: Sequence[Spec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int, num_kv_heads: int | None = None
+    specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int, num_kv_heads: int | None = None
 ) -> Tensor:
     """The parameter that rank tp_rank of a server with tp_size ranks holds, from the full tensors it is made of.
 
@@ -109,7 +109,7 @@ def checksum(tensor: Tensor) -> str:
 def cpu_checksum(tensor: Tensor) -> str:
     """The first 8 bytes of SHA-256 over the tensor's bytes."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(data)).hexdigest()[:16]
+    return hashlib.sha256(data.data).hexdigest()[:16]
 
 
 def gpu_checksum(tensor: Tensor) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.common.sizes import MIB
+from megatron_dapo.models.safetensors_files import TensorSpec
 
 # On CPU a large flat buffer costs more in page faults and copies than it saves in messages: one of 538 MB took 10 s,
 # the same tensors one by one 1.0 s. So only small tensors are flattened there, into buckets of at most this size.
@@ -17,25 +18,14 @@ CPU_BUCKET_BYTES = 64 * MIB
 CPU_FLAT_TENSOR_BYTES = 1 * MIB
 
 
-class Spec(Protocol):
-    """What the plan needs to know of a tensor (models.TensorSpec)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 class Source(Protocol):
-    """A pipeline stage's weights under their Hugging Face names (models.WeightSource)."""
+    """A pipeline stage's weights under their Hugging Face names; see models/weight_source.py."""
 
-    def specs(self) -> list[Spec]: ...
-    def gather(self, specs: list[Spec]) -> list[Tensor] | None: ...
+    def specs(self) -> list[TensorSpec]: ...
+    def gather(self, specs: list[TensorSpec]) -> list[Tensor] | None: ...
 
 
-def num_bytes(spec: Spec) -> int:
+def num_bytes(spec: TensorSpec) -> int:
     count = spec.dtype.itemsize
     for size in spec.shape:
         count *= size
@@ -46,18 +36,18 @@ def num_bytes(spec: Spec) -> int:
 class Bucket:
     """Tensors of one update call. flat: sent as one buffer, tensor after tensor; otherwise one broadcast per tensor."""
 
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
     flat: bool
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         return [spec.name for spec in self.specs]
 
-    @property
+    @cached_property
     def dtypes(self) -> list[str]:
         return [str(spec.dtype).removeprefix("torch.") for spec in self.specs]
 
-    @property
+    @cached_property
     def shapes(self) -> list[list[int]]:
         return [list(spec.shape) for spec in self.specs]
 
@@ -93,7 +83,7 @@ class Plan:
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
-def plan_buckets(specs: Sequence[Spec], bucket_bytes: int, flat_tensor_bytes: int) -> Plan:
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_bytes: int) -> Plan:
     """Every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a single larger tensor.
 
     Tensors of at most flat_tensor_bytes share flat buckets. There wide dtypes come first, because the server cuts the
@@ -111,7 +101,7 @@ def plan_buckets(specs: Sequence[Spec], bucket_bytes: int, flat_tensor_bytes: in
     )
 
 
-def plan_for(device: torch.device, specs: Sequence[Spec], bucket_size_mb: int) -> Plan:
+def plan_for(device: torch.device, specs: Sequence[TensorSpec], bucket_size_mb: int) -> Plan:
     """The plan on this kind of device; bucket_size_mb is `weight_sync.bucket_size_mb`."""
     bucket_bytes = bucket_size_mb * MIB
     if device.type == "cpu":
@@ -119,8 +109,8 @@ def plan_for(device: torch.device, specs: Sequence[Spec], bucket_size_mb: int) -
     return plan_buckets(specs, bucket_bytes, bucket_bytes)
 
 
-def _fill(specs: Iterable[Spec], bucket_bytes: int) -> Iterator[tuple[Spec, ...]]:
-    open_bucket: list[Spec] = []
+def _fill(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
+    open_bucket: list[TensorSpec] = []
     room = bucket_bytes
     for spec in specs:
         size = num_bytes(spec)

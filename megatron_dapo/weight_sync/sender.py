@@ -18,7 +18,7 @@ from megatron_dapo.weight_sync.servers import (
     Call,
     ServerCalls,
     ServerControl,
-    blame,
+    culprits,
     reason,
 )
 
@@ -36,12 +36,13 @@ class Transfer:
         return [self.collective, *(call.answer for call in self.calls)]
 
     def refused(self) -> dict[str, str]:
-        """URL -> why, of the servers whose call has failed by now."""
-        failed = ((c.url, c.answer.exception()) for c in self.calls if c.answer.done())
-        return {url: reason(error) for url, error in failed if error is not None}
+        """URL -> why, of the servers whose call has failed."""
+        ended = ((call.url, call.answer.exception()) for call in self.calls if call.answer.done())
+        return {url: reason(error) for url, error in ended if error is not None}
 
     def silent(self) -> dict[str, str]:
-        return {c.url: "no answer to the request" for c in self.calls if not c.answer.done()}
+        """URL -> what is wrong, of the servers that have not answered."""
+        return {call.url: "no answer to the request" for call in self.calls if not call.answer.done()}
 
 
 class Sender:
@@ -51,7 +52,10 @@ class Sender:
         self, stage: int, calls: ServerCalls, plan: Plan, device: torch.device, probe_s: float = PROBE_S
     ) -> None:
         """probe_s: how long a server may take after a failure to say that it is alive."""
-        self._stage, self._calls, self._device, self._probe_s = stage, calls, device, probe_s
+        self._stage = stage
+        self._calls = calls
+        self._device = device
+        self._probe_s = probe_s
         self._buffers = [torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._group: BroadcastGroup | None = None
         self._members: tuple[str, ...] = ()
@@ -60,7 +64,8 @@ class Sender:
     def join(self, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         """Form a new group with these servers. server_sizes: URL -> tensor-parallel ranks."""
         self.leave(server_sizes)
-        first_ranks, world_size = {}, 1
+        first_ranks: dict[str, int] = {}
+        world_size = 1
         for url, size in server_sizes.items():
             first_ranks[url] = world_size
             world_size += size
@@ -94,6 +99,7 @@ class Sender:
         self._calls.ask(members, _destroy(group.name), PROBE_S)
 
     def close(self) -> None:
+        """Leave the group."""
         self.leave(self._members)
 
     def abandon(self) -> None:
@@ -105,7 +111,8 @@ class Sender:
 
     def forget(self, living: Collection[str]) -> None:
         """Have these servers destroy the abandoned groups that they were in; returns at once. Meant for the end of a
-        push: before, it could hold up a server that still struggles with such a group. Who never had it refuses."""
+        push: before, it could hold up a server that still struggles with such a group. A server that never had it
+        refuses, which changes nothing."""
         for name, members in self._abandoned.items():
             asked = members.intersection(living)
             members -= asked
@@ -113,7 +120,7 @@ class Sender:
         self._abandoned = {name: members for name, members in self._abandoned.items() if members}
 
     def pack(self, index: int, bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What is broadcast for bucket number `index`: its flat buffer, or its tensors one by one."""
+        """Return what is broadcast for bucket number `index`: its flat buffer, or its tensors one by one."""
         for spec, tensor in zip(bucket.specs, tensors, strict=True):
             if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != spec.dtype:
                 raise WeightSyncError(f"{spec.name}: gathered {tuple(tensor.shape)} {tensor.dtype}, planned {spec}")
@@ -156,14 +163,15 @@ class Sender:
         if not pending and all(future.exception() is None for future in transfer.futures):
             return
         # who refused is read before the group goes: closing it makes healthy servers' calls fail too
-        refused, collective = transfer.refused(), transfer.collective
-        told = reason(collective.exception()) if collective.done() and collective.exception() else "none"
+        refused = transfer.refused()
+        collective = transfer.collective
+        error = collective.exception() if collective.done() else None
+        collective_error = "none" if error is None else reason(error)
         self.abandon()
         _, gone = self._calls.ask(self._members, lambda server: server.weight_version(), self._probe_s)
         # whoever refused ended the wait; the healthy ones were in the collective with it and may still be silent
-        culprits = gone or refused or transfer.silent() or transfer.refused()
-        named = blame(culprits) or "no server names an error"
-        raise WeightSyncError(f"{transfer.what}: {named} (error of the collective: {told})")
+        named = culprits(gone or refused or transfer.silent() or transfer.refused()) or "no server names an error"
+        raise WeightSyncError(f"{transfer.what}: {named} (error of the collective: {collective_error})")
 
 
 def _destroy(name: str) -> Callable[[ServerControl], Awaitable[None]]:

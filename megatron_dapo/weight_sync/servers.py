@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -71,67 +71,84 @@ class Call:
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def blame(why: dict[str, str]) -> str:
-    """Servers by URL, each with what is wrong with it."""
+def culprits(why: Mapping[str, str]) -> str:
+    """Return the servers by URL, each with what is wrong with it."""
     return "; ".join(text if url in text else f"server {url}: {text}" for url, text in why.items())
+
+
+class _Servers(dict[str, ServerControl]):
+    """URL -> how the server there is asked, connected to when it is looked up first."""
+
+    def __init__(self, connect: Callable[[str], ServerControl]) -> None:
+        super().__init__()
+        self._connect = connect
+
+    def __missing__(self, url: str) -> ServerControl:
+        self[url] = self._connect(url)
+        return self[url]
 
 
 class ServerCalls:
     """Calls to servers, by their URLs, run by an event loop in a background thread."""
 
     def __init__(self, connect: Callable[[str], ServerControl]) -> None:
-        """connect: URL -> how the server there is asked; called once per URL."""
-        self._connect = connect
-        self._servers: dict[str, ServerControl] = {}
+        """connect: URL -> how the server there is asked; called once per URL. The thread starts with the first call."""
+        self._servers = _Servers(connect)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
-        self._thread.start()
 
     def start(
         self, urls: Iterable[str], call: Callable[[ServerControl], Awaitable[Result]], timeout_s: float
     ) -> list[Call]:
         """Begin a call to every one of these servers."""
-        return [
-            Call(url, asyncio.run_coroutine_threadsafe(_limited(call, self._server(url), timeout_s), self._loop))
-            for url in urls
-        ]
+        if self._thread.ident is None:
+            self._thread.start()
+        calls = []
+        for url in urls:
+            limited = _limited(call, self._servers[url], timeout_s)
+            calls.append(Call(url, asyncio.run_coroutine_threadsafe(limited, self._loop)))
+        return calls
 
     def ask(
         self, urls: Iterable[str], call: Callable[[ServerControl], Awaitable[Result]], timeout_s: float
     ) -> tuple[dict[str, Result], dict[str, str]]:
-        """URL -> answer of the servers that gave one within timeout_s; URL -> why not of the others. Raises nothing."""
-        calls = self.start(urls, call, timeout_s)
-        failures = {c.url: reason(error) for c in calls if (error := c.answer.exception()) is not None}
-        return {c.url: c.answer.result() for c in calls if c.url not in failures}, failures
+        """Return URL -> answer of the servers that gave one within timeout_s, and URL -> why not of the others. Raises
+        nothing."""
+        answers: dict[str, Result] = {}
+        failures: dict[str, str] = {}
+        for request in self.start(urls, call, timeout_s):
+            error = request.answer.exception()
+            if error is None:
+                answers[request.url] = request.answer.result()
+            else:
+                failures[request.url] = reason(error)
+        return answers, failures
 
     def close(self) -> None:
         """End what is under way, the servers' connections and the thread."""
+        if self._thread.ident is None:
+            return
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(PROBE_S)
-        self.ask(self._servers, lambda server: server.close(), PROBE_S)
+        self.ask(list(self._servers), lambda server: server.close(), PROBE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PROBE_S)
 
-    def _server(self, url: str) -> ServerControl:
-        if url not in self._servers:
-            self._servers[url] = self._connect(url)
-        return self._servers[url]
-
 
 @dataclass(frozen=True)
-class Entrant:
+class ServerMember:
     """A server that takes part in a push. version: what it holds; size: its tensor-parallel ranks."""
 
     version: str
     size: int
 
 
-async def enter(server: ServerControl) -> Entrant:
-    """Have the server pause and open an update session."""
+async def pause(server: ServerControl) -> ServerMember:
+    """Have the server pause and open an update session; return what it holds."""
     version = await server.weight_version()
     info = await server.server_info()
     await server.pause()
@@ -140,17 +157,17 @@ async def enter(server: ServerControl) -> Entrant:
     except Exception:  # a refusal has the client's own type; had it another reason, the calls below meet it again
         await server.end_weight_update()  # that of a trainer that died
         await server.begin_weight_update()
-    return Entrant(str(version), int(info.get("tp_size", 1)))
+    return ServerMember(str(version), int(info.get("tp_size", 1)))
 
 
-async def come_back(server: ServerControl) -> None:
+async def rejoin(server: ServerControl) -> None:
     """After a failed attempt: close the session and go on. A server that was started again has no session: it fails,
     as one that is gone."""
     await server.end_weight_update()
     await server.continue_()
 
 
-async def set_going(server: ServerControl) -> None:
+async def resume(server: ServerControl) -> None:
     """Close the session, if one is open, and let the server generate again."""
     try:
         await server.end_weight_update()

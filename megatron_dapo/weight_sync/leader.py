@@ -1,0 +1,133 @@
+"""What rank 0 does with the servers in a push: pause them, see who came through, let them go on."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from megatron_dapo.platform.agreement import Deadline
+from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.servers import (
+    BACKGROUND_S,
+    Call,
+    ServerCalls,
+    ServerControl,
+    ServerMember,
+    culprits,
+    pause,
+    rejoin,
+    resume,
+)
+
+log = logging.getLogger(__name__)
+
+CLEANUP_SHARE = 0.4
+"""Of the reserve (see `sync.RESERVE_S`): for letting the surviving servers go on after a failure."""
+
+LAST_SHARE = 0.2
+"""Of the reserve: what servers get at least to close their sessions, to be compared and to go on, when sending took all
+the time. Three of these, or one and the probe, end where CLEANUP_SHARE begins."""
+
+ENTER_S = 20.0
+"""Who has not paused and opened a session by then is left out of a push. At most a quarter of the deadline."""
+
+MIN_REPEAT_S = 1.0
+"""A push that has less time left is not repeated."""
+
+
+class ServerLeader:
+    """The servers as rank 0 leads them; the other ranks have one too, whose methods the agreement does not call.
+
+    urls: of the servers there are now. reserve_s: the end of the deadline that is kept for a failure.
+    report_unresponsive: called with the servers (URL -> why) that were left out: they may be stuck for long, over NCCL
+    as members of a group in which another one died.
+    """
+
+    def __init__(
+        self,
+        urls: Callable[[], Sequence[str]],
+        calls: ServerCalls,
+        timeout_s: float,
+        reserve_s: float,
+        report_unresponsive: Callable[[dict[str, str]], None],
+    ) -> None:
+        self._urls = urls
+        self._calls = calls
+        self._enter_s = min(ENTER_S, timeout_s / 4)
+        self._reserve_s = reserve_s
+        self._report_unresponsive = report_unresponsive
+        self._resuming: dict[str, Call] = {}  # servers that are told to go on while nobody waits
+
+    def pause(self, lost: Sequence[str], deadline: Deadline) -> dict[str, ServerMember]:
+        """Pause the servers there are, but for those that were lost in this push, and open a session on each; return,
+        by URL, those that did so in time."""
+        urls = [url for url in self._urls() if url not in lost]
+        for url in urls:
+            call = self._resuming.pop(url, None)
+            if call is not None:
+                call.answer.cancel()  # it would close the session that is opened now
+        members, failures = self._calls.ask(urls, pause, min(self._enter_s, deadline.left()))
+        self._leave_out("pause", failures)  # one may have paused
+        return {url: members[url] for url in urls if url in members}
+
+    def recover(self, urls: Sequence[str], failure: str, deadline: Deadline) -> tuple[list[str], bool]:
+        """After a failed attempt with these servers: return which of them do not come back, and whether time is left
+        for another attempt. Raises WeightSyncError where no lost server explains the failure, or where no time is left
+        for those that were not lost."""
+        limit_s = min(CLEANUP_SHARE * self._reserve_s, self._at_least(deadline.left()))
+        _, failures = self._calls.ask(urls, rejoin, limit_s)
+        self._resume_meanwhile(failures)
+        may_repeat = deadline.left() > MIN_REPEAT_S
+        if not failures or (not may_repeat and len(failures) < len(urls)):
+            raise WeightSyncError(failure)
+        then = "the push is repeated" if may_repeat else "the push is over, without a server"
+        log.warning("weight sync: left out %s; %s. %s", ", ".join(failures), then, failure)
+        return list(failures), may_repeat
+
+    def commit(self, version: int, urls: Sequence[str], deadline: Deadline) -> list[str]:
+        """Close the sessions and read the version back; return the servers that answer. The others bear the version
+        too, and are told to go on."""
+
+        async def close_session(server: ServerControl) -> str:
+            await server.end_weight_update()
+            return str(await server.weight_version())
+
+        versions, failures = self._calls.ask(urls, close_session, self._at_least(deadline.left() / 2))
+        self._leave_out("commit", failures)
+        wrong = [f"server {url} reports version {held}" for url, held in versions.items() if held != str(version)]
+        if wrong:
+            raise WeightSyncError(f"read back: pushed version {version}, but {'; '.join(wrong)}")
+        return list(versions)
+
+    def checksums(self, urls: Sequence[str], deadline: Deadline) -> dict[str, list[dict[str, str]]]:
+        """Return, by URL, the checksums of every parameter on each of a server's tensor-parallel ranks."""
+        limit_s = self._at_least(deadline.left() / 2)
+        sums, failures = self._calls.ask(urls, lambda server: server.checksums(), limit_s)
+        _warn("verify", failures)
+        return sums
+
+    def resume(self, urls: Sequence[str], deadline: Deadline) -> None:
+        """Let the servers generate again."""
+        _, failures = self._calls.ask(urls, lambda server: server.continue_(), self._at_least(deadline.left()))
+        self._leave_out("resume", failures)
+
+    def give_up(self) -> None:
+        """Have the servers there are go on after a failed push; what cannot be reached stays as it is."""
+        _, failures = self._calls.ask(self._urls(), resume, CLEANUP_SHARE * self._reserve_s)
+        self._report_unresponsive(failures)
+
+    def _leave_out(self, phase: str, failures: dict[str, str]) -> None:
+        _warn(phase, failures)
+        self._resume_meanwhile(failures)
+
+    def _resume_meanwhile(self, failures: dict[str, str]) -> None:
+        """Returns at once. The next push stops what is still under way then."""
+        self._report_unresponsive(failures)
+        self._resuming |= {call.url: call for call in self._calls.start(failures, resume, BACKGROUND_S)}
+
+    def _at_least(self, limit_s: float) -> float:
+        """Return a time limit that is never so short that no server could keep it: the reserve gives what lacks."""
+        return max(limit_s, LAST_SHARE * self._reserve_s)
+
+
+def _warn(phase: str, failures: dict[str, str]) -> None:
+    if failures:
+        log.warning("weight sync: %s: left out %s", phase, culprits(failures))

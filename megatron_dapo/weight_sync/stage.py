@@ -1,0 +1,236 @@
+"""What a rank does for its pipeline stage in a push: send its weights, help to gather them, or nothing."""
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_dapo.common.sizes import ceil_div
+from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.models.safetensors_files import TensorSpec
+from megatron_dapo.platform.agreement import Deadline
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.weight_sync.checksum import checksum, server_parameters, server_tensor
+from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.plan import Plan, Source
+from megatron_dapo.weight_sync.sender import Sender, Transfer
+
+Checksums = Mapping[str, Sequence[Mapping[str, str]]]
+"""URL -> of each tensor-parallel rank of the server, parameter name -> checksum."""
+
+
+class Stopwatch:
+    """Adds up seconds per phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._mark = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to this phase."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._mark
+        self._mark = now
+
+
+@dataclass(frozen=True)
+class StageTotals:
+    """What a stage has sent. seconds: of gathering and of sending."""
+
+    seconds: dict[str, float]
+    num_bytes: int
+    num_tensors: int
+    num_buckets: int
+
+
+class StageRole(Protocol):
+    """A rank's part in the pushes of its stage. `stage`: whose turn it is; on ranks of other stages a call does
+    nothing. Those with a stage, and `compare`, are collective over the ranks that gather."""
+
+    def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
+        """Form a new group with these servers. server_sizes: URL -> tensor-parallel ranks."""
+        ...
+
+    def send(self, stage: int, version: int, deadline: Deadline) -> StageTotals | None:
+        """Send all weights of the stage; return what was sent, on its source rank."""
+        ...
+
+    def compare(self, version: int, sums: Checksums) -> int:
+        """Compare this stage's share of a sample of parameters with the servers'; return how many, on the source rank.
+        Raises WeightSyncError naming those that differ."""
+        ...
+
+    def drop_group(self) -> None:
+        """Give the group up at once: servers that wait in a collective are freed."""
+        ...
+
+    def forget(self, urls: Collection[str]) -> None:
+        """Have these servers destroy the groups that were given up."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Bystander:
+    """The role of a rank whose slices another one has too."""
+
+    def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
+        pass
+
+    def send(self, stage: int, version: int, deadline: Deadline) -> StageTotals | None:
+        return None
+
+    def compare(self, version: int, sums: Checksums) -> int:
+        return 0
+
+    def drop_group(self) -> None:
+        pass
+
+    def forget(self, urls: Collection[str]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Gatherer(Bystander):
+    """The role of a rank that brings its slices to the stage's source rank."""
+
+    def __init__(self, source: Source, plan: Plan, layout: ParallelLayout, config: WeightSyncConfig) -> None:
+        self._source = source
+        self._plan = plan
+        self._stage = layout.pp_rank
+        self._num_stages = layout.pp
+        self._num_compared = ceil_div(config.verify_num_tensors, layout.pp)
+
+    def send(self, stage: int, version: int, deadline: Deadline) -> StageTotals | None:
+        if stage == self._stage:
+            for bucket in self._plan.buckets:
+                self._source.gather(list(bucket.specs))
+        return None
+
+    def compare(self, version: int, sums: Checksums) -> int:
+        for _ in self._samples(version):
+            pass
+        return 0
+
+    def _samples(self, version: int) -> Iterator[tuple[str, Sequence[TensorSpec], list[Tensor] | None]]:
+        """Gather a sample of the servers' parameters, the same on all ranks: name, its tensors here, their values."""
+        parameters = server_parameters(self._source.specs())
+        number = min(self._num_compared, len(parameters))
+        for name in random.Random(version).sample(sorted(parameters), number):
+            specs = parameters[name]
+            yield name, specs, self._source.gather(list(specs))
+
+
+class StageSource(Gatherer):
+    """The role of the rank that has the stage's weights whole, once they are gathered, and sends them.
+
+    num_kv_heads: of the model, needed to compare where a server has more tensor-parallel ranks than that.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        layout: ParallelLayout,
+        config: WeightSyncConfig,
+        sender: Sender,
+        device: torch.device,
+        num_kv_heads: int | None,
+    ) -> None:
+        super().__init__(source, plan, layout, config)
+        self._sender = sender
+        self._device = device
+        self._num_kv_heads = num_kv_heads
+
+    def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
+        if stage == self._stage:
+            self._sender.join(server_sizes, deadline)
+
+    def send(self, stage: int, version: int, deadline: Deadline) -> StageTotals | None:
+        """Gather bucket k+1 while bucket k is sent."""
+        if stage != self._stage:
+            return None
+        watch = Stopwatch()
+        transfer: Transfer | None = None
+        failure: WeightSyncError | None = None
+        num_buckets = len(self._plan.buckets)
+        for index, bucket in enumerate(self._plan.buckets):
+            tensors = self._source.gather(list(bucket.specs))
+            if failure is not None:  # goes on gathering: its peers are in the same collectives
+                continue
+            try:
+                payload = self._sender.pack(index, bucket, _whole(tensors))
+                watch.lap("gather")
+                if transfer is not None:
+                    self._sender.settle(transfer, deadline)
+                what = f"send (stage {stage}, bucket {index + 1} of {num_buckets})"
+                is_last = stage == self._num_stages - 1 and index == num_buckets - 1
+                transfer = self._sender.start(what, bucket, payload, version, is_last, deadline)
+            except WeightSyncError as error:
+                failure = error
+            watch.lap("send")
+        if failure is not None:
+            raise failure
+        if transfer is not None:
+            self._sender.settle(transfer, deadline)
+        watch.lap("send")
+        return StageTotals(watch.seconds, self._plan.num_bytes, self._plan.num_tensors, num_buckets)
+
+    def compare(self, version: int, sums: Checksums) -> int:
+        wrong: list[str] = []
+        num_compared = 0
+        for name, specs, tensors in self._samples(version):
+            num_compared += 1
+            values = [tensor.to(self._device) for tensor in _whole(tensors)]
+            for url, ranks in sums.items():
+                if not self._is_equal(name, specs, values, ranks):
+                    wrong.append(f"{name} on server {url}")
+        if wrong:
+            raise WeightSyncError(f"verify: version {version} differs from the trainer's weights: {', '.join(wrong)}")
+        return num_compared
+
+    def _is_equal(
+        self, name: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], ranks: Sequence[Mapping[str, str]]
+    ) -> bool:
+        """Whether each tensor-parallel rank of a server has the checksum of its part of the parameter."""
+        for rank, sums in enumerate(ranks):
+            if sums.get(name) != checksum(server_tensor(specs, tensors, rank, len(ranks), self._num_kv_heads)):
+                return False
+        return True
+
+    def drop_group(self) -> None:
+        self._sender.abandon()
+
+    def forget(self, urls: Collection[str]) -> None:
+        self._sender.forget(urls)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def stage_role(
+    source: Source,
+    plan: Plan,
+    layout: ParallelLayout,
+    config: WeightSyncConfig,
+    make_sender: Callable[[], Sender],
+    device: torch.device,
+    num_kv_heads: int | None,
+) -> StageRole:
+    """Return this rank's part in the pushes of its stage. make_sender: called on the source rank alone."""
+    if layout.is_source:
+        return StageSource(source, plan, layout, config, make_sender(), device, num_kv_heads)
+    if layout.gathers:
+        return Gatherer(source, plan, layout, config)
+    return Bystander()
+
+
+def _whole(tensors: list[Tensor] | None) -> list[Tensor]:
+    assert tensors is not None, "the stage's source rank has the tensors whole"
+    return tensors
