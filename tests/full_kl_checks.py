@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.dapo_loss import LossConfig
 from megatron_dapo.kernels.full_kl import linear_full_kl
-from megatron_dapo.kernels.fused_head import Reference, fused_dapo_head, head_full_kl
+from megatron_dapo.kernels.fused_head import KLReference, fused_dapo_head, head_full_kl
 from tests.kernel_checks import BOUNDS, HeadCase, forbidding_host_syncs
 
 LOSS = LossConfig(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="full", report_mismatch=False)
@@ -25,7 +25,7 @@ def check_full_kl(case: HeadCase) -> None:
 
     its_hidden, its_weight = near(hidden), near(weight)
     plan, head = case.plan(), case.head()
-    reference = Reference(plan.kept_rows(its_hidden), its_weight)
+    reference = KLReference(plan.kept_rows(its_hidden), its_weight)
     tokens = replace(case.tokens, advantages=torch.zeros_like(case.tokens.advantages))
 
     def once() -> list[Tensor]:
@@ -41,7 +41,7 @@ def check_full_kl(case: HeadCase) -> None:
     assert all(torch.equal(a, b) for a, b in zip(answers, again, strict=True)), "two runs differ"
     log_probs, kl, trained, grad_hidden, grad_weight = answers
     assert torch.equal(log_probs, trained), "not the bits of the training pass"
-    itself = Reference(plan.kept_rows(hidden.detach()), weight.detach())
+    itself = KLReference(plan.kept_rows(hidden.detach()), weight.detach())
     assert not head_full_kl(hidden, case.targets, plan, head, itself)[1].any(), "a model differs from itself"
 
     exact = [x.detach().double().requires_grad_() for x in (hidden[rows], weight)]

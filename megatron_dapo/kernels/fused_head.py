@@ -40,7 +40,7 @@ class Head:
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class KLReference:
     """What a KL over the whole vocabulary is measured to: another model's hidden states, of this rank's counted rows
     alone (`RowPlan.kept_rows`), and its rows of the vocabulary, cut like ours. Its hidden size may differ."""
 
@@ -50,12 +50,13 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class HeadLoss:
-    """loss_sum: scalar, with gradient. The rest without: log_probs, entropy [N] (None where nobody asked), metric sums
-    [K, 2] and maxima [M] in the order of `metric_names`."""
+    """loss_sum: scalar, with gradient. The rest without: log_probs, entropy [N] (None where nobody asked), the count
+    that the loss is divided by, metric sums [K, 2] and maxima [M] in the order of `metric_names`."""
 
     loss_sum: Tensor
     log_probs: Tensor
     entropy: Tensor | None
+    count: Tensor
     sums: Tensor
     maxima: Tensor
 
@@ -79,7 +80,7 @@ def head_log_probs(
 
 
 def head_full_kl(
-    hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, reference: Reference
+    hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, reference: KLReference
 ) -> tuple[Tensor, Tensor]:
     """(log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without gradient, as `head_log_probs`; q
     is the reference's at the same temperature."""
@@ -100,7 +101,7 @@ def fused_dapo_head(
     head: Head,
     *,
     loss_scale: float = 1.0,
-    reference: Reference | None = None,
+    reference: KLReference | None = None,
 ) -> HeadLoss:
     """The summed loss of `algorithms.dapo_loss` over the plan's rows, its gradients computed in this very call.
 
@@ -130,7 +131,7 @@ def fused_dapo_head(
     loss_sum, log_probs, entropy, sums, maxima = _FusedHead.apply(
         hidden_LH, head.weight_VH, targets_N, plan, tokens, loss, head, loss_scale, reference
     )
-    return HeadLoss(loss_sum, log_probs, entropy if loss.report_entropy else None, sums, maxima)
+    return HeadLoss(loss_sum, log_probs, entropy if loss.report_entropy else None, tokens.count, sums, maxima)
 
 
 class _FusedHead(torch.autograd.Function):
@@ -193,7 +194,7 @@ def _chunks(
     plan: RowPlan,
     head: Head,
     want_entropy: bool,
-    reference: Reference | None = None,
+    reference: KLReference | None = None,
 ) -> Iterator[tuple[RowChunk, ChunkBackend, Merged, Divergence | None]]:
     """(chunk, the backend that holds its logits, its merged statistics, the KL to the reference where there is one),
     one after the other."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
-from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
+from megatron_dapo.kernels.fused_head import Head, KLReference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.row_plan import RowPlan
 
 _ROWS, _HIDDEN, _PADDING, _CHUNK = 96, 128, 24, 32
@@ -57,7 +57,7 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
     reference = None
     if check.full_kl:  # another model, not far from this one
         near = (x.detach() + normal(*x.shape, std=std).detach() for x, std in ((hidden, 0.2), (weight, 0.05)))
-        reference = Reference(*near)
+        reference = KLReference(*near)
         reference = replace(reference, hidden_KH=reference.hidden_KH[rows])
     oracle = _Oracle(hidden, weight, targets, rows, columns, reference)
     tokens = _tokens(check, oracle.log_probs, generator)
@@ -87,7 +87,7 @@ class _Oracle:
     """log_softmax, its entropy, and autograd, in float64."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, columns: int, reference: Reference | None
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, columns: int, reference: KLReference | None
     ) -> None:
         self._hidden, self._weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
         log_p = torch.log_softmax(self._hidden[rows] @ self._weight[:columns].t() / _TEMPERATURE, dim=-1)

@@ -39,7 +39,8 @@ def token_loss(
 ) -> TokenLoss:
     """The loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
 
-    The device of log_probs_N decides who computes it; float64 is torch's everywhere. Nothing waits for the device.
+    The device of log_probs_N decides who computes it; float64 is torch's everywhere, by `dapo_loss` and autograd.
+    Nothing waits for the device.
     entropy_N: with report_entropy. kl_N: with use_full_kl. Of several pieces of one batch whose sums are added, one may
     bring the count.
     """
@@ -47,32 +48,21 @@ def token_loss(
         from megatron_dapo.kernels.triton_ops import token_loss as triton_ops
 
         return triton_ops.token_loss(log_probs_N, entropy_N, tokens, config, kl_N)
-    return token_loss_torch(log_probs_N, entropy_N, tokens, config, kl_N)
-
-
-def token_loss_torch(
-    log_probs_N: Tensor,
-    entropy_N: Tensor | None,
-    tokens: TokenBatch,
-    config: LossConfig,
-    kl_N: Tensor | None = None,
-) -> TokenLoss:
-    """`token_loss` by `dapo_loss` and autograd, in the dtype of its arguments."""
-    wants_entropy = config.report_entropy and config.entropy_coef != 0.0
     with torch.enable_grad():
-        log_probs = log_probs_N.detach().requires_grad_()
-        entropy = None if entropy_N is None else entropy_N.detach().requires_grad_(wants_entropy)
-        kl = kl_N.detach().requires_grad_() if config.use_full_kl else None
-        result = dapo_loss(TokenOutputs(log_probs, entropy, kl), tokens, config)
-        inputs = {"log_probs": log_probs} | ({"entropy": entropy} if wants_entropy else {})
-        inputs |= {} if kl is None else {"kl": kl}
+        inputs = {"log_probs": log_probs_N.detach().requires_grad_()}
+        if entropy_N is not None and config.report_entropy and config.entropy_coef != 0.0:
+            inputs["entropy"] = entropy_N.detach().requires_grad_()
+        if kl_N is not None and config.use_full_kl:
+            inputs["kl"] = kl_N.detach().requires_grad_()
+        outputs = TokenOutputs(inputs["log_probs"], inputs.get("entropy", entropy_N), inputs.get("kl"))
+        result = dapo_loss(outputs, tokens, config)
         grads = dict(zip(inputs, torch.autograd.grad(result.loss_sum, [*inputs.values()]), strict=True))
     sum_names, max_names = metric_names(config)
     return TokenLoss(
         result.loss_sum.detach(),
         grads["log_probs"],
         grads.get("entropy"),
-        stack_sums(result.sums, sum_names, log_probs.device),
-        stack_maxima(result.maxima, max_names, log_probs.device),
+        stack_sums(result.sums, sum_names, log_probs_N.device),
+        stack_maxima(result.maxima, max_names, log_probs_N.device),
         grads.get("kl"),
     )

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary
@@ -25,7 +25,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 class ModelParts:
     """This rank's model chunks (one, or one per virtual stage), in pipeline order, and their shared configuration."""
 
-    chunks: list[GPTModel]
+    chunks: list[ModelChunk]
     config: TransformerConfig
     spec: ModelSpec
     uses_transformer_engine: bool
@@ -85,7 +85,7 @@ def _fp8(megatron: MegatronConfig) -> dict:
     return {} if megatron.fp8 == "none" else dict(fp8=megatron.fp8, fp8_recipe=megatron.fp8_recipe)
 
 
-def _mark_experts(chunk: GPTModel) -> None:
+def _mark_experts(chunk: ModelChunk) -> None:
     """Experts are whole on their rank and have groups of their own to be reduced over. Megatron marks them so only
     where EP > 1: with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
     for parameter in expert_parameters(chunk):
@@ -200,9 +200,9 @@ def _rope(spec: ModelSpec) -> dict:
 
 def _build_chunk(
     spec: ModelSpec, layout: ParallelLayout, config: TransformerConfig, use_te: bool, vp_stage: int | None
-) -> GPTModel:
+) -> ModelChunk:
     virtual_rank = layout.pp_rank + layout.pp * (vp_stage or 0)
-    return GPTModel(
+    return ModelChunk(
         config,
         _block_spec(spec, config, use_te, vp_stage),
         vocab_size=spec.padded_vocab_size(layout.tp),

@@ -1,8 +1,7 @@
 """The head that answers with log-probabilities: takes the place of Megatron's `output_layer`, keeps its parameter.
 
-GPTModel hands its output layer the last hidden states and returns what comes back, transposed to [B, S, ...]. Given the
-targets beforehand, the head returns one log-prob (and entropy) per position instead of V logits, or the loss itself,
-computed only where the mask counts. One head serves the old, the reference and the training pass.
+It is given the last hidden states and a task, and returns one log-prob per position instead of V logits, or the loss
+itself, computed only where the mask counts. One head serves the old, the reference and the training pass.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,7 @@ from megatron_dapo.kernels.full_kl import linear_full_kl
 from megatron_dapo.kernels.fused_head import (
     Head,
     HeadLoss,
-    Reference,
+    KLReference,
     fused_dapo_head,
     gathered_rows,
     head_full_kl,
@@ -34,26 +33,54 @@ from megatron_dapo.kernels.row_plan import RowPlan, to_device
 
 @dataclass(frozen=True, eq=False)
 class HeadTask:
-    """What the head is to answer for the next micro-batch.
+    """What every task has.
 
     targets_BS: [B, S] int64, the next token of each position. counted_rows: [N] ascending positions s * B + b where an
-    answer is wanted. tokens (fields [B, S]) and loss: then the answer is the loss. reference: what a KL over the whole
-    vocabulary is measured to, where it is wanted. keep_hidden: to be such a reference for another model.
+    answer is wanted.
     """
 
     targets_BS: Tensor
     counted_rows: np.ndarray
-    temperature: float = 1.0
-    tokens: TokenBatch | None = None
-    loss: LossConfig | None = None
-    reference: Reference | None = None
+    temperature: float
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTask(HeadTask):
+    """Asks for log-probs.
+
+    kl_reference: what a KL over the whole vocabulary is measured to, where it is wanted. keep_hidden: keep the hidden
+    states, to be such a reference for another model. with_gradient: the log-probs are sent backward.
+    """
+
+    kl_reference: KLReference | None = None
     keep_hidden: bool = False
+    with_gradient: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LossTask(HeadTask):
+    """Asks for the summed loss of `tokens`, whose fields are [B, S]. kl_reference: of a loss with a KL over the whole
+    vocabulary."""
+
+    tokens: TokenBatch
+    loss: LossConfig
+    kl_reference: KLReference | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The answer to a `ScoreTask`: [B, S] float32, 0 where nothing was asked.
+
+    full_kl: where the task has a reference. kept: what the task wanted kept.
+    """
+
+    log_probs: Tensor
+    full_kl: Tensor | None
+    kept: KLReference | None
 
 
 class LogProbHead(torch.nn.Module):
-    """Set `task`, run the model. Its output is [B, S, 2] float32 (log-prob; KL to the task's reference),
-    0 where nothing was asked; with a loss it is the summed loss, [1, 1, 1], and `result` has the metrics. `kept`: what
-    the task wanted kept."""
+    """Megatron's output layer with another answer than logits."""
 
     def __init__(self, output_layer: ColumnParallelLinear, vocab_size: int, chunk_size: int, fused: bool) -> None:
         super().__init__()
@@ -63,95 +90,133 @@ class LogProbHead(torch.nn.Module):
         self._vocab_size = vocab_size
         self._chunk_size = chunk_size
         self.is_fused = fused
-        self.task: HeadTask | None = None
-        self.result: HeadLoss | None = None
-        self.kept: Reference | None = None
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output=None) -> tuple[Tensor, None]:
-        """hidden: [S (/ tp with sequence parallelism), B, H]. Returns ([S, B, 2] or [1, 1, 1] float32, no bias)."""
-        task, self.task = self.task, None
-        assert task is not None, "the log-prob head was run without a task"
+    def forward(self, hidden: Tensor, weight: Tensor | None, task: ScoreTask | LossTask) -> Scores | HeadLoss:
+        """Answer a task about hidden [S (/ tp with sequence parallelism), B, H]; weight: that of a tied embedding."""
         weight = self.weight if weight is None else weight
         rows = to_device(task.counted_rows, hidden.device)
-        if task.loss is not None:
-            self.result = self._loss(hidden, weight, task, rows)
-            return self.result.loss_sum.view(1, 1, 1), None
-        if task.keep_hidden:
-            kept = self._plan(hidden, task).kept_rows(hidden.detach().flatten(0, 1))
-            self.kept = Reference(kept, weight.detach())
-        log_prob, other = self._scores(hidden, weight, task, rows)
-        answers = torch.stack([log_prob, torch.zeros_like(log_prob) if other is None else other], dim=-1)
-        out = answers.new_zeros((task.targets_BS.numel(), 2)).index_copy(0, rows, answers)
-        return out.view(*task.targets_BS.t().shape, 2), None
+        targets = _in_order(task.targets_BS)[rows]
+        if isinstance(task, ScoreTask):
+            return self._scores(hidden, weight, task, targets, rows)
+        tokens = _in_order_of_rows(task.tokens, rows)
+        if not self.is_fused:
+            return self._composed_loss(hidden, weight, task, targets, rows, tokens)
+        return fused_dapo_head(
+            hidden.flatten(0, 1),
+            targets,
+            self._plan(hidden, task),
+            tokens,
+            task.loss,
+            self._head(weight, task),
+            reference=task.kl_reference,
+        )
 
-    def _loss(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor) -> HeadLoss:
-        values = {field.name: getattr(task.tokens, field.name) for field in fields(task.tokens)}
-        per_token = {k: _in_order(v) for k, v in values.items() if isinstance(v, Tensor) and v.dim()}
-        tokens = replace(task.tokens, **per_token).select(rows)
-        if self.is_fused:
-            targets = _in_order(task.targets_BS)[rows]
-            plan, head = self._plan(hidden, task), self._head(weight, task)
-            given = hidden.flatten(0, 1), targets, plan, tokens, task.loss, head
-            return fused_dapo_head(*given, reference=task.reference)
-        outputs = self._composed(hidden, weight, task, rows, task.loss.report_entropy, task.loss.use_full_kl)
-        log_prob, entropy = outputs.log_probs, outputs.entropy
+    def _composed_loss(
+        self, hidden: Tensor, weight: Tensor, task: LossTask, targets: Tensor, rows: Tensor, tokens: TokenBatch
+    ) -> HeadLoss:
+        reference = task.kl_reference if task.loss.use_full_kl else None
+        outputs = self._composed(hidden, weight, task, targets, rows, reference, want_entropy=task.loss.report_entropy)
         loss_sum, sums, maxima = dapo_loss(outputs, tokens, task.loss)
         sum_names, max_names = metric_names(task.loss)
-        device = log_prob.device
-        stacked = stack_sums(sums, sum_names, device), stack_maxima(maxima, max_names, device)
-        return HeadLoss(loss_sum, log_prob.detach(), None if entropy is None else entropy.detach(), *stacked)
+        device = loss_sum.device
+        return HeadLoss(
+            loss_sum,
+            outputs.log_probs.detach(),
+            None if outputs.entropy is None else outputs.entropy.detach(),
+            tokens.count,
+            stack_sums(sums, sum_names, device),
+            stack_maxima(maxima, max_names, device),
+        )
 
-    def _scores(self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(log-prob [N], KL [N] where the task has a reference) of the counted rows; no gradient if fused."""
-        if not self.is_fused:
-            outputs = self._composed(hidden, weight, task, rows, False, task.reference is not None)
-            return outputs.log_probs, outputs.kl
-        assert not torch.is_grad_enabled(), "the fused head gives log-probs without gradient only"
-        given = hidden.flatten(0, 1), _in_order(task.targets_BS)[rows], self._plan(hidden, task)
-        head = self._head(weight, task)
-        if task.reference is not None:
-            return head_full_kl(*given, head, task.reference)
-        return head_log_probs(*given, head)
+    def _scores(self, hidden: Tensor, weight: Tensor, task: ScoreTask, targets: Tensor, rows: Tensor) -> Scores:
+        kept = kl = None
+        if task.keep_hidden:
+            kept_rows = self._plan(hidden, task).kept_rows(hidden.detach().flatten(0, 1))
+            kept = KLReference(kept_rows, weight.detach())
+        if task.with_gradient or not self.is_fused:
+            outputs = self._composed(hidden, weight, task, targets, rows, task.kl_reference, want_entropy=False)
+            log_probs = outputs.log_probs
+            kl = outputs.kl
+        else:
+            plan = self._plan(hidden, task)
+            head = self._head(weight, task)
+            if task.kl_reference is None:
+                log_probs, _ = head_log_probs(hidden.flatten(0, 1), targets, plan, head)
+            else:
+                log_probs, kl = head_full_kl(hidden.flatten(0, 1), targets, plan, head, task.kl_reference)
+        shape = task.targets_BS.shape
+        return Scores(_at_rows(log_probs, rows, shape), None if kl is None else _at_rows(kl, rows, shape), kept)
 
     def _composed(
-        self, hidden: Tensor, weight: Tensor, task: HeadTask, rows: Tensor, want_entropy: bool, want_kl: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        task: HeadTask,
+        targets: Tensor,
+        rows: Tensor,
+        reference: KLReference | None,
+        *,
+        want_entropy: bool,
     ) -> TokenOutputs:
-        """Of the counted rows [N], with gradient: from torch operations, all of them on every rank."""
+        """Return what the model says of the counted rows [N], with gradient; collective over the tensor ranks."""
         group = self._linear[0].tp_group
-        plan = self._plan(hidden, task).counted_alone() if want_kl else None
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=group)  # backward: reduce-scatter
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)  # backward: all-reduce
         hidden = hidden.flatten(0, 1).index_select(0, rows)
-        settings = {
-            "temperature": task.temperature,
-            "num_valid_columns": self._vocab_size,
-            "chunk_size": self._chunk_size,
-            "group": group,
-            "use_triton": False,
-        }
-        targets = _in_order(task.targets_BS)[rows]
-        log_prob, entropy = linear_logprob_entropy(hidden, weight, targets, want_entropy=want_entropy, **settings)
-        if not want_kl:
-            return TokenOutputs(log_prob, entropy)
-        its_rows = gathered_rows(task.reference.hidden_KH, plan)
-        kl = linear_full_kl(hidden, weight, its_rows, task.reference.weight_VH, **settings)
-        return TokenOutputs(log_prob, entropy, kl)
+        log_probs, entropy = linear_logprob_entropy(
+            hidden,
+            weight,
+            targets,
+            temperature=task.temperature,
+            want_entropy=want_entropy,
+            num_valid_columns=self._vocab_size,
+            chunk_size=self._chunk_size,
+            group=group,
+            use_triton=None if self.is_fused else False,
+        )
+        if reference is None:
+            return TokenOutputs(log_probs, entropy)
+        kl = linear_full_kl(
+            hidden,
+            weight,
+            gathered_rows(reference.hidden_KH, self._plan(hidden, task).counted_alone()),
+            reference.weight_VH,
+            temperature=task.temperature,
+            num_valid_columns=self._vocab_size,
+            chunk_size=self._chunk_size,
+            group=group,
+            use_triton=None if self.is_fused else False,
+        )
+        return TokenOutputs(log_probs, entropy, kl)
 
     def _plan(self, hidden: Tensor, task: HeadTask) -> RowPlan:
         group = self._linear[0].tp_group if self.sequence_parallel else None
-        return RowPlan.make(
-            task.counted_rows, task.targets_BS.numel(), self._chunk_size, device=hidden.device, group=group
-        )
+        num_rows = task.targets_BS.numel()
+        return RowPlan.make(task.counted_rows, num_rows, self._chunk_size, device=hidden.device, group=group)
 
     def _head(self, weight: Tensor, task: HeadTask) -> Head:
         return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return what Megatron's own output layer would: the name in a checkpoint is its."""
         return self._linear[0].sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
 def _in_order(values_BS: Tensor) -> Tensor:
-    """[B, S] as [S * B], the order of Megatron's hidden states."""
+    """Return [B, S] as [S * B], the order of Megatron's hidden states."""
     return values_BS.t().reshape(-1)
+
+
+def _in_order_of_rows(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
+    """Return the tokens, whose fields are [B, S], at the counted rows alone."""
+    values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    per_token = {name: _in_order(v) for name, v in values.items() if isinstance(v, Tensor) and v.dim()}
+    return replace(tokens, **per_token).select(rows)
+
+
+def _at_rows(values_N: Tensor, rows: Tensor, shape_BS: torch.Size) -> Tensor:
+    """Return [B, S] with the values at the counted rows, 0 elsewhere."""
+    flat = values_N.new_zeros(shape_BS.numel()).index_copy(0, rows, values_N)
+    return flat.view(shape_BS[1], shape_BS[0]).t().contiguous()

@@ -26,14 +26,13 @@ class ValueHead(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
-    def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output=None) -> tuple[Tensor, None]:
-        """hidden: [S (/ tp with sequence parallelism), B, H]. Returns ([S, B, 1] float32, no bias)."""
-        assert weight is None, "a critic's head is tied to nothing"
+    def forward(self, hidden: Tensor, weight: None = None, task: None = None) -> Tensor:
+        """Return the values [B, S] float32 of hidden [S (/ tp with sequence parallelism), B, H]."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self.sequence_parallel:
             # every rank computes the whole loss: each takes back the gradient of its own positions, nothing is summed
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self._group)
-        return values, None
+        return values[..., 0].t().contiguous()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         described = make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms.aggregation import token_weights
-from megatron_dapo.algorithms.metrics import finalize, stack_sums, unstack_sums
+from megatron_dapo.algorithms.metrics import stack_sums
 from megatron_dapo.algorithms.value_loss import EXPLAINED_VARIANCE_SUMS, VALUE_SUMS, explained_variance_sums, value_loss
 from megatron_dapo.config.derived import critic_batching, critic_path
 from megatron_dapo.config.schema import Config
@@ -17,9 +17,10 @@ from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepShard
+from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.optimizer import make_training_state
 from megatron_dapo.training.policy import MiniBatch, WeightLoader
-from megatron_dapo.training.schedule import MetricSums, run_micro_batches
+from megatron_dapo.training.schedule import run_micro_batches
 
 _SUMS = (*VALUE_SUMS, *EXPLAINED_VARIANCE_SUMS)
 
@@ -45,8 +46,8 @@ class Critic:
         """The shard with values in the actor's micro-batches: on the last stage, as all that the loss needs."""
         batches = [batch for mini_batch in shard.critic_mini_batches for batch in mini_batch]
 
-        def finish(answers: Tensor, batch: MicroBatch) -> Tensor:
-            return torch.where(batch.loss_mask != 0, answers[..., 0], 0.0)
+        def finish(values: Tensor, batch: MicroBatch) -> Tensor:
+            return torch.where(batch.loss_mask != 0, values, 0.0)
 
         answers = run_micro_batches(self.state.stages, batches, finish, forward_only=True)
         if self.model.head is None:
@@ -66,7 +67,7 @@ class Critic:
             for mini_batch in mini_batches:
                 parts.append(self.accumulate_gradients(mini_batch))
                 norms.append(self.state.step())
-        metrics = self.metrics_of(MetricSums.together(parts))
+        metrics = self.metrics_of(MetricSums.merge(parts))
         metrics["critic/grad_norm"] = sum(norms) / len(norms)
         metrics["critic/lr"] = self.state.lr
         return metrics
@@ -89,15 +90,8 @@ class Critic:
         """Gradients of one mini-batch in main_grad, reduced over the ranks: of the mean over its counted tokens.
         Returns this rank's own metric sums, on the last stage."""
         self.state.zero_gradients()
-        parts: list[MetricSums] = []
-
-        def finish(answers: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict]:
-            loss_sum, count, part = self._loss(answers[..., 0], batch)
-            parts.append(part)
-            return loss_sum, count.int(), {}
-
-        run_micro_batches(self.state.stages, mini_batch, finish, forward_only=False)
-        return MetricSums.together(parts)
+        parts = run_micro_batches(self.state.stages, mini_batch, self._loss, forward_only=False)
+        return MetricSums.merge(parts)
 
     def _loss(self, values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
         """(summed loss, tokens, metric sums) of one micro-batch."""
@@ -106,14 +100,12 @@ class Critic:
         loss = value_loss(values, batch.values, batch.returns, weights, count, clip=clip, loss_type=kind)
         sums = loss.sums | explained_variance_sums(batch.values, batch.returns, weights != 0)
         no_maxima = values.new_zeros(0, dtype=torch.float64)
-        part = MetricSums(stack_sums(sums, _SUMS, values.device), no_maxima)
-        return self._config.value_loss_coef * loss.loss_sum, count, part
+        part = MetricSums(_SUMS, (), stack_sums(sums, _SUMS, values.device), no_maxima)
+        return self._config.value_loss_coef * loss.loss_sum, count.int(), part
 
     def metrics_of(self, part: MetricSums | None) -> dict[str, float]:
-        """Named means, over all ranks."""
-        device = next(self.model.chunks[0].parameters()).device
-        part = MetricSums.over_ranks(part, (len(_SUMS), 0), self.layout, device)
-        return finalize(unstack_sums(part.sums.cpu(), _SUMS))
+        """Return named means over all ranks. Collective."""
+        return MetricSums.all_reduce(part, self.layout).means()
 
 
 def _by_sample(pairs: Iterator[tuple[MicroBatch, Tensor]]) -> dict[int, Tensor]:

@@ -7,9 +7,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms.aggregation import token_weights
-from megatron_dapo.algorithms.dapo_loss import TokenBatch, metric_names
-from megatron_dapo.algorithms.metrics import finalize, unstack_maxima, unstack_sums
 from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH
 from megatron_dapo.algorithms.policy_loss import OFF_POLICY_SUMS
 from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl_in_reward
@@ -18,13 +15,16 @@ from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.models.log_prob_head import Scores
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import loss_config
+from megatron_dapo.training.losses import MicroBatchLoss, TokenSumLoss
+from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import Shares, difference_sums, mean_over_ranks, shares_of
 from megatron_dapo.training.optimizer import make_training_state
-from megatron_dapo.training.schedule import MetricSums, Schedule, Scores
+from megatron_dapo.training.schedule import Schedule, run_micro_batches
 
 MiniBatch = list[MicroBatch]
 # fills a model from what `model.path` or `ref.path` names
@@ -47,13 +47,13 @@ class Policy:
         num_steps = config.trainer.total_training_steps - config.trainer.critic_warmup
         self.state = make_training_state(self.model, actor.megatron, actor.optim, num_steps)
         self.loss_config = loss_config(config)
-        self._agg_mode = actor.loss_agg_mode
-        self._max_response_length = config.data.max_response_length
+        self._loss = TokenSumLoss(
+            self.loss_config, actor.loss_agg_mode, config.data.max_response_length, rollout.temperature
+        )
         self._schedule = Schedule(self.model, self.state.stages, rollout.temperature)
         self._needs_old = needs_old_log_probs(config)
         self._full_kl_in_reward = uses_full_kl_in_reward(config)
         self._num_epochs = actor.ppo_epochs
-        self._weight_version = 0
 
     def weight_source(self) -> WeightSource:
         """The current weights of this rank's stage, under their Hugging Face names."""
@@ -98,57 +98,44 @@ class Policy:
         weight_version: of the weights that this starts from, which the servers have. check: is told, before anything
         has changed, the `mean_mismatch` of the first mini-batch, and may raise, on all ranks.
         """
-        self._weight_version = weight_version
-        parts, norms = [], []
+        loss = replace(self._loss, weight_version=weight_version)
+        parts: list[MetricSums | None] = []
+        norms: list[float] = []
         for _ in range(self._num_epochs):
             for mini_batch in mini_batches:
-                parts.append(self.accumulate_gradients(mini_batch))
+                parts.append(self.accumulate_gradients(mini_batch, loss))
                 if not norms:
                     if check is not None:
                         check(mean_over_ranks(self._difference_sums(parts[0]), self.layout, self._device))
                     self.state.lr_schedule.step(increment=1)
                 norms.append(self.state.step())
-        sizes = tuple(map(len, metric_names(self.loss_config)))
-        metrics = self.metrics_of(MetricSums.over_ranks(MetricSums.together(parts), sizes, self.layout, self._device))
+        metrics = self.metrics_of(MetricSums.all_reduce(MetricSums.merge(parts), self.layout))
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.state.lr
         metrics["actor/num_optimizer_steps"] = float(len(norms))
         return metrics
 
-    def accumulate_gradients(self, mini_batch: MiniBatch) -> MetricSums | None:
-        """Gradients of one mini-batch in main_grad, reduced over the ranks. Returns this rank's own metric sums, on the
-        last stage."""
-        self.state.zero_gradients()
-        return self._schedule.forward_backward(mini_batch, self._tokens, self.loss_config)
+    def accumulate_gradients(self, mini_batch: MiniBatch, loss: MicroBatchLoss | None = None) -> MetricSums | None:
+        """Leave the gradients of one mini-batch in main_grad, reduced over the ranks. loss: another than the policy's.
 
-    def _tokens(self, batch: MicroBatch) -> TokenBatch:
-        weights, count = token_weights(
-            self._agg_mode, batch.loss_mask, batch.segment_ids, batch.num_segments, self._max_response_length
-        )
-        return TokenBatch(
-            weights=weights,
-            count=count,
-            advantages=batch.advantages,
-            old_log_probs=batch.old_log_probs,
-            ref_log_probs=batch.ref_log_probs,
-            rollout_log_probs=batch.rollout_log_probs,
-            is_current=(batch.weight_version == self._weight_version) & (batch.exp_mask == 0),
-            exp_mask=None if self.loss_config.off_policy is None else batch.exp_mask,
-        )
+        Returns this rank's own metric sums, on the last stage.
+        """
+        loss = loss or self._loss
+        self.state.zero_gradients()
+        parts = run_micro_batches(self.state.stages, mini_batch, loss.finish, task=loss.task, forward_only=False)
+        return MetricSums.merge(parts)
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.chunks[0].parameters()).device
 
     def _difference_sums(self, part: MetricSums | None) -> Tensor | None:
-        names, _ = metric_names(self.loss_config)
-        return None if part is None else part.sums[names.index(MEAN_MISMATCH)]
+        return None if part is None else part.sums[part.sum_names.index(MEAN_MISMATCH)]
 
-    def metrics_of(self, part: MetricSums) -> dict[str, float]:
-        """Named means and maxima. Where no token was replayed, that part is 0, not absent."""
-        sum_names, max_names = metric_names(self.loss_config)
-        named = finalize(unstack_sums(part.sums.cpu(), sum_names), unstack_maxima(part.maxima.cpu(), max_names))
-        return {**dict.fromkeys(OFF_POLICY_SUMS, 0.0), **named}
+    @staticmethod
+    def metrics_of(part: MetricSums) -> dict[str, float]:
+        """Return named means and maxima. Where no token was replayed, that part is 0, not absent."""
+        return {**dict.fromkeys(OFF_POLICY_SUMS, 0.0), **part.means()}
 
 
 def with_scores(

@@ -10,11 +10,12 @@ from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.models.log_prob_head import Scores
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.optimizer import half_precision
 from megatron_dapo.training.policy import MiniBatch, WeightLoader, with_scores
-from megatron_dapo.training.schedule import Schedule, Scores
+from megatron_dapo.training.schedule import Schedule
 
 
 class Reference:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.kernels.full_kl import linear_full_kl
-from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
+from megatron_dapo.kernels.fused_head import Head, KLReference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.kernels.row_plan import RowPlan
 from tests.head_cases import CASES, Case, Inputs, inputs_of, loss_of
@@ -62,7 +62,7 @@ def one_pass(case: Case, given: Inputs, weight: torch.nn.Parameter, group, seque
     if case.full_kl:
         its = given.ref_hidden_LH
         its = its.chunk(group.size())[group.rank()] if sequence_parallel and case.rows else its
-        reference = Reference(plan.kept_rows(its), given.ref_weight_VH.chunk(group.size())[group.rank()])
+        reference = KLReference(plan.kept_rows(its), given.ref_weight_VH.chunk(group.size())[group.rank()])
         with_kl, kl = head_full_kl(hidden, given.targets, plan, head, reference)
         assert torch.equal(with_kl, plain)
     dtype = weight.main_grad.dtype

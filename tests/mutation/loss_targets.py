@@ -77,7 +77,7 @@ def torch_survives(module: str) -> Callable[[Mutant | Unchanged, Path], bool]:
         try:
             exec(compile(mutant.source, module, "exec"), mutated.__dict__)
             with _in_place_of_the_original(mutated):
-                return _equals_plain_arithmetic(token_loss_module.token_loss_torch, torch.float64, FLOAT64)
+                return _equals_plain_arithmetic(token_loss_module.token_loss, torch.float64, FLOAT64)
         except Exception:  # noqa: BLE001
             return False
 

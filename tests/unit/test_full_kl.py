@@ -15,7 +15,7 @@ from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.kernels.full_kl import linear_full_kl
-from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head
+from megatron_dapo.kernels.fused_head import Head, KLReference, fused_dapo_head
 from megatron_dapo.kernels.row_plan import RowPlan
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.device import prepare_megatron
@@ -77,7 +77,7 @@ def peak_of_training(num_rows: int, chunk_size: int) -> int:
     targets = torch.zeros(num_rows, dtype=torch.int64)
 
     def work():
-        kept = Reference(reference[0], reference[1])
+        kept = KLReference(reference[0], reference[1])
         fused_dapo_head(hidden, targets, plan, tokens, LOSS, Head(weight), reference=kept).loss_sum.backward()
 
     return peak_bytes(work)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.aggregation import token_weights
-from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
+from megatron_dapo.kernels.fused_head import Head, KLReference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.kernels.row_plan import RowPlan
 from tests.head_cases import Case, inputs_of, loss_of
@@ -45,7 +45,7 @@ def test_the_heads_need_no_value_on_the_host(name):
     plan = RowPlan.make(given.counted, case.rows, case.chunk_size, META)
     head = Head(weight, None, case.num_valid, temperature)
     log_probs, _ = head_log_probs(hidden, targets, plan, head, want_entropy=case.entropy)
-    reference = Reference(plan.kept_rows(given.ref_hidden_LH.to(META)), given.ref_weight_VH.to(META))
+    reference = KLReference(plan.kept_rows(given.ref_hidden_LH.to(META)), given.ref_weight_VH.to(META))
     head_full_kl(hidden, targets, plan, head, reference)
     answer = fused_dapo_head(hidden, targets, plan, tokens, loss_of(case), head, reference=reference)
     answer.loss_sum.backward()

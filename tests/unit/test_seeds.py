@@ -10,7 +10,6 @@ import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,8 +43,8 @@ from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.telemetry import Telemetry
 from megatron_dapo.training.loss_config import loss_config
+from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.policy import Policy
-from megatron_dapo.training.schedule import MetricSums
 
 pytestmark = pytest.mark.unit
 
@@ -296,8 +295,10 @@ def actor_metrics(config: Config, groups, ratios: list[list[float]]) -> dict[str
 
 def reported(loss: LossConfig, sums) -> dict[str, float]:
     sum_names, max_names = metric_names(loss)
-    part = MetricSums(stack_sums(sums.sums, sum_names, "cpu"), stack_maxima(sums.maxima, max_names, "cpu"))
-    return Policy.metrics_of(SimpleNamespace(loss_config=loss), part)
+    part = MetricSums(
+        sum_names, max_names, stack_sums(sums.sums, sum_names, "cpu"), stack_maxima(sums.maxima, max_names, "cpu")
+    )
+    return Policy.metrics_of(part)
 
 
 def written(folder: Path, metrics: dict[str, float]) -> dict[str, float]:

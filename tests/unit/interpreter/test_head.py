@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.kernels.fused_head import Head, Reference, fused_dapo_head, head_full_kl, head_log_probs
+from megatron_dapo.kernels.fused_head import Head, KLReference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.kernels.row_plan import RowPlan
 from tests.head_cases import Case, bounds, inputs_of, loss_of, oracle
@@ -44,7 +44,7 @@ def test_the_training_head_on_triton_is_float64_torch(monkeypatch, name):
     monkeypatch.setattr(sys.modules["megatron_dapo.kernels.token_loss"], "runs_on_triton", lambda tensor: True)
     case, expected = CASES[name], oracle(CASES[name])
     given, hidden, weight, plan, head, tokens = case_parts(case)
-    reference = Reference(plan.kept_rows(given.ref_hidden_LH), given.ref_weight_VH) if case.full_kl else None
+    reference = KLReference(plan.kept_rows(given.ref_hidden_LH), given.ref_weight_VH) if case.full_kl else None
     answer = fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head, reference=reference)
     answer.loss_sum.backward()
     value_bound, hidden_bound, weight_bound = bounds(case)

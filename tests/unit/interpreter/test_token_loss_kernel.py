@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.dapo_loss import LossConfig, metric_names
-from megatron_dapo.kernels.token_loss import token_loss_torch
+from megatron_dapo.kernels.token_loss import token_loss as token_loss_by_device
 from megatron_dapo.kernels.triton_ops.token_loss import BLOCK, REDUCE_ROWS, token_loss
 from tests.token_loss_oracle import (
     CASES,
@@ -36,7 +36,7 @@ def equal_bits(a, b):
 def in_torch(case):
     """In float64, of the same float32 numbers."""
     exact = case.to(torch.float64)
-    return token_loss_torch(exact.log_probs, exact.entropy, exact.tokens, exact.config, exact.kl)
+    return token_loss_by_device(exact.log_probs, exact.entropy, exact.tokens, exact.config, exact.kl)
 
 
 @pytest.mark.parametrize("name", CASES)

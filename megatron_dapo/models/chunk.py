@@ -1,0 +1,41 @@
+"""One rank's part of a model: Megatron's GPTModel, whose last stage answers a task in place of giving logits."""
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_dapo.models.log_prob_head import HeadLoss, LossTask, Scores, ScoreTask
+
+
+class ModelChunk(GPTModel):
+    """Megatron's layers as they are. On the last stage a head of ours is in the place of `output_layer`."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        task: ScoreTask | LossTask | None = None,
+    ) -> Tensor | Scores | HeadLoss:
+        """Run this part of the model on one micro-batch.
+
+        Args:
+            tokens: [B, S] int64, on the first stage; the others get the stage before's hidden states by Megatron's
+                `set_input_tensor`.
+            position_ids: [B, S] int64.
+            packed_seq_params: where the segments of a packed micro-batch begin.
+            task: what the last stage's log-prob head is asked; a critic's head and the other stages take none.
+
+        Returns:
+            What the head answers; before the last stage the hidden states [S (/ tp), B, H] for the next one.
+        """
+        hidden = super().forward(tokens, position_ids, None, packed_seq_params=packed_seq_params)
+        if not self.post_process:
+            return hidden
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, tied, task)
+
+    def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Leave the hidden states as they are: the head comes after Megatron's forward, with its task."""
+        return hidden_states
