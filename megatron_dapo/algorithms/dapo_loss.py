@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms.kl import FULL_KL, kl_penalty
-from megatron_dapo.algorithms.metrics import masked_sum
+from megatron_dapo.algorithms.metrics import token_mean
 from megatron_dapo.algorithms.mismatch import (
     MISMATCH_MAXIMA,
     MISMATCH_SUMS,
@@ -24,6 +24,7 @@ from megatron_dapo.algorithms.policy_loss import (
     policy_loss,
 )
 
+ENTROPY = "actor/entropy"
 ENTROPY_SAMPLED = "actor/entropy_sampled"  # mean of -log p(token): what the entropy is for tokens drawn from the policy
 
 
@@ -89,7 +90,7 @@ def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     sums = ("actor/loss", *POLICY_SUMS, ENTROPY_SAMPLED)
     sums += OFF_POLICY_SUMS if config.off_policy is not None else ()
     sums += TIS_SUMS if config.tis_cap is not None else ()
-    sums += ("actor/entropy",) if config.report_entropy else ()
+    sums += (ENTROPY,) if config.report_entropy else ()
     sums += ("actor/kl_loss",) if config.use_kl_loss else ()
     sums += MISMATCH_SUMS if config.report_mismatch else ()
     return sums, POLICY_MAXIMA + (MISMATCH_MAXIMA if config.report_mismatch else ())
@@ -105,7 +106,6 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
     and gradients are 0.
     """
     counted = batch.weights != 0
-    num_tokens = counted.sum(dtype=torch.float64)
     log_probs = torch.where(counted, outputs.log_probs, 0)
     old_log_probs = log_probs if batch.old_log_probs is None else batch.old_log_probs
 
@@ -126,12 +126,12 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
         is_off_policy=is_off_policy,
         importance=importance,
     )
-    sums[ENTROPY_SAMPLED] = (masked_sum(-log_probs, counted), num_tokens)
+    sums[ENTROPY_SAMPLED] = token_mean(-log_probs, counted)
     sums |= tis_sums
     if config.report_entropy:
         entropy = torch.where(counted, outputs.entropy, 0)
         loss_sum = loss_sum - config.entropy_coef * (batch.weights * entropy).sum()
-        sums["actor/entropy"] = (masked_sum(entropy, counted), num_tokens)
+        sums[ENTROPY] = token_mean(entropy, counted)
     if config.use_kl_loss:
         if config.use_full_kl:
             kl = torch.where(counted, outputs.kl, 0)

@@ -30,6 +30,11 @@ def masked_sum(values: Tensor, counted: Tensor) -> Tensor:
     return torch.where(counted, values.detach(), 0).sum(dtype=torch.float64)
 
 
+def token_mean(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sum over the counted tokens, their number): a metric that is a mean over tokens."""
+    return masked_sum(values, counted), counted.sum(dtype=torch.float64)
+
+
 def masked_max(values: Tensor, counted: Tensor) -> Tensor:
     """Largest of the non-negative values [...] where counted, in float64; 0 if nothing counts."""
     kept = torch.where(counted, values.detach(), 0).double()

@@ -19,6 +19,7 @@ from megatron_dapo.config.estimator_checks import estimators
 from megatron_dapo.config.inert_checks import ACTOR, KL_CTRL, OVERLONG, without_effect
 from megatron_dapo.config.keys import known_keys, was_left_off
 from megatron_dapo.config.loader import nearest
+from megatron_dapo.config.loss_checks import loss_function
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.multi_turn_checks import multi_turn, variable_names
 from megatron_dapo.config.replay_checks import experience_replay
@@ -418,6 +419,7 @@ CHECKS = (
     estimators,
     experience_replay,
     kl,
+    loss_function,
     without_effect,
     optimizer,
     sampling,

@@ -193,8 +193,15 @@ def needs_old_log_probs(config: Config) -> bool:
 
 
 def needs_reference(config: Config) -> bool:
-    """True where some KL coefficient is non-zero: only then a reference model is built."""
-    return uses_kl_loss(config) or uses_kl_in_reward(config)
+    """True where some KL coefficient is non-zero, or a loss of the user's own is given a reference: only then the
+    reference model is built."""
+    return uses_kl_loss(config) or uses_kl_in_reward(config) or has_reference_for_own_loss(config)
+
+
+def has_reference_for_own_loss(config: Config) -> bool:
+    """Whether `actor.loss_function` gets log-probs of a reference model: where a path names one."""
+    references = config.actor_rollout_ref
+    return references.actor.loss_function is not None and references.ref.path is not None
 
 
 def uses_filter_mode(config: Config) -> bool:

@@ -49,12 +49,14 @@ class ScoreTask(HeadTask):
     """Asks for log-probs.
 
     kl_reference: what a KL over the whole vocabulary is measured to, where it is wanted. keep_hidden: keep the hidden
-    states, to be such a reference for another model. with_gradient: the log-probs are sent backward.
+    states, to be such a reference for another model. with_gradient: log-probs, and the entropy where it is wanted, are
+    sent backward.
     """
 
     kl_reference: KLReference | None = None
     keep_hidden: bool = False
     with_gradient: bool = False
+    want_entropy: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +73,13 @@ class LossTask(HeadTask):
 class Scores:
     """The answer to a `ScoreTask`: [B, S] float32, 0 where nothing was asked.
 
-    full_kl: where the task has a reference. kept: what the task wanted kept.
+    full_kl: where the task has a reference. kept: what the task wanted kept. entropy: where it is wanted.
     """
 
     log_probs: Tensor
     full_kl: Tensor | None
     kept: KLReference | None
+    entropy: Tensor | None = None
 
 
 class LogProbHead(torch.nn.Module):
@@ -129,14 +132,17 @@ class LogProbHead(torch.nn.Module):
         )
 
     def _scores(self, hidden: Tensor, weight: Tensor, task: ScoreTask, targets: Tensor, rows: Tensor) -> Scores:
-        kept = kl = None
+        kept = kl = entropy = None
         if task.keep_hidden:
             kept_rows = self._plan(hidden, task).kept_rows(hidden.detach().flatten(0, 1))
             kept = KLReference(kept_rows, weight.detach())
         if task.with_gradient or not self.is_fused:
-            outputs = self._composed(hidden, weight, task, targets, rows, task.kl_reference, want_entropy=False)
+            outputs = self._composed(
+                hidden, weight, task, targets, rows, task.kl_reference, want_entropy=task.want_entropy
+            )
             log_probs = outputs.log_probs
             kl = outputs.kl
+            entropy = outputs.entropy
         else:
             plan = self._plan(hidden, task)
             head = self._head(weight, task)
@@ -145,7 +151,12 @@ class LogProbHead(torch.nn.Module):
             else:
                 log_probs, kl = head_full_kl(hidden.flatten(0, 1), targets, plan, head, task.kl_reference)
         shape = task.targets_BS.shape
-        return Scores(_at_rows(log_probs, rows, shape), None if kl is None else _at_rows(kl, rows, shape), kept)
+        return Scores(
+            _at_rows(log_probs, rows, shape),
+            None if kl is None else _at_rows(kl, rows, shape),
+            kept,
+            None if entropy is None else _at_rows(entropy, rows, shape),
+        )
 
     def _composed(
         self,

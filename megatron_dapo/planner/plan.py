@@ -8,6 +8,7 @@ from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
     gen_batch_size,
+    has_reference_for_own_loss,
     layout,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
@@ -153,6 +154,8 @@ def _reference(config: Config) -> Iterator[str]:
         reasons.append(f"KL loss with coefficient {actor.kl_loss_coef:g}")
     if uses_kl_in_reward(config):
         reasons.append(f"KL in the reward with {kl.type} coefficient {kl.kl_coef:g}")
+    if has_reference_for_own_loss(config):
+        reasons.append(f"loss of {actor.loss_function}")
     if not reasons:
         yield "none: no KL coefficient is set"
         return

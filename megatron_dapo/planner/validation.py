@@ -10,6 +10,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.checks import CHECKS, MEGATRON, WORLD
 from megatron_dapo.config.derived import world_size
 from megatron_dapo.config.loader import read_config
+from megatron_dapo.config.loss_checks import LOSS_FUNCTION
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.server_checks import own_host
@@ -169,4 +170,22 @@ def _server_key(config: Config) -> Iterator[Mistake]:
             yield from (Mistake((SERVER_KEY,), text) for text in error.sentences)
 
 
-MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host)
+def _loss_function(config: Config) -> Iterator[Mistake]:
+    """Look for the module without running it; every rank of the trainer imports it before anything is trained."""
+    path = config.actor_rollout_ref.actor.loss_function
+    module = (path or "").partition(":")[0]
+    if not module:
+        return
+    try:
+        is_here = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        is_here = False
+    if not is_here:
+        yield Mistake(
+            (LOSS_FUNCTION,),
+            f"{LOSS_FUNCTION} is {path}, but the module {module} is not found from the folder the run is started in; "
+            f"correct the name, or start it where the module is.",
+        )
+
+
+MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host, _loss_function)

@@ -1,15 +1,30 @@
 """The actor's loss of a micro-batch: what the head is asked, and what Megatron gets of its answer."""
 
+import importlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms.aggregation import token_weights
-from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
+from megatron_dapo.algorithms.dapo_loss import (
+    ENTROPY,
+    ENTROPY_SAMPLED,
+    LossConfig,
+    TokenBatch,
+    metric_names,
+)
+from megatron_dapo.algorithms.metrics import Sums, stack_maxima, stack_sums, token_mean
+from megatron_dapo.algorithms.mismatch import mismatch_sums
+from megatron_dapo.algorithms.sequence_loss import LossSequence, SequenceLossFunction
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loss_checks import LOSS_FUNCTION
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import HeadLoss
-from megatron_dapo.models.log_prob_head import LossTask, ScoreTask
+from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import compared
 from megatron_dapo.training.schedule import kl_reference
@@ -22,8 +37,8 @@ class MicroBatchLoss(Protocol):
         """Return what the head is asked."""
         ...
 
-    def finish(self, answer: HeadLoss, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
-        """Return Megatron's (summed loss, count) of the head's answer, and metric sums."""
+    def finish(self, answer: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
+        """Return Megatron's (summed loss, count) of the head's answer to the task, and metric sums."""
         ...
 
 
@@ -68,3 +83,106 @@ class TokenSumLoss:
         """Return the head's loss as Megatron takes it with calculate_per_token_loss, and its metric sums."""
         metrics = MetricSums(*metric_names(self.config), answer.sums, answer.maxima)
         return answer.loss_sum, answer.count.int(), metrics
+
+
+@dataclass(frozen=True)
+class SequenceSumLoss:
+    """A loss of the user's own over the log-probs of whole sequences, which are sent backward by autograd."""
+
+    function: SequenceLossFunction
+    temperature: float
+    with_entropy: bool
+    weight_version: int = 0
+
+    def task(self, batch: MicroBatch) -> ScoreTask:
+        """Return the task that asks for log-probs with gradient."""
+        return ScoreTask(
+            batch.targets,
+            batch.counted_rows,
+            self.temperature,
+            with_gradient=True,
+            want_entropy=self.with_entropy,
+        )
+
+    def finish(self, answer: Scores, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
+        """Return what the function makes of the sequences; of a micro-batch without any, nothing, with gradient 0."""
+        log_probs = answer.log_probs
+        sequences = loss_sequences(answer, batch)
+        loss_sum = 0.0 * log_probs.sum()
+        count = loss_sum.new_zeros((), dtype=torch.float64)
+        own: Sums = {}
+        if sequences:
+            loss_sum, number, metrics = self.function(sequences)
+            count = _scalar(number, log_probs)
+            own = {name: (_scalar(total, log_probs), _scalar(n, log_probs)) for name, (total, n) in metrics.items()}
+        counted = batch.loss_mask != 0
+        sums: Sums = {
+            "actor/loss": (loss_sum.detach().double(), count),
+            ENTROPY_SAMPLED: token_mean(-log_probs, counted),
+        }
+        if answer.entropy is not None:
+            sums[ENTROPY] = token_mean(answer.entropy, counted)
+        old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        mismatch, maxima = mismatch_sums(old, batch.rollout_log_probs, compared(batch, self.weight_version))
+        sums |= mismatch
+        taken = sorted(sums.keys() & own.keys())
+        if taken:
+            raise UserError(f"{LOSS_FUNCTION}: {', '.join(taken)} is a metric of ours; give yours another name.")
+        sums |= own
+        device = log_probs.device
+        stacked = stack_sums(sums, tuple(sums), device), stack_maxima(maxima, tuple(maxima), device)
+        return loss_sum, count.int(), MetricSums(tuple(sums), tuple(maxima), *stacked)
+
+
+def loss_sequences(answer: Scores, batch: MicroBatch) -> list[LossSequence]:
+    """Cut a micro-batch into its sequences that have counted tokens. Nothing is read back from the device."""
+    log_probs = answer.log_probs
+    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    fields = {
+        "log_probs": log_probs,
+        "old_log_probs": old,
+        "rollout_log_probs": batch.rollout_log_probs,
+        "ref_log_probs": batch.ref_log_probs,
+        "advantages": batch.advantages,
+        "mask": batch.loss_mask,
+        "entropy": answer.entropy,
+    }
+    cut = {name: None if values is None else batch.by_sample(values) for name, values in fields.items()}
+    is_counted = np.zeros(batch.tokens.shape[::-1], dtype=bool)
+    is_counted.reshape(-1)[batch.counted_rows] = True  # in Megatron's order, s * B + b
+    sequences = []
+    for sample_id, flags in batch.by_sample(torch.from_numpy(is_counted.T.copy())).items():
+        counted = np.flatnonzero(flags.numpy())
+        if len(counted):
+            span = slice(int(counted[0]), int(counted[-1]) + 1)
+            parts = {name: None if rows is None else rows[sample_id][span] for name, rows in cut.items()}
+            sequences.append(LossSequence(**parts))
+    return sequences
+
+
+def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, device=like.device).detach().double()
+
+
+def load_loss_function(path: str) -> SequenceLossFunction:
+    """Import `package.module:function`. Raises UserError with one sentence where it is none."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except Exception as error:
+        raise UserError(
+            f"{LOSS_FUNCTION}: cannot import {path!r} ({type(error).__name__}: {error}); it must be "
+            f"package.module:function, importable from the folder the run is started in."
+        ) from error
+    if not callable(function):
+        raise UserError(f"{LOSS_FUNCTION}: {path!r} is no function but {type(function).__name__}.")
+    return function
+
+
+def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | SequenceSumLoss:
+    """Return the loss that the config asks for."""
+    actor = config.actor_rollout_ref.actor
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if actor.loss_function is not None:
+        return SequenceSumLoss(load_loss_function(actor.loss_function), temperature, actor.calculate_entropy)
+    return TokenSumLoss(loss_config, actor.loss_agg_mode, config.data.max_response_length, temperature)

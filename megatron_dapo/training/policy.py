@@ -20,7 +20,7 @@ from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import loss_config
-from megatron_dapo.training.losses import MicroBatchLoss, TokenSumLoss
+from megatron_dapo.training.losses import MicroBatchLoss, make_loss
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import Shares, difference_sums, mean_over_ranks, shares_of
 from megatron_dapo.training.optimizer import make_training_state
@@ -47,9 +47,7 @@ class Policy:
         num_steps = config.trainer.total_training_steps - config.trainer.critic_warmup
         self.state = make_training_state(self.model, actor.megatron, actor.optim, num_steps)
         self.loss_config = loss_config(config)
-        self._loss = TokenSumLoss(
-            self.loss_config, actor.loss_agg_mode, config.data.max_response_length, rollout.temperature
-        )
+        self._loss = make_loss(config, self.loss_config)
         self._schedule = Schedule(self.model, self.state.stages, rollout.temperature)
         self._needs_old = needs_old_log_probs(config)
         self._full_kl_in_reward = uses_full_kl_in_reward(config)

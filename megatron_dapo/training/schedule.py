@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_dapo.data.packing import MicroBatch
@@ -87,12 +88,13 @@ def run_micro_batches(
     """
     for stage in stages:
         stage.train(not forward_only)
+    has_head = get_attr_wrapped_model(stages[-1], "post_process")
 
     def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(iterator)
         watchdog.beat()
-        arguments = {} if task is None or stage is not stages[-1] else {"task": task(batch)}
-        answer = stage(batch.tokens, batch.position_ids, packed_seq_params=packed_seq_params(batch), **arguments)
+        asked = task(batch) if task is not None and has_head and stage is stages[-1] else None
+        answer = stage(batch.tokens, batch.position_ids, packed_seq_params=packed_seq_params(batch), task=asked)
         # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
         output = answer if isinstance(answer, Tensor) else answer.log_probs
         return output, lambda _, non_loss_data=False: finish(answer, batch)

@@ -1,11 +1,14 @@
 """What a reader may copy from the pages: every key exists, and the blocks of YAML and Python do what the text says."""
 
 import asyncio
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.config.derived import uses_critic, uses_experience_replay
 from megatron_dapo.config.keys import canonical, known_keys
 from megatron_dapo.config.loader import load_config
@@ -81,6 +84,20 @@ def test_the_reward_function_of_the_page_gives_what_it_says():
     exec(fenced("rewards.md", "python"), names)
     assert names["judge"]("", " 7 ", "7", {}, bonus=0.5) == {"score": 1.5, "correct": True}
     assert names["judge"]("", "8", "7", {}) == {"score": 0.0, "correct": False}
+
+
+def test_the_loss_of_the_page_is_that_of_its_formula():
+    names: dict = {}
+    exec(fenced("loss.md", "python"), names)
+    log_probs = torch.tensor([-1.0, -7.0, -2.0], requires_grad=True)
+    old = torch.tensor([-1.5, -3.0, -2.5])
+    ones = torch.ones(3)
+    sequence = LossSequence(log_probs, old, old, None, -ones, torch.tensor([1.0, 0.0, 1.0]))
+    loss, count, metrics = names["gspo"]([sequence, sequence])
+    assert float(loss.detach()) == pytest.approx(2 * math.exp(0.5)) and count == 2  # bad and likelier: not bounded
+    assert [float(x) for x in metrics["actor/clipped_sequences"]] == [2.0, 2.0]
+    loss.backward()
+    assert log_probs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, math.exp(0.5)])
 
 
 def test_the_game_of_the_page_can_be_played():

@@ -106,6 +106,9 @@ class ActorConfig(Section):
         "token-mean"
     )
     """How token losses become one number; see docs/loss.md."""
+    loss_function: str | None = None
+    """A loss of your own over the log-probs of whole sequences, `package.module:function`, in place of the loss that
+    the keys of this section make (docs/loss.md); none = that one."""
     off_policy_shaping_mode: Literal["exgrpo_policy_shaping", "dapo_clip_higher"] = "exgrpo_policy_shaping"
     """Loss of replayed tokens: -A r / (r + off_policy_shaping_beta), not clipped; or clipped as new ones are."""
     off_policy_shaping_beta: PositiveFloat = 0.1

@@ -1,0 +1,39 @@
+"""What a loss of the user's own (`actor_rollout_ref.actor.loss_function`) is given, and what it returns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LossSequence:
+    """The tokens of one response, from the first that the model wrote to the last; every field is [T] float32.
+
+    log_probs: of the policy as it is, with gradient; 0 where the mask is. All other fields are without gradient.
+    old_log_probs: of the policy before the update. With one optimizer step per rollout step those of the policy as it
+    is. rollout_log_probs: by the server that sampled the token. ref_log_probs: of the reference model, None where there
+    is none. advantages: the same for every token, but with an estimator per token. mask: 1 where the model wrote the
+    token, 0 for an environment's tokens between its turns. entropy: of the policy's distribution over the vocabulary,
+    with gradient, where `actor.calculate_entropy` is true; else None.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    rollout_log_probs: Tensor
+    ref_log_probs: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+    entropy: Tensor | None = None
+
+
+SequenceLossAnswer = tuple[Tensor, Tensor | float, Mapping[str, tuple[Tensor | float, Tensor | float]]]
+"""(summed loss, with gradient; count; metrics: name -> (sum, count)).
+
+What is minimised is the sum of all losses over the sum of all counts, over micro-batches and ranks: so that nothing
+depends on how a mini-batch was cut, neither may be divided by numbers of a micro-batch.
+"""
+
+SequenceLossFunction = Callable[[Sequence[LossSequence]], SequenceLossAnswer]
+"""Called once per micro-batch on every rank of the last pipeline stage, with the sequences that have tokens to learn
+from; at least one. Sequences lie whole in a micro-batch."""

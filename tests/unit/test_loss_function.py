@@ -1,0 +1,127 @@
+"""Promises of a loss of the user's own: it is the built-in one where it computes that, and mistakes are sentences."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import needs_reference
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.loss_checks import LOSS_FUNCTION, loss_function
+from megatron_dapo.data.batching import TrainSample
+from megatron_dapo.data.packing import collate
+from megatron_dapo.models.log_prob_head import Scores
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.losses import load_loss_function, loss_sequences
+from tests import training_checks as checks
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.unit
+
+ACTOR = checks.ACTOR
+OWN = [f"{LOSS_FUNCTION}=tests.loss_functions:dapo", f"{ACTOR}.entropy_coef=0", f"{ACTOR}.use_dapo=false"]
+BUILT_IN = [f"{ACTOR}.entropy_coef=0", f"{ACTOR}.use_dapo=true"]
+
+
+@pytest.fixture(scope="module")
+def layout():
+    yield ParallelLayout.initialize()
+    ParallelLayout.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=32, heads=4)
+
+
+@pytest.mark.parametrize("cut", [checks.ONE_MICRO_BATCH, checks.MANY_MICRO_BATCHES])
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_dapo_written_as_such_a_function_is_the_built_in_loss(layout, model_path, cut, kernels):
+    found = {}
+    for name, overrides in (("built in", BUILT_IN), ("own", OWN)):
+        overrides = [*overrides, cut, f"{ACTOR}.fused_kernels={kernels}"]
+        policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, overrides)
+        policy.update(mini_batches, weight_version=0)  # so that the second has ratios other than 1
+        metrics = policy.metrics_of(policy.accumulate_gradients(mini_batches[0]))
+        gradients = [p.main_grad.clone() for chunk in policy.model.chunks for p in chunk.parameters()]
+        found[name] = metrics, gradients
+    built_in, own = found["built in"], found["own"]
+    for ours, theirs in zip(own[1], built_in[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    for name in own[0].keys() & built_in[0].keys():
+        assert own[0][name] == pytest.approx(built_in[0][name], rel=1e-4, abs=1e-6), name
+    assert {"actor/loss", "actor/entropy", "actor/entropy_sampled", "actor/rollout_kl"} <= own[0].keys()
+    for side in ("clipfrac", "clipfrac_lower"):
+        assert own[0][f"own/{side}"] == pytest.approx(built_in[0][f"actor/on_pg_{side}"])
+
+
+def test_a_metric_with_a_name_of_ours_is_refused(layout, model_path):
+    overrides = [*OWN, f"{LOSS_FUNCTION}=tests.loss_functions:nothing"]
+    policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, overrides)
+    with pytest.raises(UserError, match="actor/loss is a metric of ours"):
+        policy.update(mini_batches, weight_version=0)
+
+
+def sample(index: int, mask: list[int], advantage: float) -> TrainSample:
+    mask = np.array([*mask, 0], dtype=np.float32)  # of the position that predicts
+    tokens = np.arange(len(mask), dtype=np.int64)
+    return TrainSample(index, str(index), tokens, mask, -mask, 0.0, advantage, False, 0)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sequence_goes_from_its_first_counted_token_to_its_last(packed):
+    samples = [sample(3, [0, 1, 1, 0, 1], 2.0), sample(5, [0, 0], 1.0), sample(4, [1], -1.0)]
+    batch = collate(samples, pad_multiple=4, packed=packed)
+    log_probs = batch.loss_mask * (1.0 + torch.arange(batch.tokens.numel()).view_as(batch.tokens))
+    sequences = loss_sequences(Scores(log_probs, None, None), batch)
+    assert [s.mask.tolist() for s in sequences] == [[1, 1, 0, 1], [1]]
+    assert [s.advantages.tolist() for s in sequences] == [[2.0] * 4, [-1.0]]
+    assert all(s.ref_log_probs is None and torch.equal(s.old_log_probs, s.log_probs) for s in sequences)
+    assert sequences[0].log_probs.tolist() == [2, 3, 0, 5]
+
+
+@pytest.mark.parametrize(
+    "override, key",
+    [
+        (f"{ACTOR}.entropy_coef=0.01", f"{ACTOR}.entropy_coef"),
+        (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.use_kl_loss"),
+        ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is"),
+        ("exp_manager.experience_replay.enable=true", "exp_manager.experience_replay.enable"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", f"{ACTOR}.loss_agg_mode"),
+        (f"{ACTOR}.use_dapo=true", f"{ACTOR}.use_dapo"),
+    ],
+)
+def test_what_it_cannot_be_combined_with_is_one_sentence(override, key):
+    (mistake,) = loss_function(load_config(None, [f"{LOSS_FUNCTION}=a.b:c", override]))
+    assert mistake.keys == (key, LOSS_FUNCTION)
+    assert not list(loss_function(load_config(None, [f"{LOSS_FUNCTION}=a.b:c"])))
+
+
+@pytest.mark.parametrize("name", ["plain", "module:", ":function"])
+def test_a_name_that_is_no_path_is_a_mistake(name):
+    (mistake,) = loss_function(load_config(None, [f"{LOSS_FUNCTION}={name!r}"]))
+    assert mistake.keys == (LOSS_FUNCTION,)
+
+
+@pytest.mark.parametrize("path", ["no.such:module", "tests.loss_functions:absent", "tests.loss_functions:NO_FUNCTION"])
+def test_what_cannot_be_imported_is_one_sentence(path):
+    with pytest.raises(UserError) as caught:
+        load_loss_function(path)
+    assert len(caught.value.sentences) == 1 and path in caught.value.sentences[0]
+
+
+def test_a_module_that_is_not_there_is_found_before_anything_starts():
+    from megatron_dapo.planner.validation import MACHINE_CHECKS
+
+    def keys(path: str) -> list:
+        config = load_config(None, [f"{LOSS_FUNCTION}={path}", "trainer.replay=x"])
+        return [m.keys for check in MACHINE_CHECKS for m in check(config) if LOSS_FUNCTION in m.keys]
+
+    assert keys("no_such_module:loss") == keys("no.such:loss") == [(LOSS_FUNCTION,)]
+    assert not keys("tests.loss_functions:dapo")
+
+
+def test_a_reference_is_there_where_a_path_names_one():
+    own = f"{LOSS_FUNCTION}=a.b:c"
+    path = "actor_rollout_ref.ref.path=somewhere"
+    assert [needs_reference(load_config(None, given)) for given in ([own], [path], [own, path])] == [False, False, True]
