@@ -1,5 +1,6 @@
 """The whole loss of the actor: policy loss, entropy bonus, KL loss, and every metric the actor reports."""
 
+import functools
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -7,22 +8,8 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.kl import FULL_KL, kl_penalty
 from megatron_dapo.algorithms.metrics import token_mean
-from megatron_dapo.algorithms.mismatch import (
-    MISMATCH_MAXIMA,
-    MISMATCH_SUMS,
-    TIS_SUMS,
-    mismatch_sums,
-    truncated_importance,
-)
-from megatron_dapo.algorithms.policy_loss import (
-    OFF_POLICY_SUMS,
-    POLICY_MAXIMA,
-    POLICY_SUMS,
-    Clip,
-    LossSums,
-    OffPolicy,
-    policy_loss,
-)
+from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
+from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy, policy_loss
 
 ENTROPY = "actor/entropy"
 ENTROPY_SAMPLED = "actor/entropy_sampled"  # mean of -log p(token): what the entropy is for tokens drawn from the policy
@@ -85,17 +72,6 @@ class TokenBatch:
         return replace(self, **{name: values[index] for name, values in present.items()})
 
 
-def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of the sums, names of the maxima) that every `dapo_loss` with this config returns, in order."""
-    sums = ("actor/loss", *POLICY_SUMS, ENTROPY_SAMPLED)
-    sums += OFF_POLICY_SUMS if config.off_policy is not None else ()
-    sums += TIS_SUMS if config.tis_cap is not None else ()
-    sums += (ENTROPY,) if config.report_entropy else ()
-    sums += ("actor/kl_loss",) if config.use_kl_loss else ()
-    sums += MISMATCH_SUMS if config.report_mismatch else ()
-    return sums, POLICY_MAXIMA + (MISMATCH_MAXIMA if config.report_mismatch else ())
-
-
 def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> LossSums:
     """sum_t w_t * (policy_t + kl_loss_coef * KL_t - entropy_coef * H_t), with metric sums.
 
@@ -145,3 +121,13 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
         sums, maxima = {**sums, **mismatch}, {**maxima, **mismatch_maxima}
     sums = {"actor/loss": (loss_sum.detach().double(), batch.count.double()), **sums}
     return LossSums(loss_sum, sums, maxima)
+
+
+@functools.cache
+def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (names of the sums, names of the maxima) that every `dapo_loss` with this config returns, in order: those
+    of a batch without tokens."""
+    nothing = torch.zeros(0)
+    batch = TokenBatch(nothing, nothing.sum(), nothing, nothing, nothing, nothing, exp_mask=nothing)
+    _, sums, maxima = dapo_loss(TokenOutputs(nothing, nothing, nothing), batch, config)
+    return tuple(sums), tuple(maxima)

@@ -3,18 +3,9 @@
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms.metrics import Maxima, Sums, masked_max, masked_sum
+from megatron_dapo.algorithms.metrics import Maxima, Sums, masked_max, token_mean
 
 MEAN_MISMATCH = "actor/rollout_abs_diff"
-MISMATCH_SUMS = (
-    "actor/rollout_kl",
-    "actor/rollout_k3",
-    MEAN_MISMATCH,
-    "_rollout_weight",
-    "_rollout_weight_squared",
-)
-MISMATCH_MAXIMA = ("actor/rollout_abs_diff_max",)
-TIS_SUMS = ("actor/rollout_is_mean", "actor/rollout_is_truncated")
 
 
 def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor) -> tuple[Sums, Maxima]:
@@ -27,10 +18,14 @@ def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted:
     diff = (trainer_log_probs - rollout_log_probs).detach().double()  # k3 of 1e-5 loses its digits in float32
     clamped = diff.clamp(-20.0, 20.0)
     weight = clamped.exp()
-    rows = (-diff, clamped.expm1() - clamped, diff.abs(), weight, weight.square())
-    num_tokens = counted.sum(dtype=torch.float64)
-    sums = {name: (masked_sum(row, counted), num_tokens) for name, row in zip(MISMATCH_SUMS, rows, strict=True)}
-    return sums, {MISMATCH_MAXIMA[0]: masked_max(diff.abs(), counted)}
+    sums = {
+        "actor/rollout_kl": token_mean(-diff, counted),
+        "actor/rollout_k3": token_mean(clamped.expm1() - clamped, counted),
+        MEAN_MISMATCH: token_mean(diff.abs(), counted),
+        "_rollout_weight": token_mean(weight, counted),
+        "_rollout_weight_squared": token_mean(weight.square(), counted),
+    }
+    return sums, {"actor/rollout_abs_diff_max": masked_max(diff.abs(), counted)}
 
 
 def truncated_importance(
@@ -43,6 +38,9 @@ def truncated_importance(
     """
     diff = torch.where(counted, trainer_log_probs, 0) - torch.where(counted, rollout_log_probs, 0)
     ratio = diff.detach().clamp(-20.0, 20.0).exp()
-    weights, num_tokens = ratio.clamp(max=cap), counted.sum(dtype=torch.float64)
-    rows = (weights, ratio > cap)
-    return weights, {name: (masked_sum(row, counted), num_tokens) for name, row in zip(TIS_SUMS, rows, strict=True)}
+    weights = ratio.clamp(max=cap)
+    sums = {
+        "actor/rollout_is_mean": token_mean(weights, counted),
+        "actor/rollout_is_truncated": token_mean(ratio > cap, counted),
+    }
+    return weights, sums

@@ -7,19 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms.metrics import Maxima, Sums, masked_max, masked_sum
+from megatron_dapo.algorithms.metrics import Maxima, Sums, masked_max, masked_sum, token_mean
 
-POLICY_SUMS = (
-    "actor/pg_loss",
-    "actor/on_pg_loss",
-    "actor/on_pg_clipfrac",
-    "actor/on_pg_clipfrac_lower",
-    "actor/dual_clipfrac",
-    "actor/ppo_kl",
-    "actor/ratio_mean",
-)
-OFF_POLICY_SUMS = ("actor/off_pg_loss", "exp_mask_ratio")
-POLICY_MAXIMA = ("actor/ratio_max",)
+OFF_POLICY_LOSS = "actor/off_pg_loss"
+EXP_MASK_RATIO = "exp_mask_ratio"
 
 
 @dataclass(frozen=True)
@@ -110,31 +101,26 @@ def policy_loss(
     losses, too_bad = _clipped(ratio, advantages, clip)
     on_policy = counted
     if off_policy is not None and is_off_policy is not None:
-        losses = torch.where(
-            is_off_policy, OFF_POLICY_LOSSES[off_policy.mode](ratio, advantages, clip, off_policy), losses
-        )
+        off_policy_losses = OFF_POLICY_LOSSES[off_policy.mode](ratio, advantages, clip, off_policy)
+        losses = torch.where(is_off_policy, off_policy_losses, losses)
         on_policy = counted & ~is_off_policy
     if importance is not None:
         losses = importance * losses
     weighted = weights * losses
 
-    num_tokens, num_on_policy = counted.sum(dtype=torch.float64), on_policy.sum(dtype=torch.float64)
     loss_pair = (weighted.detach().sum(dtype=torch.float64), count.double())
-    pairs = (
-        loss_pair,
-        loss_pair if off_policy is None else (masked_sum(weighted, on_policy), masked_sum(weights, on_policy)),
-        (masked_sum((advantages > 0) & (ratio > 1.0 + clip.high), on_policy), num_on_policy),
-        (masked_sum((advantages < 0) & (ratio < 1.0 - clip.low), on_policy), num_on_policy),
-        (masked_sum(too_bad, on_policy), num_on_policy),
-        (masked_sum(-log_ratio, counted), num_tokens),
-        (masked_sum(ratio, counted), num_tokens),
-    )
-    sums = dict(zip(POLICY_SUMS, pairs, strict=True))
+    own_pair = (masked_sum(weighted, on_policy), masked_sum(weights, on_policy))
+    sums: Sums = {
+        "actor/pg_loss": loss_pair,
+        "actor/on_pg_loss": loss_pair if off_policy is None else own_pair,
+        "actor/on_pg_clipfrac": token_mean((advantages > 0) & (ratio > 1.0 + clip.high), on_policy),
+        "actor/on_pg_clipfrac_lower": token_mean((advantages < 0) & (ratio < 1.0 - clip.low), on_policy),
+        "actor/dual_clipfrac": token_mean(too_bad, on_policy),
+        "actor/ppo_kl": token_mean(-log_ratio, counted),
+        "actor/ratio_mean": token_mean(ratio, counted),
+    }
     if off_policy is not None:
         replayed = counted & ~on_policy
-        pairs = (
-            (masked_sum(weighted, replayed), masked_sum(weights, replayed)),
-            (replayed.sum(dtype=torch.float64), num_tokens),
-        )
-        sums |= dict(zip(OFF_POLICY_SUMS, pairs, strict=True))
-    return LossSums(weighted.sum(), sums, {POLICY_MAXIMA[0]: masked_max(ratio, counted)})
+        sums[OFF_POLICY_LOSS] = (masked_sum(weighted, replayed), masked_sum(weights, replayed))
+        sums[EXP_MASK_RATIO] = token_mean(replayed, counted)
+    return LossSums(weighted.sum(), sums, {"actor/ratio_max": masked_max(ratio, counted)})

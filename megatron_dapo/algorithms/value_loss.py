@@ -6,15 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dapo.algorithms.metrics import Sums, masked_sum
+from megatron_dapo.algorithms.metrics import Sums, token_mean
 from megatron_dapo.algorithms.policy_loss import LossSums
 
 VALUE_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "l2": lambda values, returns: (values - returns).square(),
     "huber": lambda values, returns: F.huber_loss(values, returns, reduction="none"),  # delta 1
 }
-VALUE_SUMS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/value_mean")
-EXPLAINED_VARIANCE_SUMS = ("critic/return_mean", "_return_squared", "_residual", "_residual_squared")
 
 
 def value_loss(
@@ -47,21 +45,22 @@ def value_loss(
         is_clipped = clipped > losses
         losses = torch.maximum(losses, clipped)
     weighted = weights * losses
-    num_tokens = counted.sum(dtype=torch.float64)
-    pairs = (
-        (weighted.detach().sum(dtype=torch.float64), count.double()),
-        (masked_sum(is_clipped, counted), num_tokens),
-        (masked_sum(values, counted), num_tokens),
-    )
-    return LossSums(weighted.sum(), dict(zip(VALUE_SUMS, pairs, strict=True)), {})
+    sums: Sums = {
+        "critic/vf_loss": (weighted.detach().sum(dtype=torch.float64), count.double()),
+        "critic/vf_clipfrac": token_mean(is_clipped, counted),
+        "critic/value_mean": token_mean(values, counted),
+    }
+    return LossSums(weighted.sum(), sums, {})
 
 
 def explained_variance_sums(values: Tensor, returns: Tensor, counted: Tensor) -> Sums:
     """What `finalize` makes critic/explained_variance = 1 - Var(R - V) / Var(R) of (0 where all returns are equal), and
     the mean return. values: before the update, without gradient; all of one shape, counted: bool."""
-    returns, residual = returns.double(), (returns - values).double()
-    rows = (returns, returns.square(), residual, residual.square())
-    num_tokens = counted.sum(dtype=torch.float64)
+    residual = (returns - values).double()
+    returns = returns.double()
     return {
-        name: (masked_sum(row, counted), num_tokens) for name, row in zip(EXPLAINED_VARIANCE_SUMS, rows, strict=True)
+        "critic/return_mean": token_mean(returns, counted),
+        "_return_squared": token_mean(returns.square(), counted),
+        "_residual": token_mean(residual, counted),
+        "_residual_squared": token_mean(residual.square(), counted),
     }

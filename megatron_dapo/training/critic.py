@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.aggregation import token_weights
 from megatron_dapo.algorithms.metrics import stack_sums
-from megatron_dapo.algorithms.value_loss import EXPLAINED_VARIANCE_SUMS, VALUE_SUMS, explained_variance_sums, value_loss
+from megatron_dapo.algorithms.value_loss import explained_variance_sums, value_loss
 from megatron_dapo.config.derived import critic_batching, critic_path
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
@@ -21,8 +21,6 @@ from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.optimizer import make_training_state
 from megatron_dapo.training.policy import MiniBatch, WeightLoader
 from megatron_dapo.training.schedule import run_micro_batches
-
-_SUMS = (*VALUE_SUMS, *EXPLAINED_VARIANCE_SUMS)
 
 
 class Critic:
@@ -100,7 +98,7 @@ class Critic:
         loss = value_loss(values, batch.values, batch.returns, weights, count, clip=clip, loss_type=kind)
         sums = loss.sums | explained_variance_sums(batch.values, batch.returns, weights != 0)
         no_maxima = values.new_zeros(0, dtype=torch.float64)
-        part = MetricSums(_SUMS, (), stack_sums(sums, _SUMS, values.device), no_maxima)
+        part = MetricSums(tuple(sums), (), stack_sums(sums, tuple(sums), values.device), no_maxima)
         return self._config.value_loss_coef * loss.loss_sum, count.int(), part
 
     def metrics_of(self, part: MetricSums | None) -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH
-from megatron_dapo.algorithms.policy_loss import OFF_POLICY_SUMS
+from megatron_dapo.algorithms.policy_loss import EXP_MASK_RATIO, OFF_POLICY_LOSS
 from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl_in_reward
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
@@ -133,7 +133,7 @@ class Policy:
     @staticmethod
     def metrics_of(part: MetricSums) -> dict[str, float]:
         """Return named means and maxima. Where no token was replayed, that part is 0, not absent."""
-        return {**dict.fromkeys(OFF_POLICY_SUMS, 0.0), **part.means()}
+        return {OFF_POLICY_LOSS: 0.0, EXP_MASK_RATIO: 0.0, **part.means()}
 
 
 def with_scores(

@@ -26,9 +26,10 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepDistributor, StepShard
+from megatron_dapo.training.losses import MicroBatchLoss
+from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import Reference
-from megatron_dapo.training.schedule import MetricSums
 from tests.synthetic import synthetic_groups, with_replayed
 
 COMMON = [
@@ -157,8 +158,8 @@ def first_step_recorded(learner: Policy | Critic, result: dict) -> Iterator[None
     """
     accumulate = learner.accumulate_gradients
 
-    def accumulate_and_record(mini_batch: MiniBatch) -> MetricSums | None:
-        part = accumulate(mini_batch)
+    def accumulate_and_record(mini_batch: MiniBatch, *loss: MicroBatchLoss) -> MetricSums | None:
+        part = accumulate(mini_batch, *loss)
         if "first" not in result:
             result["first"] = metrics_of_first(learner, part)
             if not learner.state.stages[0].ddp_config.use_distributed_optimizer:

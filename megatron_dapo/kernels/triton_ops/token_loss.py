@@ -192,7 +192,7 @@ def token_loss_kernel(
     if grad_kl is not None:
         tl.store(grad_kl + token, kl_coef * w, mask=is_inside)
 
-    # one row per name of `metric_names`, in its order
+    # one row per metric of `dapo_loss`, in the order of its names (`metric_names`)
     on_policy = counted & (replayed == 0)
     num_counted = _number(counted)
     num_on_policy = _number(on_policy)
@@ -211,10 +211,10 @@ def token_loss_kernel(
     row = _put(row, _number(on_policy & too_bad), num_on_policy)
     row = _put(row, tl.sum(-log_ratio, 0), num_counted)
     row = _put(row, ratio_sum, num_counted)
-    row = _put(row, tl.sum(-lp, 0), num_counted)
     if OFF_POLICY != "none":
         row = _put(row, tl.sum(tl.where(replayed, policy, 0.0), 0), tl.sum(tl.where(replayed, w, 0.0), 0))
         row = _put(row, num_counted - num_on_policy, num_counted)
+    row = _put(row, tl.sum(-lp, 0), num_counted)
     if TIS:
         row = _put(row, tl.sum(tl.where(counted, importance, 0.0), 0), num_counted)
         row = _put(row, _number(counted & (server_ratio > tis_cap)), num_counted)
