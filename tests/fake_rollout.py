@@ -3,8 +3,9 @@
 import asyncio
 import json
 import socket
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.controller import Controller
 
 EOS = "<eos>"
@@ -214,3 +216,29 @@ def run_with_controller(
                 await server.stop()
 
     return asyncio.run(main())
+
+
+def rollout_folder(folder: Path, monkeypatch: Any) -> Iterator[Path]:
+    """The body of a fixture: the folder with prompts and importable rewards, for a controller that waits for little."""
+    write_files(folder, num_val=3)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("megatron_dapo.rollout.controller.PROBE_INTERVAL_S", 0.05)
+    yield folder
+    sys.modules.pop("fake_rewards", None)
+
+
+def run_in_folder(
+    folder: Path,
+    scenario: Callable[[Controller, list[FakeServer]], Awaitable],
+    script: Script | None = None,
+    num_servers: int = 1,
+    overrides: Sequence[str] = (),
+) -> Any:
+    """`run_with_controller` with the config of `make_config`."""
+    return run_with_controller(scenario, lambda servers: make_config(folder, servers, *overrides), num_servers, script)
+
+
+def prompt_numbers(batch: RolloutBatch) -> list[int]:
+    """The numbers of the batch's prompts p0, p1, ..., group by group."""
+    return [int(group.prompt.text[1:]) for group in batch.groups]
