@@ -6,6 +6,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch._dynamo  # noqa: E402, F401  which every optimizer of torch imports
 
+import megatron_dapo.trainer  # noqa: E402, F401
 import tests.distributed.checkpoint_worker  # noqa: E402
 import tests.distributed.convert_worker  # noqa: E402
 import tests.distributed.curve_worker  # noqa: E402

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +26,10 @@ from megatron_dapo.checkpointing.folders import (
 from megatron_dapo.checkpointing.manifest import verify, write_manifest
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.rollout import child_process
 from megatron_dapo.storage.run_folder import RunFolder, batch_file
 from tests.e2e.scripted_trainer import NUM_FINISHED
+from tests.forked_commands import ForkedPopen
 from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny
 
@@ -77,7 +80,13 @@ def config_of(given: Path, run: Path, *overrides: str) -> Config:
 
 
 def train(config: Config, signal_after: int = 0, number: str = "SIGTERM") -> int:
-    """Exit code of launch.local with the scripted trainer."""
+    """Exit code of launch.local with the scripted trainer, whose ranks are forks."""
+    with mock.patch.object(child_process.subprocess, "Popen", ForkedPopen):
+        return train_from_the_start(config, signal_after, number)
+
+
+def train_from_the_start(config: Config, signal_after: int = 0, number: str = "SIGTERM") -> int:
+    """Exit code of launch.local with the scripted trainer, whose ranks import everything for themselves."""
     command = [sys.executable, "-m", "tests.e2e.scripted_trainer", str(signal_after), number]
     run = RunFolder.of(config.trainer)
     return run_local(config, [*command, "--config", str(run.logs / "config.yaml")])
@@ -122,7 +131,8 @@ LAYOUTS = {
 def whole(request, given, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
     """Six steps without a break; the layout's overrides."""
     run, layout = tmp_path_factory.mktemp("whole") / "run", LAYOUTS[request.param]
-    assert train(config_of(given, run, f"trainer.save_interval={NUM_STEPS}", "trainer.save_hf=true", *layout)) == 0
+    config = config_of(given, run, f"trainer.save_interval={NUM_STEPS}", "trainer.save_hf=true", *layout)
+    assert train_from_the_start(config) == 0
     return run, layout
 
 
