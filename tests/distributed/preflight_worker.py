@@ -70,7 +70,7 @@ JOBS = {
         "tts", ONE_SERVER_NODE, troubles={1: impatient}, of_node={1: ("--shared", "/tmp/preflight-elsewhere")}
     ),
     "missing": Job(
-        "tts", ONE_SERVER_NODE, ("--meeting-timeout", "8", "--node-names", "node0,node1,node2"), absent=(1,)
+        "tts", ONE_SERVER_NODE, ("--meeting-timeout", "20", "--node-names", "node0,node1,node2"), absent=(1,)
     ),
     "http": Job("tts", ONE_SERVER_NODE, ("--server-hosts", "127.0.0.2")),
     "roles": Job("ttt", ("trainer.nnodes=2",)),
