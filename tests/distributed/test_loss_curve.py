@@ -24,7 +24,9 @@ def test_the_loss_curve_is_the_same_with_fused_kernels_on_and_off(curves, layout
     for step, (fused, composed) in enumerate(zip(on, off, strict=True)):
         assert fused.keys() == composed.keys()
         for name in ("actor/loss", "actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/on_pg_clipfrac"):
-            assert fused[name] == pytest.approx(composed[name], rel=1e-5, abs=1e-5), f"{name} at step {step}"
+            # a ratio at the edge of the clipping range may be rounded to either side: one token of some hundred
+            slack = 5e-3 if name == "actor/on_pg_clipfrac" else 1e-5
+            assert fused[name] == pytest.approx(composed[name], rel=1e-5, abs=slack), f"{name} at step {step}"
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])

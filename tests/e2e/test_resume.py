@@ -218,7 +218,9 @@ def test_a_run_goes_on_in_another_layout(whole, given, tmp_path, capfd):
         assert [ours.get(name) for name in same] == [theirs.get(name) for name in same]
         assert ours["actor/reward_kl_penalty_coeff"] == pytest.approx(theirs["actor/reward_kl_penalty_coeff"])
         expected = {name: theirs[name] for name in close if name in theirs}
-        assert {name: ours[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        # tight as long as training has not made the rounding larger: see tests/e2e/test_ppo.py
+        growth = 1 if ours["step"] <= STOPPED_AFTER + 1 else 10
+        assert {name: ours[name] for name in expected} == pytest.approx(expected, rel=1e-4 * growth, abs=1e-6 * growth)
     assert expected.keys() == set(close)
 
 
