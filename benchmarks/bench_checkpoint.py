@@ -105,7 +105,7 @@ def _saver(case: Case, background: bool) -> tuple:
 
     def write_tensors(folder: Path):
         parts = {"optimizer": state.optimizer, "lr_schedule": state.lr_schedule}
-        return save(folder / "megatron", case.policy.model, case.layout, background=background, **parts)
+        return [save(folder / "megatron", case.policy.model, case.layout, background=background, **parts)]
 
     return Saver(SingleRank(), write_tensors, Retention()), case.empty() / "step_000001"
 

@@ -111,10 +111,10 @@ def _write_weights(job: Job, arguments: argparse.Namespace, spec: ModelSpec, fol
 def _write_rest(folder, spec: ModelSpec, dtype, staging: Path) -> None:
     """All but the weights; the manifest last."""
     from megatron_dapo.models.file_plan import FilePlan
-    from megatron_dapo.models.hf_io import copy_companions, exportable
+    from megatron_dapo.models.hf_io import copy_model_files, exportable
 
     (staging / HF).mkdir()
-    copy_companions(folder.path, staging / HF, dtype)
+    copy_model_files(folder.path, staging / HF, dtype)
     record = {
         "format_version": FORMAT_VERSION,
         "source": str(folder.path.resolve()),

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from megatron_dapo.algorithms.kl import KL_CONTROLLERS
-from megatron_dapo.checkpointing.model_weights import load_weights
+from megatron_dapo.checkpointing.model_weights import load_weights, weight_loader
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
 from megatron_dapo.checkpointing.run_lock import RunLock
@@ -68,9 +68,9 @@ class Job:
         start: Start,
     ) -> None:
         self.config, self.layout, self.telemetry, self.rollout, self.run = config, layout, telemetry, rollout, run
-        self.policy = Policy(config, layout, load_weights)
+        self.policy = Policy(config, layout, weight_loader(start, "model"))
         self.reference = Reference(config, layout, load_weights) if needs_reference(config) else None
-        self.critic = Critic(config, layout, load_weights) if uses_critic(config) else None
+        self.critic = Critic(config, layout, weight_loader(start, "critic")) if uses_critic(config) else None
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
         self.weights = None if config.trainer.replay else self._weight_sync()
         self._num_rejoins = 0

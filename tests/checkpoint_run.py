@@ -63,7 +63,7 @@ def run(root: Path, log: Path, num_steps: int = 10**9) -> None:
     state = read_weights(start.folder) if start.folder else weights_after(0)
     assert state == weights_after(start.step), "the weights are not those of their step"
     os.write(output, f"resumed {start.step}\n".encode())
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, state), Retention(keep_last=2, keep_every=50))
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, state)], Retention(keep_last=2, keep_every=50))
     for step in range(start.step + 1, num_steps + 1):
         state = hashlib.sha256(state + str(step).encode()).digest()
         time.sleep(0.001)

@@ -7,9 +7,10 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 
 def set_aside(run: RunFolder) -> Path | None:
-    """For a run that starts at step 0: moves what an earlier run reported and wrote there, a finished one without a
-    checkpoint or one that ended before its first, to a new folder earlier_N of the run folder. None where there is
-    nothing of one."""
+    """Move what an earlier run reported and wrote to a new folder earlier_N, and return that; none where it is nothing.
+
+    For a run that starts at step 0: the earlier one finished without a checkpoint, or ended before its first.
+    """
     dumps = [path for folder in (run.rollouts, run.batches) for path in _dumps(folder)]
     has_reported = run.metrics.is_file() and run.metrics.stat().st_size
     if not (dumps or has_reported or run.model.exists()):
@@ -25,8 +26,10 @@ def set_aside(run: RunFolder) -> Path | None:
 
 
 def remove_later_dumps(run: RunFolder, step: int) -> list[int]:
-    """For a run that goes on after a step: removes the samples and batches that were written of later steps, which it
-    does again, or not at all where it is shorter now; those steps, ascending."""
+    """Remove the samples and batches of the steps after `step`, and return those steps, ascending.
+
+    For a run that goes on after a step: it does the later ones again, or not at all where it is shorter now.
+    """
     dumps = {path: later for folder in (run.rollouts, run.batches) for path, later in _dumps(folder).items()}
     for path, later in dumps.items():
         if later > step:
@@ -35,6 +38,6 @@ def remove_later_dumps(run: RunFolder, step: int) -> list[int]:
 
 
 def _dumps(folder: Path) -> dict[Path, int]:
-    """Files of one rollout step each -> the step."""
+    """Return the files of one rollout step each, with the step."""
     names = {path: re.fullmatch(r"step_(\d{6,})\.(jsonl|json\.gz)", path.name) for path in folder.glob("step_*")}
     return {path: int(name[1]) for path, name in names.items() if name}

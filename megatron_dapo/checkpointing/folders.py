@@ -9,8 +9,9 @@ import gzip
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.checkpointing.manifest import MANIFEST, file_names, read_manifest, seal, write_manifest
 from megatron_dapo.common.errors import UserError
@@ -23,26 +24,35 @@ CONTROLLER_STATE = "controller.json.gz"
 _LATER_STATE = re.compile(r"controller\.(\d+)\.json\.gz")
 
 _STEP = re.compile(r"step_(\d{6,})")
-_STAGING, _RETIRED = ".staging_", ".retired_"
+_STAGING = ".staging_"
+_RETIRED = ".retired_"
 _GZIP_LEVEL = 1  # tokens and log-probs: higher levels cost seconds and save little
 
 
 def step_of(folder: Path) -> int | None:
-    """The rollout step in a checkpoint's name; none for other names."""
+    """Return the rollout step in a checkpoint's name; none for other names."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The checkpoints of a run, by name alone: whether one is whole, its manifest says."""
-    if not root.is_dir():
-        return []
-    steps = {path: step_of(path) for path in root.iterdir() if path.is_dir()}
-    return sorted((path for path, step in steps.items() if step is not None), key=steps.get, reverse=True)
+    """Return the checkpoints of a run, by name alone: whether one is whole, its manifest says."""
+    steps = _steps(root)
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+def _steps(root: Path) -> dict[Path, int]:
+    """Return the step of every checkpoint in `root`."""
+    steps = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        step = step_of(path)
+        if step is not None and path.is_dir():
+            steps[path] = step
+    return steps
 
 
 def staging(final: Path) -> Path:
-    """An empty hidden folder beside `final`, to write into; what an earlier try left there is removed."""
+    """Make an empty hidden folder beside `final`, to write into; what an earlier try left there is removed."""
     staged = final.with_name(_STAGING + final.name)
     remove_folder(staged)
     staged.mkdir(parents=True)
@@ -70,32 +80,40 @@ def discard(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete what a killed process left half written or half deleted; the names. What cannot be deleted is told."""
+    """Delete what a killed process left half written or half deleted, and return the names.
+
+    What cannot be deleted is logged.
+    """
     left = [path for path in root.iterdir() if path.name.startswith((_STAGING, _RETIRED))] if root.is_dir() else []
     return sorted(path.name for path in left if _could(remove_folder, path))
 
 
 def retire(newest: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
     """Delete the checkpoints before `newest`, which is whole, that are neither among the last `keep_last` with it (none
-    = all) nor of a step that is a multiple of `keep_every`; those deleted.
+    = all) nor of a step that is a multiple of `keep_every`. Return those deleted.
 
     Later ones were skipped as damaged when the run was resumed: they count for nothing, and the run replaces them.
-    What cannot be deleted, because it is being read over a network or is not ours, is left and told: no run ends of it.
+    What cannot be deleted, because it is read over a network or is not ours, is left and logged: no run ends of it.
     """
     if keep_last is None:
         return []
     assert keep_last > 0, keep_last
-    up_to = [path for path in newest_first(newest.parent) if step_of(path) <= step_of(newest)]
-    old = [path for path in up_to[keep_last:] if not (keep_every and step_of(path) and step_of(path) % keep_every == 0)]
+    steps = _steps(newest.parent)
+    up_to = [path for path in newest_first(newest.parent) if steps[path] <= steps[newest]]
+    old = []
+    for path in up_to[keep_last:]:
+        is_kept = keep_every and steps[path] > 0 and steps[path] % keep_every == 0
+        if not is_kept:
+            old.append(path)
     return [path for path in old if _could(discard, path)]
 
 
-def write_trainer_state(folder: Path, state: dict) -> None:
+def write_trainer_state(folder: Path, state: dict[str, Any]) -> None:
     write_whole(folder / TRAINER_STATE, json.dumps(state, indent=1) + "\n")
 
 
-def read_trainer_state(folder: Path) -> dict:
-    """Raises UserError where there is none, as in the output of a converter."""
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """Return it. Raises UserError where there is none, as in the output of a converter."""
     try:
         return json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -104,40 +122,42 @@ def read_trainer_state(folder: Path) -> dict:
         ) from None
 
 
-def write_controller_state(folder: Path, state: dict, name: str = CONTROLLER_STATE) -> None:
-    """state: plain data. What JSON cannot hold, such as bytes in a prompt's extra_info, is an error and not changed."""
+def write_controller_state(folder: Path, state: dict[str, Any], name: str = CONTROLLER_STATE) -> None:
+    """Write plain data. What JSON cannot hold, such as bytes in a prompt's extra_info, is an error and not changed."""
     content = json.dumps(state, separators=(",", ":")).encode()
     write_whole(folder / name, gzip.compress(content, _GZIP_LEVEL, mtime=0))
 
 
-def add_controller_state(folder: Path, state: dict) -> None:
+def add_controller_state(folder: Path, state: dict[str, Any]) -> None:
     """Give a checkpoint a later state of the rollout: what was sampled since. A kill at any moment leaves a whole
     checkpoint: the state has a file of its own, which counts from the moment that the manifest names it."""
-    manifest, there = read_manifest(folder), file_names(folder)
-    name = f"controller.{max(map(_number_of, there), default=0) + 1}.json.gz"
+    manifest = read_manifest(folder)
+    names = file_names(folder)
+    name = f"controller.{max(map(_number_of, names), default=0) + 1}.json.gz"
     write_controller_state(folder, state, name)
-    before = [each for each in there if _number_of(each)]
+    before = [each for each in names if _number_of(each)]
     files = {each: record for each, record in manifest.files.items() if each not in before}
     write_manifest(folder, manifest.contents, files | seal(folder, [name]))
     for each in before:
         (folder / each).unlink()
 
 
-def read_controller_state(folder: Path) -> dict:
-    """The latest. Tuples come back as lists. Raises FileNotFoundError."""
-    names = read_manifest(folder).files if (folder / MANIFEST).exists() else ()
+def read_controller_state(folder: Path) -> dict[str, Any]:
+    """Return the latest. Tuples come back as lists. Raises FileNotFoundError."""
+    names: Iterable[str] = read_manifest(folder).files if (folder / MANIFEST).exists() else ()
     later = max(names, key=_number_of, default="")
     name = later if _number_of(later) else CONTROLLER_STATE
     return json.loads(gzip.decompress((folder / name).read_bytes()))
 
 
 def _number_of(name: str) -> int:
-    """Of a file with a later state of the rollout; 0 for other files."""
+    """Return the number of a file with a later state of the rollout; 0 for other files."""
     match = _LATER_STATE.fullmatch(name)
     return int(match[1]) if match else 0
 
 
 def _could(delete: Callable[[Path], None], folder: Path) -> bool:
+    """Delete a folder that is not needed, and return whether it worked."""
     try:
         delete(folder)
     except OSError as error:

@@ -1,14 +1,31 @@
 """The weights that a model starts from: of a Hugging Face checkpoint, or of one of this program."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.checkpointing.manifest import read_manifest, verify
+from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.model_folder import CRITIC, ModelFolder
+
+WeightLoader = Callable[[ModelParts, str, ParallelLayout], None]
+
+
+def weight_loader(start: Start, part: str) -> WeightLoader:
+    """Return what fills a model before its optimizer is made: nothing where `RunCheckpoints.restore` fills both.
+
+    part: "model", of the policy, or "critic".
+    """
+    is_restored = start.folder is not None and part not in start.missing
+    return _leave_weights if is_restored else load_weights
+
+
+def _leave_weights(model: ModelParts, path: str, layout: ParallelLayout) -> None:
+    """Read nothing: the weights at `path` would be overwritten."""
 
 
 def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) -> None:

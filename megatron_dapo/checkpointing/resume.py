@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, matters
 from megatron_dapo.checkpointing.folders import newest_first, read_trainer_state
@@ -19,7 +20,7 @@ _NAMED_FAULTS = 3
 
 
 def contents_of(config: Config) -> tuple[str, ...]:
-    """The parts of this run's checkpoints. critic: its model, optimizer and schedule."""
+    """Return the parts of this run's checkpoints. critic: its model, optimizer and schedule."""
     return (*CONTENTS, "critic") if uses_critic(config) else CONTENTS
 
 
@@ -33,7 +34,7 @@ class Start:
 
     folder: Path | None = None
     step: int = 0
-    state: dict = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -67,7 +68,7 @@ def find_start(root: Path, config: Config, agreement: Agreement) -> Start:
 
 
 def verify_together(folder: Path, agreement: Agreement) -> Verdict:
-    """What `verify` finds, on all ranks: each reads its share of the bytes. Collective."""
+    """Return what `verify` does, on all ranks: each reads its share of the bytes. Collective."""
     what = f"reading {folder}"
     verdict, files = agreement.leader(what, compare_sizes, folder)
     largest_first = sorted(files, key=lambda name: files[name].size, reverse=True)
@@ -77,8 +78,9 @@ def verify_together(folder: Path, agreement: Agreement) -> Verdict:
 
 
 def _candidates(root: Path, config: Config) -> list[Path]:
-    """The checkpoints that may be taken, the newest first."""
-    resume, folders = config.trainer.resume, newest_first(root)
+    """Return the checkpoints that may be taken, the newest first."""
+    resume = config.trainer.resume
+    folders = newest_first(root)
     if resume == "never" and folders:
         raise UserError(
             f"trainer.resume is never, but {root} holds checkpoints (the newest is {folders[0].name}), with which "
@@ -92,6 +94,7 @@ def _candidates(root: Path, config: Config) -> list[Path]:
 
 
 def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config) -> Start:
+    """Return the start from a whole checkpoint. Raises UserError where this config may not go on from it."""
     trainer = config.trainer
     contents = read_manifest(folder).contents
     wanted = contents_of(config)
@@ -114,6 +117,7 @@ def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config)
 
 
 def _cure(parts: list[str]) -> str:
+    """Return how to allow what is missing, as the end of a sentence; nothing where no key allows it."""
     names = [name for name, allowed in _ALLOWS.items() if set(allowed) & set(parts)]
     if not set(parts) <= {part for name in names for part in _ALLOWS[name]}:
         return ""
@@ -126,7 +130,7 @@ def _faults(verdict: Verdict) -> str:
 
 
 def not_kept(config: Config) -> list[str]:
-    """What no checkpoint holds of such a run; a line each for the report."""
+    """Return what no checkpoint holds of such a run; a line each for the report."""
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 == "none" or megatron.fp8_recipe != "delayed":
         return []
@@ -136,7 +140,7 @@ def not_kept(config: Config) -> list[str]:
 
 
 def report_lines(start: Start, restored: list[str], not_restored: list[str]) -> list[str]:
-    """What the user is told after a resume: one line each, the folder first."""
+    """Return what the user is told after a resume: one line each, the folder first."""
     lines = [f"Resumed after step {start.step} from {start.folder}"]
     lines += [f"  restored: {', '.join(restored)}"]
     lines += [f"  not restored: {text}" for text in not_restored] or ["  not restored: nothing is missing"]

@@ -8,14 +8,17 @@ from megatron_dapo.common.errors import UserError
 class Rollout(Protocol):
     """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait."""
 
-    def state_dict(self) -> dict: ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def restore_rollout(rollout: Rollout, state: dict, may_begin_anew: bool) -> tuple[list[str], list[str]]:
-    """(what was restored, what was not), in words. may_begin_anew: where the state does not fit, since the prompts are
-    others, the rollout stays as it is; else UserError."""
+def restore_rollout(rollout: Rollout, state: dict[str, Any], may_begin_anew: bool) -> tuple[list[str], list[str]]:
+    """Return (what was restored, what was not), in words.
+
+    may_begin_anew: where the state does not fit, since the prompts are others, the rollout stays as it is; else
+    UserError.
+    """
     try:
         rollout.load_state_dict(state)
     except UserError as error:
@@ -30,7 +33,7 @@ def restore_rollout(rollout: Rollout, state: dict, may_begin_anew: bool) -> tupl
 
 
 def num_groups_under_way(state: dict[str, Any]) -> int:
-    """Finished groups of the step that was open when the state was taken; 0 between two steps, and in a replay."""
+    """Return the number of finished groups of the step that was open; 0 between two steps, and in a replay."""
     queue = state.get("queue") or {}
     step = queue.get("step")
     return step["generated"]["num_groups"] + len(queue["finished"]) if step else 0

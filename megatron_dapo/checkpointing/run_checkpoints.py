@@ -9,9 +9,10 @@ from megatron_dapo.algorithms.kl import FixedKLController
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
 from megatron_dapo.checkpointing.earlier_run import remove_later_dumps, set_aside
 from megatron_dapo.checkpointing.folders import add_controller_state, read_controller_state, remove_leftovers
+from megatron_dapo.checkpointing.pending_save import PendingSave
 from megatron_dapo.checkpointing.resume import Start, contents_of, find_start, not_kept, report_lines
 from megatron_dapo.checkpointing.rollout_state import Rollout, restore_rollout
-from megatron_dapo.checkpointing.saver import Pending, Retention, Saver
+from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
@@ -19,7 +20,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import say
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.build import ModelParts
-from megatron_dapo.models.hf_io import copy_companions, export_hf
+from megatron_dapo.models.hf_io import copy_model_files, export_hf
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.model_folder import HF, ModelFolder
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model with what trains it. folder: its part of a checkpoint."""
+    """A model with what trains it. folder: the name of its part of a checkpoint."""
 
     folder: str
     model: ModelParts
@@ -50,39 +51,27 @@ class Trained:
     rollout: Rollout | None
 
 
-class _AllPending:
-    """The tensors of several models, which are written at once."""
-
-    def __init__(self, parts: list[Pending]) -> None:
-        self._parts = parts
-
-    def is_done(self) -> bool:
-        return all([part.is_done() for part in self._parts])
-
-    def finish(self) -> None:
-        for part in self._parts:
-            part.finish()
-
-
 def choose_start(config: Config, run: RunFolder, agreement: Agreement) -> Start:
-    """Where the run starts, the same on all ranks, before anything is built; see `resume.find_start`. Removes what a
-    killed run left half written, and sets aside what would mix with this run. Collective over all ranks. Raises
-    UserError on all."""
+    """Return where the run starts, the same on all ranks, before anything is built; see `resume.find_start`.
+
+    Removes what a killed run left half written, and sets aside what would mix with this run. Collective over all
+    ranks. Raises UserError on all.
+    """
     start = find_start(run.checkpoints, config, agreement)
     agreement.leader(f"tidying {run.checkpoints}", remove_leftovers, run.checkpoints)
-    words = agreement.leader(f"tidying {run.path}", _without_earlier_run, config, run, start)
-    if words and agreement.rank == 0:
-        say(words)
+    notice = agreement.leader(f"tidying {run.path}", _put_earlier_run_aside, config, run, start)
+    if notice and agreement.rank == 0:
+        say(notice)
     return start
 
 
-def _without_earlier_run(config: Config, run: RunFolder, start: Start) -> str:
-    """What was done, for the user. Raises UserError where the run would begin from the model that it writes."""
+def _put_earlier_run_aside(config: Config, run: RunFolder, start: Start) -> str:
+    """Return what was done, for the user. Raises UserError where the run would begin from the model that it writes."""
     if start.folder is None:
-        given = Path(config.actor_rollout_ref.model.path).resolve()
-        if run.model.exists() and given.is_relative_to(run.model.resolve()):
+        model_path = Path(config.actor_rollout_ref.model.path).resolve()
+        if run.model.exists() and model_path.is_relative_to(run.model.resolve()):
             raise UserError(
-                f"actor_rollout_ref.model.path is {given}, where this run writes its own model; choose another "
+                f"actor_rollout_ref.model.path is {model_path}, where this run writes its own model; choose another "
                 f"trainer.run_dir."
             )
         earlier = set_aside(run)
@@ -92,11 +81,17 @@ def _without_earlier_run(config: Config, run: RunFolder, start: Start) -> str:
 
 
 class RunCheckpoints:
-    """Every method is collective over all ranks. To be entered around the loop and `finish`: requests to stop are heard
-    inside."""
+    """What a run saves and restores. Every method is collective over all ranks.
+
+    To be entered around the loop and `finish`: requests to stop are heard inside.
+    """
 
     def __init__(self, config: Config, run: RunFolder, layout: ParallelLayout, trained: Trained, start: Start) -> None:
-        self._config, self._run, self._layout, self._trained, self._start = config, run, layout, trained, start
+        self._config = config
+        self._run = run
+        self._layout = layout
+        self._trained = trained
+        self._start = start
         trainer = config.trainer
         retention = Retention(trainer.keep_last, trainer.keep_every)
         self._saver = Saver(layout.agreement, self._write_tensors, retention, contents_of(config))
@@ -105,57 +100,68 @@ class RunCheckpoints:
         self._saved: int | None = None
 
     def restore(self) -> int:
-        """Puts everything as it was when the checkpoint was written; the number of rollout steps that are done.
+        """Put everything as it was when the checkpoint was written; return the number of rollout steps that are done.
 
         Raises UserError on all ranks for what does not fit, naming it. Tells the user what was restored and what not.
         """
         start = self._start
         if start.folder is None:
             return 0
-        restored, not_restored = self._restore_tensors(start)
+        restored, not_restored = self._restore_tensors(start.folder)
         not_restored += [f"{part}: this run has none" for part in start.unused] + not_kept(self._config)
         self._trained.kl_controller.load_state_dict(start.state["kl_controller"])
         restored += [f"{self._num_optimizer_steps} optimizer steps", f"weight version {start.step}", "KL controller"]
         if "controller" in start.missing:
             not_restored.append("prompt cursor and groups that waited: not in the checkpoint (accepted)")
         else:
-            told = self._layout.agreement.leader(f"restoring the rollout from {start.folder}", self._restore_rollout)
-            restored, not_restored = restored + told[0], not_restored + told[1]
+            what = f"restoring the rollout from {start.folder}"
+            done, not_done = self._layout.agreement.leader(what, self._restore_rollout, start.folder)
+            restored += done
+            not_restored += not_done
         if self._layout.rank == 0:
             self._report(report_lines(start, restored, not_restored))
         return start.step
 
     def after_step(self, step: int, num_optimizer_steps: int) -> bool:
-        """Saves where it is due; True where the run was asked to stop: then everything is saved. Raises JobError on
-        all ranks where the last checkpoint could not be written."""
+        """Save where it is due, and return whether the run was asked to stop: then everything is saved.
+
+        Raises JobError on all ranks where the last checkpoint could not be written.
+        """
         self._num_optimizer_steps += num_optimizer_steps
         self._saver.poll()
         trainer = self._config.trainer
         is_last = step == trainer.total_training_steps
-        asked_by = None if is_last else self._stop.agreed()
+        asked_by = None if is_last else self._stop.received()
         if asked_by or (trainer.save_interval > 0 and (is_last or step % trainer.save_interval == 0)):
             self._save(step)
         if is_last:
-            self._stop.obeyed()  # it stops by itself
+            self._stop.accept()  # it stops by itself
         if asked_by:
             self._saver.finish()
-            self._obey(step, asked_by)
+            self._accept_stop(step, asked_by)
         return bool(asked_by)
 
     def poll(self) -> None:
-        """Carries on what is ready of the checkpoint that is being written. Raises JobError as `after_step` does."""
+        """Carry on what is ready of the checkpoint that is being written. Raises JobError as `after_step` does."""
         self._saver.poll()
 
     def is_asked_to_stop(self) -> bool:
-        """Whether this rank was. Not collective."""
+        """Return whether this rank was. Not collective."""
         return self._stop.asked() is not None
 
     def rescue(self, step: int, num_optimizer_steps: int = 0, was_handed: bool = False) -> bool:
-        """Before a run ends in the middle of a step: saves the one before, its last finished step, or, where that is
-        saved or under way, what was sampled since. num_optimizer_steps: those of the step, where `after_step` was not
-        told. True where the run was asked to stop, so that it ends as asked. was_handed: the next step's groups have
-        left the rollout and are not trained on, which is no end that may be asked for. Raises JobError on all ranks."""
-        asked_by = None if was_handed else self._stop.agreed()
+        """Save, before a run ends in the middle of a step, its last finished step, or what was sampled since.
+
+        The latter where that step is saved or under way. Returns whether the run was asked to stop, so that it ends as
+        asked. Raises JobError on all ranks.
+
+        Args:
+            step: the last finished one.
+            num_optimizer_steps: those of the step, where `after_step` was not called with them.
+            was_handed: the next step's groups have left the rollout and are not trained on, which is no end that may
+                be asked for.
+        """
+        asked_by = None if was_handed else self._stop.received()
         is_saved = step == self._saved or (self._start.folder is not None and step == self._start.step)
         if is_saved:
             self._saver.finish()
@@ -168,11 +174,11 @@ class RunCheckpoints:
                 self._report([f"Step {step} is saved in {self._run.checkpoint(step)}: the run fails"])
             self._saver.finish()
         if asked_by:
-            self._obey(step, asked_by)
+            self._accept_stop(step, asked_by)
         return asked_by is not None
 
     def finish(self) -> None:
-        """Waits until the checkpoint that is being written is in its place. Raises JobError on all ranks."""
+        """Wait until the checkpoint that is being written is in its place. Raises JobError on all ranks."""
         self._saver.finish()
 
     def __enter__(self) -> "RunCheckpoints":
@@ -183,41 +189,43 @@ class RunCheckpoints:
         self._stop.__exit__()
 
     def _add_rollout(self, step: int) -> None:
-        add_controller_state(self._run.checkpoint(step), self._trained.rollout.state_dict())
+        add_controller_state(self._run.checkpoint(step), self._rollout.state_dict())
 
-    def _obey(self, step: int, asked_by: str) -> None:
-        self._stop.obeyed()
+    def _accept_stop(self, step: int, asked_by: str) -> None:
+        self._stop.accept()
         if self._layout.rank == 0:
             self._report([f"Stopped after step {step} by {asked_by}; saved in {self._run.checkpoint(step)}"])
 
     def _save(self, step: int) -> None:
-        trained, rollout = self._trained, self._trained.rollout
         state = {
             "step": step,
             "weight_version": step,
             "num_optimizer_steps": self._num_optimizer_steps,
-            "kl_controller": trained.kl_controller.state_dict(),
+            "kl_controller": self._trained.kl_controller.state_dict(),
             "layout": {
                 size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "dp", "ep", "sp")
             },
             "config_hash": config_hash(self._config),
             "config": config_to_plain(self._config),
         }
-        self._saver.start(self._run.checkpoint(step), state, lambda: rollout.state_dict())
+        self._saver.start(self._run.checkpoint(step), state, lambda: self._rollout.state_dict())
         self._saved = step
         if not self._config.trainer.async_save:
             self._saver.finish()
 
-    def _write_tensors(self, folder: Path) -> Pending:
-        trained, source = self._trained, ModelFolder.of(self._config.actor_rollout_ref.model.path).hf
+    def _write_tensors(self, folder: Path) -> list[PendingSave]:
+        """Begin to write all models; see `Saver`."""
+        source = ModelFolder.of(self._config.actor_rollout_ref.model.path).hf
         if self._config.trainer.save_hf:
-            export_hf(trained.policy.model, self._layout, source, folder / HF)
+            export_hf(self._trained.policy.model, self._layout, source, folder / HF)
         else:
-            self._layout.agreement.leader(f"writing {folder / HF}", _copy_companions, source, folder / HF)
-        models = [trained.policy, *filter(None, [trained.critic])]
-        return _AllPending([self._write_model(part, folder / part.folder) for part in models])
+            self._layout.agreement.leader(f"writing {folder / HF}", _copy_model_files, source, folder / HF)
+        models = [self._trained.policy]
+        if self._trained.critic is not None:
+            models.append(self._trained.critic)
+        return [self._write_model(part, folder / part.folder) for part in models]
 
-    def _write_model(self, part: TrainedModel, folder: Path) -> Pending:
+    def _write_model(self, part: TrainedModel, folder: Path) -> PendingSave:
         return save(
             folder,
             part.model,
@@ -227,22 +235,23 @@ class RunCheckpoints:
             background=self._config.trainer.async_save,
         )
 
-    def _restore_tensors(self, start: Start) -> tuple[list[str], list[str]]:
-        policy, critic = self._trained.policy, self._trained.critic
-        steps = start.step - self._config.trainer.critic_warmup
-        restored, not_restored = self._restore_model(policy, start, max(0, steps))
-        if critic is not None and "critic" in start.missing:
+    def _restore_tensors(self, folder: Path) -> tuple[list[str], list[str]]:
+        """Return (what was restored, what was not), in words."""
+        critic = self._trained.critic
+        num_steps = self._start.step - self._config.trainer.critic_warmup
+        restored, not_restored = self._restore_model(self._trained.policy, folder, max(0, num_steps))
+        if critic is not None and "critic" in self._start.missing:
             not_restored.append("critic: not in the checkpoint (accepted); it starts anew")
         elif critic is not None:
-            parts, notes = self._restore_model(critic, start, start.step)
+            parts, notes = self._restore_model(critic, folder, self._start.step)
             restored += [f"critic's {part}" for part in parts if part != "rng"]
             not_restored += [f"critic's {note}" for note in notes if not note.startswith("rng")]
         return restored, not_restored
 
-    def _restore_model(self, part: TrainedModel, start: Start, num_steps: int) -> tuple[list[str], list[str]]:
-        """num_steps: of its learning rate, where the checkpoint does not say it."""
-        folder = start.folder / part.folder
-        if "optimizer" in start.missing:
+    def _restore_model(self, part: TrainedModel, checkpoint: Path, num_steps: int) -> tuple[list[str], list[str]]:
+        """Return (what was restored, what was not). num_steps: of its learning rate, where the checkpoint has none."""
+        folder = checkpoint / part.folder
+        if "optimizer" in self._start.missing:
             report = load(folder, part.model, self._layout)
             part.optimizer.reload_model_params()
             part.lr_schedule.step(increment=num_steps)
@@ -251,9 +260,15 @@ class RunCheckpoints:
         report = load(folder, part.model, self._layout, optimizer=part.optimizer, lr_schedule=part.lr_schedule)
         return list(report.restored), list(report.not_restored)
 
-    def _restore_rollout(self) -> tuple[list[str], list[str]]:
+    def _restore_rollout(self, checkpoint: Path) -> tuple[list[str], list[str]]:
         may_begin_anew = "controller" in self._config.trainer.accept_missing
-        return restore_rollout(self._trained.rollout, read_controller_state(self._start.folder), may_begin_anew)
+        return restore_rollout(self._rollout, read_controller_state(checkpoint), may_begin_anew)
+
+    @property
+    def _rollout(self) -> Rollout:
+        """Asked for on rank 0 only."""
+        assert self._trained.rollout is not None, "rank 0 has the rollout"
+        return self._trained.rollout
 
     def _report(self, lines: list[str]) -> None:
         say("\n".join(lines))
@@ -261,6 +276,6 @@ class RunCheckpoints:
             log.write("\n".join(lines) + "\n")
 
 
-def _copy_companions(source: Path, out: Path) -> None:
+def _copy_model_files(source: Path, out: Path) -> None:
     out.mkdir(exist_ok=True)
-    copy_companions(source, out)
+    copy_model_files(source, out)

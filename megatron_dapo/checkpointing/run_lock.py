@@ -14,15 +14,20 @@ _POLL_S = 0.5
 
 
 class RunLock:
-    """Held by this process until `release` or its end; see FileLock."""
+    """The lock of a run folder, held by this process until `release` or its end; see FileLock."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, FileLock(path)
+        self._path = path
+        self._lock = FileLock(path)
 
     def acquire(self, patience_s: float = PATIENCE_S) -> None:
-        """Waits for a run that is about to end; less long where its process is one of this machine, and runs. Raises
-        UserError where it does not end, or the folder cannot be written."""
-        start, told = time.monotonic(), False
+        """Take the lock, after a wait for a run that is about to end.
+
+        The wait is less long where its process is one of this machine, and runs. Raises UserError where it does not
+        end, or the folder cannot be written.
+        """
+        start = time.monotonic()
+        has_said = False
         while not self._try_acquire():
             pid = self._lock.holder_here()
             limit_s = patience_s if pid is None else min(patience_s, PATIENCE_HERE_S)
@@ -32,10 +37,10 @@ class RunLock:
                     f"{self._path.parent} is the folder of a run that is going on ({self._lock.holder()}): {cure}, or "
                     "choose another trainer.run_dir."
                 )
-            if not told:
+            if not has_said:
                 holder = f"{self._lock.holder()}, which holds {self._path.parent}"
                 print(f"Waiting {limit_s:g} s at most for {holder}: {cure}", flush=True)
-                told = True
+                has_said = True
             time.sleep(_POLL_S)
 
     def _try_acquire(self) -> bool:
@@ -52,5 +57,5 @@ class RunLock:
 
 
 def ended_by(pid: int) -> str:
-    """How a trainer's rank is ended."""
+    """Return how a trainer's rank is ended, as part of a sentence."""
     return f"`kill {pid}` has it save and stop, at the latest when its step ends, `kill -9 {pid}` ends it at once"

@@ -1,4 +1,4 @@
-"""A request to stop: SIGTERM or SIGUSR1 to a rank, or a file in the run folder. All ranks obey together."""
+"""A request to stop: SIGTERM or SIGUSR1 to a rank, or a file in the run folder. All ranks stop together."""
 
 import signal
 from pathlib import Path
@@ -19,7 +19,8 @@ class StopRequest:
     """
 
     def __init__(self, file: Path, agreement: Agreement) -> None:
-        self._file, self._agreement = file, agreement
+        self._file = file
+        self._agreement = agreement
         self._signals = StopSignals(STOP_SIGNALS, ends_at_once=signal.SIGTERM, one_request_s=ONE_REQUEST_S)
 
     def __enter__(self) -> "StopRequest":
@@ -29,17 +30,20 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         self._signals.__exit__()
 
-    def agreed(self) -> str | None:
-        """What the first rank that was asked to stop was asked by, the same on all ranks; None = go on. Collective."""
+    def received(self) -> str | None:
+        """Return what the first rank that was asked to stop was asked by, the same on all ranks; None = go on.
+
+        Collective.
+        """
         return next(filter(None, self._agreement.gather(self.asked())), None)
 
     def asked(self) -> str | None:
-        """What this rank was asked to stop by. Not collective."""
+        """Return what this rank was asked to stop by. Not collective."""
         if self._signals.received:
             return self._signals.received.name
         return f"the file {self._file}" if self._agreement.rank == 0 and self._file.exists() else None
 
-    def obeyed(self) -> None:
+    def accept(self) -> None:
         """Remove the file, so that the run can be started again."""
         if self._agreement.rank == 0:
             self._file.unlink(missing_ok=True)

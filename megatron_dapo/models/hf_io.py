@@ -28,7 +28,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.staged_folder import StagedFolder
 
 # what belongs to a checkpoint besides the weights: configuration, tokenizer, chat template
-_COMPANIONS = (
+_MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
@@ -99,10 +99,10 @@ def load_hf_weights(
         progress(done, total)
 
 
-def copy_companions(source_path: str | Path, out: Path, dtype: torch.dtype | None = None) -> None:
+def copy_model_files(source_path: str | Path, out: Path, dtype: torch.dtype | None = None) -> None:
     """config.json, tokenizer and the like, from one checkpoint folder to another. dtype: what config.json shall say,
     where it says another, because that is the one engines load in; none = as it is. Raises OSError."""
-    for pattern in _COMPANIONS:
+    for pattern in _MODEL_FILES:
         for file in Path(source_path).glob(pattern):
             if file.is_file():
                 target = out / file.relative_to(source_path)
@@ -145,7 +145,7 @@ def export_hf(
         export = _Export(WeightSource(model, layout), layout, plan, dtype, folder.staging, progress)
         export.write_files(hf_tensors(model.spec))
         if is_main and export.problem is None:
-            export.attempt(lambda: copy_companions(source_path, folder.staging, dtype))
+            export.attempt(lambda: copy_model_files(source_path, folder.staging, dtype))
             if index := plan.index_json(export.num_bytes):
                 export.attempt(lambda: write_whole(folder.staging / INDEX, index))
         agreement.each(step, export.check)

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
+from megatron_dapo.checkpointing.pending_save import PendingSave
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.watchdog import TELL_INTERVAL_S, Watchdog
@@ -46,9 +45,11 @@ def stop(number: int) -> Callable[[int], None]:
 
 def write_for_ever(rank: int) -> None:
     """As where the storage of one node hangs: the process that writes its part of a checkpoint never ends."""
-    planned = SimpleNamespace(write=lambda: time.sleep(3600 if rank == 1 else 0) or [])
+    agreement = Agreement(None, DEADLINE_S)
+    write = lambda: time.sleep(3600 if rank == 1 else 0) or []  # noqa: E731
+    pending = PendingSave(agreement, Path("folder"), write, lambda results: None, background=True)
     with watchdog.phase("checkpoint"):
-        Agreement(None, DEADLINE_S).all("writing", ForkedWrite(planned).result)
+        pending.finish()
 
 
 def leave_late(rank: int) -> None:

@@ -97,7 +97,7 @@ def test_a_checkpoint_whose_writer_never_ends_is_waited_for_no_longer_than_a_pha
         said = [line for line in lines if line.startswith("Hang: ")][-1]  # torch may tell of the rank that ended first
         assert "no progress for 10 s in `checkpoint` of step 3" in said
         missing = said.partition("missing: ")[2]
-        place = "is in `checkpoint` of step 3 at megatron_dapo/checkpointing/torch_dist/writer.py:"
+        place = "is in `checkpoint` of step 3 at megatron_dapo/checkpointing/pending_save.py:"
         assert missing.startswith("rank 1 ") and place in missing and "rank 0" not in missing
 
 

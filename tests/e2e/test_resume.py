@@ -7,6 +7,8 @@ sampling is not repeatable. What of the rollout a checkpoint keeps is the real b
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -43,6 +45,7 @@ def given(tmp_path_factory) -> Path:
     """The model, and a folder that stands for dumped batches (the scripted rollout reads none)."""
     folder = tmp_path_factory.mktemp("given")
     make_tiny(folder / "model", "qwen2", layers=2)
+    shutil.copytree(folder / "model", folder / "reference")
     for step in range(1, NUM_STEPS + 2):
         batch_file(folder / "batches", step).parent.mkdir(exist_ok=True)
         batch_file(folder / "batches", step).touch()
@@ -56,6 +59,7 @@ def config_of(given: Path, run: Path, *overrides: str) -> Config:
         None,
         [
             f"actor_rollout_ref.model.path={given / 'model'}",
+            f"actor_rollout_ref.ref.path={given / 'reference'}",
             f"trainer.replay={given / 'batches'}",
             f"trainer.run_dir={run}",
             f"trainer.total_training_steps={NUM_STEPS}",
@@ -90,6 +94,17 @@ def train_from_the_start(config: Config, signal_after: int = 0, number: str = "S
     command = [sys.executable, "-m", "tests.e2e.scripted_trainer", str(signal_after), number]
     run = RunFolder.of(config.trainer)
     return run_local(config, [*command, "--config", str(run.logs / "config.yaml")])
+
+
+@contextmanager
+def without_weights(model: Path) -> Iterator[None]:
+    """The folder's weights cannot be read in here."""
+    weights, hidden = model / "model.safetensors", model / "hidden"
+    weights.rename(hidden)
+    try:
+        yield
+    finally:
+        hidden.rename(weights)
 
 
 def metrics_of(run: Path) -> list[dict]:
@@ -144,7 +159,8 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     assert newest_first(RunFolder(run).checkpoints) == [saved] and verify(saved).is_whole
     assert f"Stopped after step {STOPPED_AFTER} by SIGTERM; saved in {saved}" in capfd.readouterr().out
 
-    assert train(config.model_copy()) == 0
+    with without_weights(given / "model"):  # which are not read only to be overwritten
+        assert train(config.model_copy()) == 0
     told = capfd.readouterr().out
     assert f"Resumed after step {STOPPED_AFTER} from {saved}" in told and "not restored: nothing is missing" in told
     has_critic = "algorithm.adv_estimator=gae" in layout

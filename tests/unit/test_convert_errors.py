@@ -347,7 +347,7 @@ def test_a_training_checkpoint_gives_the_trained_weights(source, tmp_path):
     from megatron_dapo.checkpointing.manifest import write_manifest
     from megatron_dapo.checkpointing.torch_dist.saving import save
     from megatron_dapo.config.loader import load_config
-    from megatron_dapo.models.hf_io import copy_companions
+    from megatron_dapo.models.hf_io import copy_model_files
     from megatron_dapo.platform.parallel import ParallelLayout
     from megatron_dapo.training.policy import Policy
 
@@ -364,7 +364,7 @@ def test_a_training_checkpoint_gives_the_trained_weights(source, tmp_path):
     save(checkpoint / "megatron", policy.model, layout, optimizer=policy.state.optimizer).finish()
     layout.shutdown()
     (checkpoint / "hf").mkdir()
-    copy_companions(source, checkpoint / "hf")
+    copy_model_files(source, checkpoint / "hf")
     write_manifest(checkpoint, ["model", "optimizer", "rng"])
 
     out, half = tmp_path / "out", tmp_path / "half"

@@ -73,7 +73,7 @@ def test_damage_that_sizes_do_not_show_is_a_sentence_too(checkpoint):
 
 
 def test_every_file_of_a_tokenizer_comes_along_and_no_weights(model, tmp_path):
-    from megatron_dapo.models.hf_io import copy_companions
+    from megatron_dapo.models.hf_io import copy_model_files
 
     source, out = shutil.copytree(model, tmp_path / "source"), tmp_path / "out"
     out.mkdir()
@@ -81,7 +81,7 @@ def test_every_file_of_a_tokenizer_comes_along_and_no_weights(model, tmp_path):
     for name in names:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
-    copy_companions(source, out)
+    copy_model_files(source, out)
     copied = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     there = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert copied == {*names, *there}

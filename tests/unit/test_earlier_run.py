@@ -46,7 +46,7 @@ def config(run: RunFolder, *overrides: str):
 
 
 def save(run: RunFolder, step: int) -> None:
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x", pause_s=0), Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x", pause_s=0)], Retention())
     saver.start(run.checkpoint(step), trainer_state(step), dict)
     saver.finish()
 

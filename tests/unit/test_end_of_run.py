@@ -115,12 +115,12 @@ def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks():
 
 def test_a_checkpoint_has_its_name_before_the_next_step_ends(tmp_path):
     """Its tensors are ready after the rollout, its checksums after the log-probs."""
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0), Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0)], Retention())
     job = job_of(saver)
     job.distributor, job.config = lambda step, groups: None, load_config(None, ["trainer.critic_warmup=9"])
     job._carry_on_saving = lambda: Job._carry_on_saving(job)
     saver.start(tmp_path / "step_000001", trainer_state(1), dict)
-    while not saver._saving.pending.is_done():
+    while not saver._saving.tensors[0].is_done():
         time.sleep(0.01)
     Job.distribute(job, 2, None)
     wait([saver._saving.sealing])

@@ -7,22 +7,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, describe
+from megatron_dapo.checkpointing.pending_save import PendingSave
+from megatron_dapo.common.errors import JobError
+from megatron_dapo.platform.agreement import SingleRank, describe
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
 
-class Planned:
-    """Stands for a rank's planned file."""
+def in_background(write: Callable[[], list]) -> tuple[PendingSave, list]:
+    """A save that a forked process writes, and where its results are put when it is finished."""
+    results: list = []
+    return PendingSave(SingleRank(), Path("folder"), write, results.extend, background=True), results
 
-    def __init__(self, write: Callable[[], list]) -> None:
-        self.write = write
+
+def result_of(write: Callable[[], list]) -> list:
+    pending, results = in_background(write)
+    pending.finish()
+    return results
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
@@ -34,38 +42,43 @@ def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 
 def test_result_is_what_was_written_when_the_process_began():
     values = [1, 2]
-    forked = ForkedWrite(Planned(lambda: time.sleep(0.2) or list(values)))
+    pending, results = in_background(lambda: time.sleep(0.2) or list(values))
     values.append(3)
-    assert not forked.is_done()
-    assert forked.result() == [1, 2]
+    assert not pending.is_done()
+    pending.finish()
+    assert results == [1, 2]
+    pending.finish()
+    assert results == [1, 2]
 
 
 def test_its_error_is_told_in_the_systems_words():
     def full():
         raise OSError(28, "No space left on device", "/checkpoints/f")
 
-    forked = ForkedWrite(Planned(full))
-    assert until(forked.is_done)
-    with pytest.raises(OSError, match="No space left on device: '/checkpoints/f'"):
-        forked.result()
+    pending, results = in_background(full)
+    assert until(pending.is_done)
+    for _ in range(2):  # again when it is asked again
+        with pytest.raises(JobError, match="No space left on device: '/checkpoints/f'"):
+            pending.finish()
+    assert not results
 
 
 def test_killed_writer_is_an_error():
-    forked = ForkedWrite(Planned(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    assert until(forked.is_done)
-    with pytest.raises(OSError, match="exit code -9"):
-        forked.result()
+    pending, _ = in_background(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert until(pending.is_done)
+    with pytest.raises(JobError, match="exit code -9"):
+        pending.finish()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_schedulers_signal_does_not_stop_it(number):
-    assert ForkedWrite(Planned(lambda: os.kill(os.getpid(), number) or ["written"])).result() == ["written"]
+    assert result_of(lambda: os.kill(os.getpid(), number) or ["written"]) == ["written"]
 
 
 def _trainer(sender) -> None:
-    forked = ForkedWrite(Planned(lambda: time.sleep(60)))
+    pending, _ = in_background(lambda: time.sleep(60))
     sender.send(psutil.Process().children()[0].pid)
-    forked.result()
+    pending.finish()
 
 
 def test_it_ends_with_a_killed_trainer():
@@ -81,13 +94,16 @@ def test_it_ends_with_a_killed_trainer():
 
 # a program of its own, since the end of a process that multiprocessing started runs other handlers
 FAILING_TRAINER = """
-import os, sys, time
-from types import SimpleNamespace
-from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite
+import os, time
+from pathlib import Path
+import psutil
+from megatron_dapo.checkpointing.pending_save import PendingSave
+from megatron_dapo.platform.agreement import SingleRank
 begun, says = os.pipe()
-forked = ForkedWrite(SimpleNamespace(write=lambda: os.write(says, b"x") and time.sleep(3600)))
+write = lambda: os.write(says, b"x") and time.sleep(3600)
+pending = PendingSave(SingleRank(), Path("folder"), write, complete=list, background=True)
 os.read(begun, 1)
-print(forked._process.pid, flush=True)
+print(psutil.Process().children()[0].pid, flush=True)
 raise RuntimeError("out of memory, say")
 """
 
@@ -96,7 +112,7 @@ def test_a_trainer_that_fails_does_not_wait_at_its_end_for_a_write_that_hangs():
     trainer = subprocess.Popen([sys.executable, "-c", FAILING_TRAINER], cwd=REPOSITORY, stdout=subprocess.PIPE)
     try:
         writer = psutil.Process(int(trainer.stdout.readline()))
-        assert trainer.wait(20) == 1
+        assert trainer.wait(60) == 1
         assert until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
     finally:
         trainer.kill()
@@ -110,18 +126,17 @@ def test_that_no_process_can_be_started_is_told_as_a_write_that_failed(monkeypat
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "fork", no_memory)
-    forked = ForkedWrite(Planned(list))
-    assert forked.is_done()
-    with pytest.raises(OSError, match=r"no process can be started to write \(.*Cannot allocate memory\)"):
-        forked.result()
+    pending, _ = in_background(list)
+    assert pending.is_done()
+    with pytest.raises(JobError, match=r"no process can be started to write \(.*Cannot allocate memory\)"):
+        pending.finish()
 
 
 def _trainer_of_two_threads(sender) -> None:
     torch.set_num_threads(2)
     values = torch.ones(2**20)
     values.add_(1)  # a loop of this size makes OpenMP's team of two
-    forked = ForkedWrite(Planned(lambda: values.clone()[:2].tolist()))
-    sender.send(forked.result())
+    sender.send(result_of(lambda: values.clone()[:2].tolist()))
 
 
 def test_a_trainer_with_several_threads_has_a_writer_that_ends():

@@ -40,7 +40,7 @@ def find_start(root, config: Config) -> Start:
 
 
 def save(root, step: int, **options) -> None:
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0, **options), Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, **options)], Retention())
     saver.start(root / f"step_{step:06d}", trainer_state(step), dict)
     saver.finish()
 
@@ -301,7 +301,7 @@ def test_equal_configs_have_one_hash_and_others_another():
 
 
 def test_a_second_save_waits_for_the_first(tmp_path):
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0.002), Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0.002)], Retention())
     saver.start(tmp_path / "step_000001", trainer_state(1), dict)
     assert newest_first(tmp_path) == []
     saver.start(tmp_path / "step_000002", trainer_state(2), dict)
@@ -343,7 +343,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 @pytest.mark.parametrize("how", ["poll", "finish", "start"])
 def test_a_write_that_failed_is_an_error_at_the_next_step_and_leaves_nothing(tmp_path, how):
     save(tmp_path, 1)
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0, fails=True), Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, fails=True)], Retention())
     saver.start(tmp_path / "step_000002", trainer_state(2), dict)
     time.sleep(0.05)
     with pytest.raises(OSError, match="no space left"):
@@ -353,7 +353,7 @@ def test_a_write_that_failed_is_an_error_at_the_next_step_and_leaves_nothing(tmp
 
 
 def test_a_state_that_cannot_be_written_is_an_error_that_names_the_checkpoint(tmp_path):
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32), Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32)], Retention())
     with pytest.raises(JobError, match="step_000002 failed; rank 0 on .*: TypeError: .*bytes"):
         saver.start(tmp_path / "step_000002", trainer_state(2), lambda: {"extra_info": b"bytes"})
     assert list(tmp_path.iterdir()) == []
@@ -366,7 +366,7 @@ def test_what_cannot_be_deleted_of_a_write_that_failed_does_not_hide_why_it_fail
         raise OSError(39, "Directory not empty", str(folder))
 
     monkeypatch.setattr("megatron_dapo.checkpointing.saver.discard", not_empty)
-    saver = Saver(SingleRank(), lambda folder: SlowWrite(folder, b"x" * 32, pause_s=0, fails=True), Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, fails=True)], Retention())
     saver.start(tmp_path / "step_000002", trainer_state(2), dict)
     with pytest.raises(OSError, match="no space left"):
         saver.finish()
@@ -392,9 +392,9 @@ class ThreeRanks(SingleRank):
 def test_a_signal_is_remembered_until_the_step_ends(tmp_path, number):
     before = signal.getsignal(number)
     with StopRequest(tmp_path / "stop", SingleRank()) as stop:
-        assert stop.agreed() is None
+        assert stop.received() is None
         os.kill(os.getpid(), number)
-        assert stop.agreed() == number.name
+        assert stop.received() == number.name
     assert signal.getsignal(number) == before
 
 
@@ -449,13 +449,13 @@ def test_signals_at_once_are_one_request_of_a_launcher_too(one_request_s, num_re
 
 
 def test_a_signal_to_any_rank_stops_all(tmp_path):
-    assert StopRequest(tmp_path / "stop", ThreeRanks(None, "SIGUSR1")).agreed() == "SIGUSR1"
+    assert StopRequest(tmp_path / "stop", ThreeRanks(None, "SIGUSR1")).received() == "SIGUSR1"
 
 
 def test_a_stop_file_is_obeyed_once(tmp_path):
     stop = StopRequest(tmp_path / "stop", SingleRank())
     (tmp_path / "stop").touch()
-    assert stop.agreed() == f"the file {tmp_path / 'stop'}"
-    stop.obeyed()
-    assert stop.agreed() is None
-    stop.obeyed()
+    assert stop.received() == f"the file {tmp_path / 'stop'}"
+    stop.accept()
+    assert stop.received() is None
+    stop.accept()

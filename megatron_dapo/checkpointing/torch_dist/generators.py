@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +11,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from megatron_dapo.platform.device import is_gpu
 
 
-def generator_states() -> dict:
-    """The states of all of them, to be pickled."""
+def generator_states() -> dict[str, Any]:
+    """Return the states of all of them, to be pickled."""
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -21,7 +22,8 @@ def generator_states() -> dict:
     return {**states, "cuda": torch.cuda.get_rng_state()} if is_gpu() else states
 
 
-def restore_generators(states: dict) -> None:
+def restore_generators(states: dict[str, Any]) -> None:
+    """Set all of them to what `generator_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -30,8 +32,8 @@ def restore_generators(states: dict) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def derived_seed(states: dict) -> int:
-    """A seed that differs from state to state."""
+def derived_seed(states: dict[str, Any]) -> int:
+    """Return a seed that differs from state to state."""
     seed = zlib.crc32(repr(states["python"]).encode())
     for state in (states["torch"], *states["megatron"].values()):
         seed = zlib.crc32(state.cpu().numpy().tobytes(), seed)
@@ -39,8 +41,10 @@ def derived_seed(states: dict) -> int:
 
 
 def reseed(seed: int, rank: int) -> None:
-    """Fresh, reproducible generators, where the ranks of a checkpoint and of this run do not correspond. Megatron
-    derives the tensor- and pipeline-parallel ones from the one seed."""
+    """Seed all generators anew, where the ranks of a checkpoint and of this run do not correspond.
+
+    Megatron derives the tensor- and pipeline-parallel ones from the one seed.
+    """
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed)

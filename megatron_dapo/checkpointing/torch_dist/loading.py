@@ -1,28 +1,31 @@
 """Loading, strictly: every tensor of this run is in the checkpoint, of the same shape, and nothing else is."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dapo.checkpointing.torch_dist.generators import reseed, restore_generators
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
+from megatron_dapo.checkpointing.torch_dist.planners import SliceLoadPlanner
 from megatron_dapo.checkpointing.torch_dist.saving import (
+    COMMON_FILE,
     FORMAT,
-    GENERATORS,
     OPTIMIZER_PREFIX,
-    by_number,
-    model_pieces,
-    optimizer_pieces,
+    generators_name,
+    model_slices,
+    optimizer_slices,
     written_with,
 )
+from megatron_dapo.checkpointing.torch_dist.slices import TensorSlice
+from megatron_dapo.checkpointing.torch_dist.writer import MARK, TORCH_DIST
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.value_head import VALUE_HEAD_PREFIX
@@ -34,8 +37,11 @@ _MAX_NAMED = 4  # tensors that an error names
 
 @dataclass(frozen=True)
 class LoadReport:
-    """restored: of model, optimizer, lr_schedule, rng. not_restored: sentences. written_with: sizes of the layout that
-    the checkpoint was written with (tp, pp, vpp, dp, world_size)."""
+    """What was loaded.
+
+    restored: of model, optimizer, lr_schedule, rng. not_restored: sentences. written_with: sizes of the layout that the
+    checkpoint was written with (tp, pp, vpp, dp, ep, world_size).
+    """
 
     restored: tuple[str, ...]
     not_restored: tuple[str, ...]
@@ -57,31 +63,30 @@ def load(
     to be thrown away.
     """
     folder = Path(folder)
-    stored, common = _read_index(folder, layout)
-    pieces = model_pieces(model, layout)
-    if model.spec.value_head and optimizer is None:
-        stored.pop("output_layer.weight", None)  # the policy's head
-        pieces = (piece for piece in pieces if piece.key in stored or not piece.key.startswith(VALUE_HEAD_PREFIX))
-    state = by_number(pieces, "model")
-    if optimizer is not None:
-        _check_training_state(folder, common, model)
-        state |= by_number(optimizer_pieces(optimizer, model, layout), "optimizer")
-    _check_tensors(folder, stored, state.values(), layout, whole=optimizer is not None)
-    same_layout = common["written_with"] == written_with(layout)
-    if optimizer is not None and same_layout:
-        state[GENERATORS] = ShardedObject(GENERATORS, None, (layout.world_size,), (layout.rank,))
-    _zero_padding(model, optimizer)
-    answer = _read(folder, state)
+    index, common = _read_index(folder, layout)
+    shapes = _stored_shapes(index)
     if optimizer is None:
+        slices = list(_weights(model, layout, shapes))
+        _check_tensors(folder, shapes, slices, layout)
+        _zero_padding(model, None)
+        _read(folder, index, SliceLoadPlanner(slices, ()), layout)
         return LoadReport(("model",), _dtype_note(common, model), common["written_with"])
+    slices = [*model_slices(model, layout), *optimizer_slices(optimizer, model, layout)]
+    _check_training_state(folder, common, model)
+    _check_tensors(folder, shapes, slices, layout)
+    is_same_layout = common["written_with"] == written_with(layout)
+    planner = SliceLoadPlanner(slices, [generators_name(layout)] if is_same_layout else [])
+    _zero_padding(model, optimizer)
+    _read(folder, index, planner, layout)
     for slot in slots(optimizer):
         slot.set_num_steps(common["optimizer_steps"])
-    restored, notes = ["model", "optimizer"], []
+    restored = ["model", "optimizer"]
+    notes: list[str] = []
     if lr_schedule is not None:
         notes += restore_schedule(lr_schedule, common["lr_schedule"])
         restored.append("lr_schedule")
-    if same_layout:
-        restore_generators(answer[GENERATORS])
+    if is_same_layout:
+        restore_generators(planner.objects[generators_name(layout)][0])
         restored.append("rng")
     else:
         reseed(common["rng_seed"], layout.rank)
@@ -92,26 +97,51 @@ def load(
     return LoadReport(tuple(restored), tuple(notes), common["written_with"])
 
 
-def _read_index(folder: Path, layout: ParallelLayout) -> tuple[dict, dict]:
-    """(name -> how it is stored, what all ranks have in common)."""
+def _read_index(folder: Path, layout: ParallelLayout) -> tuple[Metadata, dict[str, Any]]:
+    """Return how everything is stored, and what all ranks have in common."""
 
-    def read() -> tuple[dict, dict]:
-        fault = None
+    def read() -> tuple[Metadata, dict[str, Any]]:
         try:
-            tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
-            common = dist_checkpointing.load_common_state_dict(str(folder))["common"]
-            if common["format"] != FORMAT:
-                fault = f"it has format {common['format']}, this program reads {FORMAT}"
-        except Exception as failure:  # noqa: BLE001  unpickling a damaged file raises anything
-            fault = describe(failure)
-        if fault:
-            raise UserError(f"{folder} is not a complete checkpoint of this program: {fault}; choose another.")
-        return tensors, common
+            return _contents(folder)
+        except Exception as failure:  # unpickling a damaged file raises anything
+            raise UserError(
+                f"{folder} is not a complete checkpoint of this program: {describe(failure)}; choose another."
+            ) from failure
 
     return layout.agreement.each(f"reading {folder}", read)
 
 
-def _check_training_state(folder: Path, common: dict, model: ModelParts) -> None:
+def _contents(folder: Path) -> tuple[Metadata, dict[str, Any]]:
+    """Read the index and the common state. Raises anything for a damaged file, ValueError for another format."""
+    index = FileSystemReader(folder).read_metadata()
+    mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    if mark["sharded_backend"] != TORCH_DIST["sharded_backend"]:
+        raise ValueError(f"it is stored as {mark['sharded_backend']}, this program reads torch_dist")
+    common = torch.load(folder / COMMON_FILE, map_location="cpu", weights_only=True)["common"]
+    if common["format"] != FORMAT:
+        raise ValueError(f"it has format {common['format']}, this program reads {FORMAT}")
+    return index, common
+
+
+def _stored_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
+    stored = index.state_dict_metadata.items()
+    return {name: tuple(tensor.size) for name, tensor in stored if isinstance(tensor, TensorStorageMetadata)}
+
+
+def _weights(model: ModelParts, layout: ParallelLayout, shapes: dict[str, tuple[int, ...]]) -> Iterator[TensorSlice]:
+    """Yield the slices of the weights alone; `shapes` loses what is not wanted: moments, and a policy's head where a
+    critic takes its body, whose own head keeps its values then."""
+    for name in [name for name in shapes if name.startswith(OPTIMIZER_PREFIX)]:
+        del shapes[name]
+    if model.spec.value_head:
+        shapes.pop("output_layer.weight", None)
+    for each in model_slices(model, layout):
+        is_new = model.spec.value_head and each.name.startswith(VALUE_HEAD_PREFIX) and each.name not in shapes
+        if not is_new:
+            yield each
+
+
+def _check_training_state(folder: Path, common: dict[str, Any], model: ModelParts) -> None:
     if "optimizer_steps" not in common:
         raise UserError(f"{folder} has a model and no optimizer; start a run from it instead of resuming.")
     dtype = _dtype(model)
@@ -123,23 +153,21 @@ def _check_training_state(folder: Path, common: dict, model: ModelParts) -> None
 
 
 def _check_tensors(
-    folder: Path, stored: dict, pieces: Iterable[ShardedTensor], layout: ParallelLayout, whole: bool
+    folder: Path, stored: dict[str, tuple[int, ...]], slices: Iterable[TensorSlice], layout: ParallelLayout
 ) -> None:
-    """Compares names and shapes with what all ranks together want. whole: the optimizer's tensors are wanted too."""
-    wanted = {piece.key: tuple(piece.global_shape) for piece in pieces}
-    wanted = {name: shape for part in layout.gather(wanted) for name, shape in part.items()}
-    there = {name: tuple(t.size) for name, t in stored.items() if isinstance(t, TensorStorageMetadata)}
-    if not whole:
-        there = {name: shape for name, shape in there.items() if not name.startswith(OPTIMIZER_PREFIX)}
-    shapes = [
-        f"{name} ({there[name]} there, {wanted[name]} here)"
-        for name in sorted(wanted.keys() & there.keys())
-        if there[name] != wanted[name]
+    """Compare names and shapes with what all ranks together want. Collective; raises UserError on all."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for shapes in layout.gather({each.name: each.whole_shape for each in slices}):
+        wanted |= shapes
+    shapes_differ = [
+        f"{name} ({stored[name]} there, {wanted[name]} here)"
+        for name in sorted(wanted.keys() & stored.keys())
+        if stored[name] != wanted[name]
     ]
     problems = [
-        *_sentence("lacks", sorted(wanted.keys() - there.keys())),
-        *_sentence("has, which this model has not,", sorted(there.keys() - wanted.keys())),
-        *_sentence("has in another shape", shapes),
+        *_sentence("lacks", sorted(wanted.keys() - stored.keys())),
+        *_sentence("has, which this model has not,", sorted(stored.keys() - wanted.keys())),
+        *_sentence("has in another shape", shapes_differ),
     ]
     if problems:
         raise UserError(f"{folder} {'; it '.join(problems)}: was it written by a run of this model?")
@@ -152,17 +180,23 @@ def _sentence(verb: str, names: list[str]) -> list[str]:
     return [f"{verb} {', '.join(names[:_MAX_NAMED])}{more}"]
 
 
-def _read(folder: Path, state: dict) -> dict:
+def _read(folder: Path, index: Metadata, planner: SliceLoadPlanner, layout: ParallelLayout) -> None:
+    """Fill the planner's slices. Collective; raises UserError on all ranks."""
+    problem = None
     try:
-        return dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    except CheckpointException as failure:
-        reasons = {rank: describe(error) for rank, (error, _) in failure.failures.items()}
-        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-        raise UserError(f"{folder} cannot be read ({listed}); choose another checkpoint.") from failure
+        reader = FileSystemReader(folder)
+        reader.set_up_storage_reader(index, is_coordinator=layout.rank == 0)
+        planner.set_up_planner({}, index)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except Exception as failure:  # reading a damaged file raises anything
+        problem = describe(failure)
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(layout.gather(problem)) if text is not None]
+    if problems:
+        raise UserError(f"{folder} cannot be read ({'; '.join(problems)}); choose another checkpoint.")
 
 
 def _zero_padding(model: ModelParts, optimizer: MegatronOptimizer | None) -> None:
-    """The rows beyond the vocabulary are in no checkpoint: they are zero, as after loading Hugging Face weights."""
+    """Set the rows beyond the vocabulary, which no checkpoint has, to zero, as when Hugging Face weights are read."""
     padded = {
         parameter
         for chunk in model.chunks
@@ -179,7 +213,7 @@ def _zero_padding(model: ModelParts, optimizer: MegatronOptimizer | None) -> Non
 
 
 def restore_schedule(lr_schedule: OptimizerParamScheduler, saved: dict) -> list[str]:
-    """Continue at the saved step; everything else of the schedule is this run's configuration's.
+    """Continue at the saved step; everything else of the schedule is as this run's configuration says.
 
     Returns a sentence that names what of it differs from the saved one, and is read.
     """

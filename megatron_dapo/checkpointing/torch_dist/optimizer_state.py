@@ -6,6 +6,7 @@ what Megatron uses where neither Transformer Engine nor apex is installed; and i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -17,8 +18,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """What the optimizer keeps of elements [first, first + numel) of a model parameter. main: the values it updates,
-    fp32. sharded: the other data-parallel ranks have the other elements; else they have the same."""
+    """What the optimizer keeps of elements [first, first + numel) of a model parameter.
+
+    main: the values it updates, fp32. sharded: the other data-parallel ranks have the other elements; else they have
+    the same.
+    """
 
     parameter: torch.nn.Parameter
     main: Tensor
@@ -27,15 +31,17 @@ class Slot:
     inner: torch.optim.Optimizer
 
     def tensors(self) -> dict[str, Tensor]:
-        """Name -> flat view; `fp32_param` only where it is not the parameter itself. All there, before the first step
-        too."""
+        """Return name -> flat view; `fp32_param` only where it is not the parameter itself.
+
+        All are there before the first step too.
+        """
         state = self._initialized()
         values = {name: state[name] for name in MOMENTS}
         if self.main.dtype != self.parameter.dtype:
             values["fp32_param"] = self.main
         return {name: value.detach().view(-1) for name, value in values.items()}
 
-    def _initialized(self) -> dict:
+    def _initialized(self) -> dict[str, Any]:
         state = self.inner.state[self.main]
         if "exp_avg" not in state:
             state.update({name: torch.zeros_like(self.main.detach()) for name in MOMENTS})
@@ -45,13 +51,14 @@ class Slot:
 
     @property
     def num_steps(self) -> int:
+        """How many steps the optimizer has done."""
         state = self._initialized()
         if "step" in state:
             return int(state["step"])
         return max(int(group.get("step", 0)) for group in self.inner.param_groups)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """torch's Adam counts per parameter, each in a tensor of its own; fused ones count per group."""
+        """Set the count: torch's Adam has one per parameter, in a tensor of its own; fused ones have one per group."""
         state = self._initialized()
         if "step" in state:
             state["step"] = torch.full_like(state["step"], num_steps)
@@ -61,7 +68,7 @@ class Slot:
 
 
 def slots(optimizer: MegatronOptimizer) -> Iterator[Slot]:
-    """Of every parameter that this rank's part of the optimizer updates, in a fixed order."""
+    """Yield the slot of every parameter that this rank's part of the optimizer updates, in a fixed order."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for part in parts:
         if part.is_stub_optimizer:
@@ -82,10 +89,10 @@ def _sharded_slots(part: DistributedOptimizer) -> Iterator[Slot]:
 
 
 def _whole_slots(part: MegatronOptimizer) -> Iterator[Slot]:
-    model_parameter = {}
-    for half, full in zip(
-        getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True
-    ):
+    model_parameter: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    half_groups = getattr(part, "float16_groups", [])
+    full_groups = getattr(part, "fp32_from_float16_groups", [])
+    for half, full in zip(half_groups, full_groups, strict=True):
         model_parameter |= dict(zip(full, half, strict=True))
     for group in part.optimizer.param_groups:
         for main in group["params"]:

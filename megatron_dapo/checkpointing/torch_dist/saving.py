@@ -1,30 +1,34 @@
 """Saving: every rank its own files, written at once or in the background, complete only when every rank's is."""
 
+import io
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_dapo.checkpointing.pending_save import PendingSave
 from megatron_dapo.checkpointing.torch_dist.generators import derived_seed, generator_states
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
-from megatron_dapo.checkpointing.torch_dist.pieces import CONTENT, model_boxes, replica_of
-from megatron_dapo.checkpointing.torch_dist.writer import ForkedWrite, PlannedWrite, Planning
-from megatron_dapo.common.errors import JobError, UserError
-from megatron_dapo.common.files import flush_to_disk
+from megatron_dapo.checkpointing.torch_dist.planners import SliceSavePlanner
+from megatron_dapo.checkpointing.torch_dist.slices import CONTENT, TensorSlice, model_regions, replica_of
+from megatron_dapo.checkpointing.torch_dist.writer import RankFilesWriter
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.platform.agreement import describe
 from megatron_dapo.platform.parallel import ParallelLayout
 
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer.state."
-GENERATORS = "rng_state"
+COMMON_FILE = "common.pt"
 _PROBE_BYTES = 2**20
 
 
@@ -36,130 +40,134 @@ def save(
     optimizer: MegatronOptimizer | None = None,
     lr_schedule: OptimizerParamScheduler | None = None,
     background: bool = False,
-) -> "PendingSave":
+) -> PendingSave:
     """Save into `folder`, which must be empty or absent and on storage that all ranks share. Collective over all ranks.
 
-    With an optimizer the states of all generators are saved too. background: returns as soon as the state is safe from
-    being changed; files are written by a forked process. Else the save is finished when this returns.
+    With an optimizer the states of all generators are saved too.
     Raises UserError where the folder cannot be used, JobError where writing failed, both on every rank.
+
+    Args:
+        background: return as soon as the state is safe from being changed; a forked process writes the files. Else
+            the save is finished when this returns.
     """
     folder = Path(folder)
     _prepare(folder, layout)
-    state = _model_state(model, layout)
-    state["common"] = {
+    slices = list(model_slices(model, layout))
+    objects: dict[str, io.BytesIO] = {}
+    common = {
         "format": FORMAT,
         "written_with": written_with(layout),
         "params_dtype": str(model.config.params_dtype).removeprefix("torch."),
     }
     if optimizer is not None:
-        state |= _optimizer_state(optimizer, model, layout)
-        state["common"] |= _training_state(optimizer, lr_schedule, layout)
-        state[GENERATORS] = ShardedObject(GENERATORS, generator_states(), (layout.world_size,), (layout.rank,))
-    planning = Planning(layout, copy_to_host=background)
-    dist_checkpointing.save(state, str(folder), planning, async_sharded_save=True, content_metadata=CONTENT)
-    pending = PendingSave(folder, planning.planned, layout, background)
+        slices += optimizer_slices(optimizer, model, layout)
+        common |= _training_state(optimizer, lr_schedule, layout)
+        objects[generators_name(layout)] = _pickled([generator_states()])
+    written = [each for each in slices if each.is_written]
+    if background:  # from a GPU a copy; a forked process keeps the host's as they are
+        written = [replace(each, values=each.values.cpu()) for each in written]
+    pending = _begin(folder, SliceSavePlanner(written, objects), common, layout, background)
     if not background:
         pending.finish()
     return pending
 
 
-class PendingSave:
-    """A save whose files are being written. Nothing of `folder` counts before `finish` has returned."""
+def _begin(
+    folder: Path, planner: SliceSavePlanner, common: dict[str, Any], layout: ParallelLayout, background: bool
+) -> PendingSave:
+    """Plan on all ranks, write what they have in common, and begin to write the rest. Collective."""
+    plan = planner.finish_plan(planner.create_local_plan())
+    plans: list[SavePlan] | None = [plan] * layout.world_size if layout.rank == 0 else None
+    dist.gather_object(plan, plans, dst=0, group=layout.cpu_group)
+    index: list[Metadata] = []
 
-    def __init__(self, folder: Path, planned: PlannedWrite, layout: ParallelLayout, background: bool) -> None:
-        self._folder, self._planned, self._layout = folder, planned, layout
-        self._forked = ForkedWrite(planned) if background else None
-        self._is_finished = False
-        self._failure: JobError | None = None
+    def begin() -> None:
+        assert plans is not None, "rank 0 has all plans"
+        index.append(planner.create_global_plan(plans)[1])
+        torch.save({"common": common, "content_metadata": CONTENT}, folder / COMMON_FILE)
 
-    def is_done(self) -> bool:
-        """Whether every rank's writing has ended, well or not, so that `finish` does not wait. Collective over all."""
-        return all(self._layout.gather(self._forked is None or self._forked.is_done()))
+    layout.agreement.leader(f"beginning {folder}", begin)
+    writer = RankFilesWriter(folder, layout.rank, layout.world_size)
+    return PendingSave(
+        layout.agreement,
+        folder,
+        write=lambda: writer.write_data(plan, planner).wait(),
+        complete=partial(_complete, folder, writer, index, layout),
+        background=background,
+    )
 
-    def finish(self) -> None:
-        """Waits for the files and completes the checkpoint. Collective over all ranks.
 
-        Raises JobError on every rank where one rank's writing failed, and again when called again. Otherwise a
-        second call does nothing.
-        """
-        if self._failure:
-            raise self._failure
-        if self._is_finished:
-            return
-        write = self._forked.result if self._forked else self._planned.write
-        try:
-            results = self._layout.agreement.each(f"writing {self._folder}", write)
-            everybodys = [None] * self._layout.world_size if self._layout.rank == 0 else None
-            dist.gather_object(results, everybodys, dst=0, group=self._layout.cpu_group)
-            self._layout.agreement.leader(f"completing {self._folder}", self._complete, everybodys)
-        except JobError as failure:
-            self._failure = failure
-            raise
-        self._is_finished = True
-        self._planned = self._forked = None  # what it kept of the state
+def _complete(
+    folder: Path, writer: RankFilesWriter, index: list[Metadata], layout: ParallelLayout, results: list[WriteResult]
+) -> None:
+    """Write the index of all ranks' files. Collective. index: the one of the whole checkpoint, on rank 0."""
+    all_results: list[list[WriteResult]] | None = [results] * layout.world_size if layout.rank == 0 else None
+    dist.gather_object(results, all_results, dst=0, group=layout.cpu_group)
 
-    def _complete(self, results: list[list[WriteResult]]) -> None:
-        """The index of all tensors, then Megatron's mark of a complete checkpoint."""
-        self._planned.writer.finish(self._planned.metadata, results)
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
-        for path in (*(p for p in self._folder.iterdir() if p.suffix != ".distcp"), self._folder):
-            flush_to_disk(path)
+    def finish() -> None:
+        assert all_results is not None, "rank 0 has all results"
+        writer.finish(index[0], all_results)
+
+    layout.agreement.leader(f"completing {folder}", finish)
 
 
 def written_with(layout: ParallelLayout) -> dict[str, int]:
-    """The layout, as it is stored; vpp 0: none."""
-    sizes = dict(tp=layout.tp, pp=layout.pp, vpp=layout.vpp or 0, dp=layout.dp, ep=layout.ep)
-    return {**sizes, "world_size": layout.world_size}
+    """Return the layout as it is stored; vpp 0: none."""
+    return {
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "vpp": layout.vpp or 0,
+        "dp": layout.dp,
+        "ep": layout.ep,
+        "world_size": layout.world_size,
+    }
 
 
-def model_pieces(model: ModelParts, layout: ParallelLayout) -> Iterator:
-    """The pieces of the weights."""
-    for number, (parameter, boxes) in enumerate(model_boxes(model, layout).items()):
+def generators_name(layout: ParallelLayout) -> str:
+    """Return the name of this rank's generator states, in the way of Megatron's sharded objects."""
+    return f"rng_state/shard_{layout.rank}_{layout.world_size}"
+
+
+def model_slices(model: ModelParts, layout: ParallelLayout) -> Iterator[TensorSlice]:
+    """Yield the slices of the weights."""
+    for number, (parameter, regions) in enumerate(model_regions(model, layout).items()):
         replica = replica_of(parameter, number, layout)
-        for box in boxes:
-            yield from box.pieces(parameter.detach().view(-1), 0, replica)
+        for region in regions:
+            yield from region.slices(parameter.detach().view(-1), 0, replica)
 
 
-def optimizer_pieces(optimizer: MegatronOptimizer, model: ModelParts, layout: ParallelLayout) -> Iterator:
-    """The pieces of the moments, and of the fp32 weights where the model's are in half precision."""
-    boxes = model_boxes(model, layout)
+def optimizer_slices(optimizer: MegatronOptimizer, model: ModelParts, layout: ParallelLayout) -> Iterator[TensorSlice]:
+    """Yield the slices of the moments, and of the fp32 weights where the model's are in half precision."""
+    regions = model_regions(model, layout)
     for number, slot in enumerate(slots(optimizer)):
         replica = 0 if slot.sharded else replica_of(slot.parameter, number, layout)
         for name, values in slot.tensors().items():
-            for box in boxes[slot.parameter]:
-                yield from box.pieces(values, slot.first, replica, f"{OPTIMIZER_PREFIX}{name}.")
+            for region in regions[slot.parameter]:
+                yield from region.slices(values, slot.first, replica, f"{OPTIMIZER_PREFIX}{name}.")
 
 
-def by_number(pieces: Iterator, what: str) -> dict:
-    """A flat state dict: the pieces carry their own names."""
-    return {f"{what}{number}": piece for number, piece in enumerate(pieces)}
-
-
-def _model_state(model: ModelParts, layout: ParallelLayout) -> dict:
-    return by_number(model_pieces(model, layout), "model")
-
-
-def _optimizer_state(optimizer: MegatronOptimizer, model: ModelParts, layout: ParallelLayout) -> dict:
-    return by_number(optimizer_pieces(optimizer, model, layout), "optimizer")
+def _pickled(content: object) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream
 
 
 def _training_state(
     optimizer: MegatronOptimizer, lr_schedule: OptimizerParamScheduler | None, layout: ParallelLayout
-) -> dict:
-    """What all ranks have in common."""
-    steps = {slot.num_steps for slot in slots(optimizer)}
-    gathered = layout.gather((steps, derived_seed(generator_states())))
-    counts = set().union(*(steps for steps, _ in gathered))
+) -> dict[str, Any]:
+    """Return what all ranks have in common."""
+    local_counts = {slot.num_steps for slot in slots(optimizer)}
+    gathered = layout.gather((local_counts, derived_seed(generator_states())))
+    counts = {count for rank_counts, _ in gathered for count in rank_counts}
     assert len(counts) == 1, f"the optimizer counts {counts} steps"
-    return {
-        "optimizer_steps": counts.pop(),
-        "rng_seed": gathered[0][1],
-        **({"lr_schedule": lr_schedule.state_dict()} if lr_schedule is not None else {}),
-    }
+    state = {"optimizer_steps": counts.pop(), "rng_seed": gathered[0][1]}
+    if lr_schedule is not None:
+        state["lr_schedule"] = lr_schedule.state_dict()
+    return state
 
 
 def _prepare(folder: Path, layout: ParallelLayout) -> None:
-    """Rank 0 makes the folder and tries to write there; the others must see it. Raises UserError on all ranks."""
+    """Make the folder and try to write there, on rank 0; the others must see it. Raises UserError on all ranks."""
     what = f"beginning {folder}"
     layout.agreement.leader(what, _make, folder)
     layout.agreement.each(what, _see, folder)
@@ -180,7 +188,7 @@ def _make(folder: Path) -> None:
 
 
 def _probe(path: Path) -> None:
-    """Is there room for the small files that rank 0 writes first? Raises OSError."""
+    """Raise OSError where there is no room for the small files that rank 0 writes first."""
     try:
         with path.open("wb") as file:
             file.write(bytes(_PROBE_BYTES))

@@ -1,0 +1,136 @@
+"""A save whose files are being written, by this process or by a forked one while training goes on.
+
+Megatron's own writer reports through a queue whose server process imports the whole program again (seconds per rank),
+and a rank that fails leaves the others waiting. Here every result travels over the job's own process group.
+"""
+
+import atexit
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_dapo.common.errors import JobError
+from megatron_dapo.common.parent_death import end_with_parent
+from megatron_dapo.common.signals import ignore_signals
+from megatron_dapo.platform.agreement import Agreement, describe
+
+# sent to all processes of a job: the trainer decides
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class PendingSave:
+    """The files of one folder. Nothing of it counts before `finish` has returned.
+
+    A forked process has this process's memory as it is when the save begins: training may change it at once. The child
+    ends with this process, which does not wait for it: what it has written by then counts for nothing.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        folder: Path,
+        write: Callable[[], list[Any]],
+        complete: Callable[[list[Any]], None],
+        background: bool,
+    ) -> None:
+        """Begin to write in the background, or leave it to `finish`. Not collective.
+
+        Raises nothing: that there is no memory for a child, say, is told by `finish`, like any write that failed.
+
+        Args:
+            write: writes this rank's files and returns what is to be known of them, which is pickled.
+            complete: is given this rank's answer when all ranks have written; collective.
+        """
+        self._agreement = agreement
+        self._folder = folder
+        self._complete = complete
+        self._result = write
+        self._receiver: Connection | None = None
+        self._is_finished = False
+        self._failure: JobError | None = None
+        if background:
+            try:
+                self._start(write)
+            except OSError as error:
+                self._result = partial(_fail, f"no process can be started to write ({describe(error)})")
+
+    def is_done(self) -> bool:
+        """Return whether every rank's writing has ended, well or not, so that `finish` does not wait. Collective."""
+        has_ended = self._receiver is None or self._receiver.poll()  # also true at the end of the pipe
+        return all(self._agreement.gather(has_ended))
+
+    def finish(self) -> None:
+        """Wait for the files and complete the folder. Collective over all ranks.
+
+        Raises JobError on every rank where one rank's writing failed, and again when called again. Otherwise a
+        second call does nothing.
+        """
+        if self._failure:
+            raise self._failure
+        if self._is_finished:
+            return
+        try:
+            self._complete(self._agreement.each(f"writing {self._folder}", self._result))
+        except JobError as failure:
+            self._failure = failure
+            raise
+        self._is_finished = True
+        del self._result, self._complete  # and with them what they keep of the state
+
+    def _start(self, write: Callable[[], list[Any]]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(target=_write_and_report, args=(write, sender, os.getpid()), daemon=True)
+        try:
+            self._process.start()
+        except OSError:
+            self._receiver = None
+            raise
+        finally:
+            sender.close()  # then the child's end is the only one, and its death ends the pipe
+        atexit.register(self._process.kill)  # before multiprocessing's own, which would wait for storage that hangs
+        self._result = self._receive
+
+    def _receive(self) -> list[Any]:
+        """Wait for the child. Raises OSError with the child's error, or saying how it ended."""
+        assert self._receiver is not None
+        try:
+            results, error = self._receiver.recv()
+        except EOFError:
+            self._join()
+            raise OSError(f"the writing process ended with exit code {self._process.exitcode}") from None
+        self._join()
+        if error:
+            raise OSError(error)
+        return results
+
+    def _join(self) -> None:
+        self._process.join()
+        atexit.unregister(self._process.kill)
+
+
+def _write_and_report(write: Callable[[], list[Any]], sender: Connection, parent: int) -> None:
+    """Write, in the child, and send (results, error)."""
+    gc.disable()  # collecting the parent's GPU objects here would touch the GPU
+    torch.set_num_threads(1)  # a fork has the parent's OpenMP team without its threads: two would wait for ever
+    ignore_signals(_SIGNALS)
+    end_with_parent(parent)  # a killed trainer leaves no writer behind, in a folder that its successor uses
+    answer: tuple[list[Any], str]
+    try:
+        answer = (write(), "")
+    except Exception as error:  # noqa: BLE001  every failure is the parent's to report
+        answer = ([], describe(error))
+    sender.send(answer)
+    sender.close()
+
+
+def _fail(text: str) -> NoReturn:
+    raise OSError(text)
