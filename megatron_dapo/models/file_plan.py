@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -15,20 +16,24 @@ _FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class FilePlan:
-    """files: name -> its tensors, in the order of their bytes. metadata: name -> the header's own entries. index: the
-    metadata of the index; none = a single file without index. num_bytes: of all tensors, as planned."""
+    """Which tensors go to which file.
+
+    files: name -> its tensors, in the order of their bytes. metadata: name -> the header's own entries. index: the
+    metadata of the index; none = a single file without index. num_bytes: of all tensors, as planned.
+    """
 
     files: dict[str, list[str]]
     metadata: dict[str, dict[str, str]]
-    index: dict | None
+    index: dict[str, Any] | None
     num_bytes: int
 
     @classmethod
     def standard(cls, spec: ModelSpec, dtype: torch.dtype, file_bytes: int = _FILE_BYTES) -> "FilePlan":
-        """Files as transformers names them, of at most file_bytes (or one tensor). The same for every layout."""
+        """Plan files as transformers names them, of at most file_bytes (or one tensor). The same for every layout."""
         parts: list[list[TensorSpec]] = []
         size = 0
-        for tensor in (TensorSpec(name, shape, dtype) for name, shape in hf_tensors(spec).items()):
+        for name, shape in hf_tensors(spec).items():
+            tensor = TensorSpec(name, shape, dtype)
             if not parts or size + tensor.num_bytes > file_bytes:
                 parts.append([])
                 size = 0
@@ -44,24 +49,25 @@ class FilePlan:
 
     @classmethod
     def of(cls, folder: SafetensorsFolder, tensors: Collection[str]) -> "FilePlan":
-        """The files of an existing checkpoint, with those of their tensors that are named."""
-        files = {
-            name: kept
-            for name, file in folder.files.items()
-            if (kept := [tensor for tensor in file.tensors if tensor in tensors])
-        }
+        """Plan the files of an existing checkpoint, with those of their tensors that are named."""
+        files = {}
+        for name, file in folder.files.items():
+            kept = [tensor for tensor in file.tensors if tensor in tensors]
+            if kept:
+                files[name] = kept
         metadata = {name: folder.files[name].metadata for name in files}
         index = None if folder.index is None else folder.index.get("metadata", {})
         num_bytes = sum(folder.tensor(tensor).num_bytes for kept in files.values() for tensor in kept)
         return cls(files, metadata, index, num_bytes)
 
     def index_json(self, num_bytes: int) -> str | None:
-        """Content of the index as transformers writes it; none where there is none. num_bytes: really written."""
+        """Return the index as transformers writes it; none where there is none. num_bytes: really written."""
         if self.index is None:
             return None
         metadata = self.index if num_bytes == self.num_bytes else {**self.index, "total_size": num_bytes}
         weight_map = {tensor: name for name, tensors in self.files.items() for tensor in tensors}
         return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
         return asdict(self)

@@ -4,6 +4,7 @@ tensor, the same ones for every layout."""
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ Progress = Callable[[int, int], None]
 
 
 def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
-    """Raises UserError where the tensors of a checkpoint are not exactly those of its model.
+    """Raise UserError where the tensors of a checkpoint are not exactly those of its model.
 
     Allowed besides: a second copy of a tied embedding, when it is one, and the tables of old rotary embeddings. A
     critic may start from the body of a policy, whose head it leaves: its own may be missing, and is then new.
@@ -59,7 +60,7 @@ def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
 
 
 def exportable(spec: ModelSpec) -> set[str]:
-    """Names of the tensors that `export_hf` can write: the model's, and a tied head, which is the embedding."""
+    """Return the names of the tensors that `export_hf` can write: the model's, and a tied head, the embedding."""
     return {*hf_tensors(spec), LM_HEAD}
 
 
@@ -81,13 +82,16 @@ def load_hf_weights(
     layout: ParallelLayout,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Fill this rank's parameters from a checkpoint folder. Raises UserError that lists missing, unexpected and
-    misshapen tensors."""
+    """Fill this rank's parameters from a checkpoint folder.
+
+    Raises UserError that lists missing, unexpected and misshapen tensors.
+    """
     folder = path if isinstance(path, SafetensorsFolder) else SafetensorsFolder(path)
     check_hf_weights(folder, model.spec)
     entries = weight_entries(model.chunks, model.spec)
     entries = [entry for entry in entries if not _is_new(entry.hf_names[0], folder)]
-    done, total = 0, sum(entry.parameter.nbytes for entry in entries)
+    done = 0
+    total = sum(entry.parameter.nbytes for entry in entries)
     for entry in entries:
         try:
             shard = _read_entry(folder, entry, model, layout)
@@ -100,8 +104,10 @@ def load_hf_weights(
 
 
 def copy_model_files(source_path: str | Path, out: Path, dtype: torch.dtype | None = None) -> None:
-    """config.json, tokenizer and the like, from one checkpoint folder to another. dtype: what config.json shall say,
-    where it says another, because that is the one engines load in; none = as it is. Raises OSError."""
+    """Copy config.json, tokenizer and the like from one checkpoint folder to another. Raises OSError.
+
+    dtype: what config.json shall say, where it says another, because that is the one engines load in; none = as it is.
+    """
     for pattern in _MODEL_FILES:
         for file in Path(source_path).glob(pattern):
             if file.is_file():
@@ -111,7 +117,8 @@ def copy_model_files(source_path: str | Path, out: Path, dtype: torch.dtype | No
     if dtype is None:
         return
     config = out / "config.json"
-    content, name = json.loads(config.read_text(encoding="utf-8")), str(dtype).removeprefix("torch.")
+    content = json.loads(config.read_text(encoding="utf-8"))
+    name = str(dtype).removeprefix("torch.")
     old = {key for key in ("dtype", "torch_dtype") if content.get(key) not in (None, name)}
     if old:
         write_whole(config, json.dumps(content | dict.fromkeys(old, name), indent=2) + "\n")
@@ -130,16 +137,22 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face checkpoint. Collective over all ranks; data-parallel rank 0 writes.
 
-    source_path: the checkpoint that config.json and the tokenizer are copied from. out: a folder that the stages' nodes
-    share; it appears when all is written. plan: its files (standard: `model-00001-of-000NN.safetensors` of about 4 GB,
-    the same for every layout). dtype: of the files (standard: the model's). A rank holds one full tensor at a time.
-    Raises UserError on every rank where one of them could not write.
+    A rank holds one full tensor at a time. Raises UserError on every rank where one of them could not write.
+
+    Args:
+        source_path: the checkpoint that config.json and the tokenizer are copied from.
+        out: a folder that the stages' nodes share; it appears when all is written.
+        plan: its files (standard: `model-00001-of-000NN.safetensors` of about 4 GB, the same for every layout).
+        dtype: of the files (standard: the model's).
+        replace: put it in the place of a folder that is there.
+        progress: is called with the bytes that this rank has written, and will write.
     """
     dtype = dtype or model.config.params_dtype
     plan = plan or FilePlan.standard(model.spec, dtype)
     folder = StagedFolder(out, replace=replace)
     is_main = layout.rank == 0
-    agreement, step = layout.agreement, f"writing {out}"
+    agreement = layout.agreement
+    step = f"writing {out}"
     try:
         agreement.leader(step, folder.open)
         export = _Export(WeightSource(model, layout), layout, plan, dtype, folder.staging, progress)
@@ -167,9 +180,13 @@ class _Export:
         folder: Path,
         progress: Progress,
     ) -> None:
-        self._source, self._layout, self._plan, self._dtype = source, layout, plan, dtype
-        self._folder, self._progress = folder, progress
-        self._mine = {spec.name: spec for spec in source.specs()}
+        self._source = source
+        self._layout = layout
+        self._plan = plan
+        self._dtype = dtype
+        self._folder = folder
+        self._progress = progress
+        self._stage_specs = {spec.name: spec for spec in source.specs()}
         self._owner = self._owners()
         # a checkpoint may store the tied embedding a second time
         self._stored_as = {} if LM_HEAD in self._owner else {LM_HEAD: EMBEDDING}
@@ -179,8 +196,8 @@ class _Export:
         self.num_bytes = 0
 
     def _owners(self) -> dict[str, int]:
-        """Tensor -> the rank that has it whole once it is gathered. The same on all ranks."""
-        own_names = list(self._mine) if self._layout.is_source else []
+        """Return tensor -> the rank that has it whole once it is gathered. The same on all ranks."""
+        own_names = list(self._stage_specs) if self._layout.is_source else []
         names_of_ranks = self._layout.gather(own_names)
         return {name: rank for rank, names in enumerate(names_of_ranks) for name in names}
 
@@ -202,13 +219,16 @@ class _Export:
         self.check()
 
     def check(self) -> None:
-        """Raises UserError where something failed."""
+        """Raise UserError where something failed."""
         if self.problem is not None:
             raise UserError(self.problem)
 
     def write_files(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """All files of the plan. shapes: of the model's tensors. Those that need tensors of several stages come first:
-        then no stage waits for the work of another while it could do its own."""
+        """Write all files of the plan. shapes: of the model's tensors.
+
+        Those that need tensors of several stages come first: then no stage waits for the work of another while it could
+        do its own.
+        """
         shapes = shapes | {copy: shapes[name] for copy, name in self._stored_as.items()}
         tensors = {
             file: [TensorSpec(name, shapes[name], self._dtype) for name in names]
@@ -218,15 +238,15 @@ class _Export:
         if not self._layout.gathers:
             return
         owners = {file: [self._owner[spec.name] for spec in specs] for file, specs in tensors.items()}
-        mine = {file for file, ranks in owners.items() if ranks[0] == self._layout.rank}
-        total = sum(spec.num_bytes for file in mine for spec in tensors[file])
+        written_here = {file for file, ranks in owners.items() if ranks[0] == self._layout.rank}
+        total = sum(spec.num_bytes for file in written_here for spec in tensors[file])
         for file in sorted(tensors, key=lambda file: len(set(owners[file])) == 1):
             writer: FileWriter | None = None
-            if file in mine:
+            if file in written_here:
                 writer = self._open(self._folder / file, tensors[file], self._plan.metadata[file])
             for spec, rank in zip(tensors[file], owners[file], strict=True):
                 self._move(spec, rank, owners[file][0], writer)
-                if file in mine:
+                if file in written_here:
                     self._num_done += spec.num_bytes
                     self._progress(self._num_done, total)
             if writer is not None:
@@ -239,25 +259,31 @@ class _Export:
         return opened[0] if opened else None
 
     def _move(self, spec: TensorSpec, owner: int, target: int, writer: FileWriter | None) -> None:
-        """One tensor from the stage that has it into the file that `target` writes (writer: there, while it can)."""
-        me, whole = self._layout.rank, None
-        if (slices := self._mine.get(self._stored_as.get(spec.name, spec.name))) is not None:
-            gathered = self._source.gather([slices])
-            if gathered is not None:
-                whole = gathered[0].to(self._dtype).cpu().contiguous()
-        if me == owner == target:
-            if writer is not None:
-                self.attempt(lambda: writer.write(whole))
-        elif me == owner:
-            for piece in byte_view(whole).split(_MESSAGE_BYTES):
-                dist.send(piece, target, group=self._layout.cpu_group)
-        elif me == target:
+        """Move one tensor from the stage that has it into the file that `target` writes.
+
+        writer: of that file, on `target`, while it can be written.
+        """
+        rank = self._layout.rank
+        stage_spec = self._stage_specs.get(self._stored_as.get(spec.name, spec.name))
+        gathered = self._source.gather([stage_spec]) if stage_spec is not None else None
+        if rank == owner:
+            assert gathered is not None, f"rank {owner} has {spec.name} whole"
+            whole = gathered[0].to(self._dtype).cpu().contiguous()
+            if owner != target:
+                self._send(whole, target)
+            elif writer is not None:
+                self.attempt(partial(writer.write, whole))
+        elif rank == target:
             self._receive(spec, owner, writer)
+
+    def _send(self, whole: Tensor, target: int) -> None:
+        for part in byte_view(whole).split(_MESSAGE_BYTES):
+            dist.send(part, target, group=self._layout.cpu_group)
 
     def _receive(self, spec: TensorSpec, owner: int, writer: FileWriter | None) -> None:
         buffer = torch.empty(min(_MESSAGE_BYTES, spec.num_bytes), dtype=torch.uint8)
         for start in range(0, spec.num_bytes, _MESSAGE_BYTES):
-            piece = buffer[: spec.num_bytes - start]
-            dist.recv(piece, owner, group=self._layout.cpu_group)
+            part = buffer[: spec.num_bytes - start]
+            dist.recv(part, owner, group=self._layout.cpu_group)
             if writer is not None:
-                self.attempt(lambda piece=piece: writer.write(piece))
+                self.attempt(partial(writer.write, part))

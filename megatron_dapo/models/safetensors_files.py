@@ -1,7 +1,8 @@
 """Folders of .safetensors files, read by slices and written tensor after tensor: no rank ever holds a whole file.
 
 The format: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors' bytes
-without gaps. Files are read with plain reads, not mapped: mapped pages would count as this process's memory.
+without gaps. The library checks headers and, in the tests, what is written. It maps files, of which the pages would
+count as this process's memory and a failing disk end it, so slices are read here; and it writes whole files only.
 """
 
 import json
@@ -11,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
@@ -22,7 +25,6 @@ SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK_BYTES = 64 * 2**20
-_MAX_HEADER_BYTES = 100 * 10**6  # the library's own limit
 _NUM_SHOWN = 5
 
 
@@ -40,8 +42,8 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """dtype: the format's name for it. start: byte of the file where it begins."""
+class TensorBytes:
+    """Where a tensor lies in its file. dtype: the format's name for it. start: byte of the file where it begins."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,43 +57,29 @@ class StoredFile:
 
     path: Path
     metadata: dict[str, str]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, TensorBytes]
 
     @classmethod
     def read(cls, path: Path) -> "StoredFile":
-        """Raises UserError for a file that is missing, damaged, or shorter than its header says."""
+        """Read the header. Raises UserError for a file that is missing, damaged, or not as long as its header says."""
         try:
-            with path.open("rb") as file:
+            with path.open("rb") as file, safe_open(path, framework="pt"):  # the library checks the header
                 length = int.from_bytes(file.read(8), "little")
-                raw = file.read(length) if length <= _MAX_HEADER_BYTES else b""
-                size = os.fstat(file.fileno()).st_size
+                header = json.loads(file.read(length))
         except OSError as error:
             raise UserError(f"`{path}` cannot be read ({error.strerror}); copy or download it again.") from error
-        try:
-            header = json.loads(raw)
-            metadata = dict(header.pop("__metadata__", {}))
-            tensors, end = _stored_tensors(header, start=8 + length)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"`{path}` is not a safetensors file, or damaged; copy or download it again.") from error
-        if size != end:
-            raise UserError(f"`{path}` has {size} bytes, its header says {end}; copy or download it again.")
+        except SafetensorError as error:
+            size = path.stat().st_size
+            raise UserError(
+                f"`{path}` is not a safetensors file, or damaged ({error}; it has {size} bytes); copy or download it "
+                "again."
+            ) from error
+        metadata = header.pop("__metadata__", {})
+        tensors = {}
+        for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = fields["data_offsets"]
+            tensors[name] = TensorBytes(fields["dtype"], tuple(fields["shape"]), 8 + length + begin, end - begin)
         return cls(path, metadata, tensors)
-
-
-def _stored_tensors(header: Mapping, start: int) -> tuple[dict[str, StoredTensor], int]:
-    """In the order of their bytes, which begin at `start` of the file; and where they end. Raises ValueError, TypeError
-    or KeyError where they overlap, leave gaps or have not the length of their shape: one would be read from another's
-    bytes."""
-    tensors, end = {}, start
-    for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, length = fields["data_offsets"][0], fields["data_offsets"][1] - fields["data_offsets"][0]
-        tensor = StoredTensor(fields["dtype"], tuple(fields["shape"]), start + begin, length)
-        if not all(isinstance(number, int) for number in (begin, length, *tensor.shape)) or tensor.start != end:
-            raise ValueError(f"{name} begins at {begin}")
-        if tensor.dtype in DTYPES and length != math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize:
-            raise ValueError(f"{name} has {length} bytes")
-        tensors[name], end = tensor, end + length
-    return tensors, end
 
 
 class SafetensorsFolder:
@@ -101,12 +89,14 @@ class SafetensorsFolder:
     """
 
     def __init__(self, path: str | Path, key: str = "actor_rollout_ref.model.path") -> None:
-        self.path, self._key = Path(path), key
+        self.path = Path(path)
+        self._key = key
         if not self.path.is_dir():
             raise UserError(f"{key}: `{path}` is not a folder; give that of a Hugging Face checkpoint.")
         self.index = self._read_index()
-        if self.index is not None:
-            names = list(dict.fromkeys(self.index["weight_map"].values()))
+        weight_map = self.index["weight_map"] if self.index is not None else {}
+        if weight_map:
+            names = list(dict.fromkeys(weight_map.values()))
             self._check_names(names)
             if absent := [name for name in names if not (self.path / name).is_file()]:
                 raise UserError(
@@ -124,10 +114,10 @@ class SafetensorsFolder:
         times = Counter(tensor for file in self.files.values() for tensor in file.tensors)
         if twice := [name for name, number in times.items() if number > 1]:
             raise UserError(f"{key}: `{path}` has {listed(twice)} in several files; keep the right one of each.")
-        if self.index is not None:
-            self._check_index()
+        self._check_index(weight_map)
 
-    def _read_index(self) -> dict | None:
+    def _read_index(self) -> dict[str, Any] | None:
+        """Return the index; none where there is none, or it names no tensor."""
         file = self.path / INDEX
         if not file.is_file():
             return None
@@ -139,8 +129,8 @@ class SafetensorsFolder:
         except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
             raise UserError(f"{self._key}: `{file}` is not an index of tensors; copy or download it again.") from error
 
-    def _check_names(self, names: list) -> None:
-        """Of the files of an index: they are written again under these names."""
+    def _check_names(self, names: Sequence[object]) -> None:
+        """Check the file names of an index: files are written again under these names."""
         if wrong := [str(name) for name in names if not isinstance(name, str) or Path(name).name != name]:
             raise UserError(
                 f"{self._key}: the index of `{self.path}` names {listed(wrong)}; put all files into the folder itself."
@@ -151,41 +141,29 @@ class SafetensorsFolder:
                 "remove what is not meant."
             )
 
-    def _check_index(self) -> None:
-        wrong = [name for name, file in self.index["weight_map"].items() if name not in self.files[file].tensors]
+    def _check_index(self, weight_map: Mapping[str, str]) -> None:
+        wrong = [name for name, file in weight_map.items() if name not in self.files[file].tensors]
         if wrong:
             raise UserError(
                 f"{self._key}: in `{self.path}` the index names {listed(wrong)} in files that do not have them; "
                 "copy or download the checkpoint again."
             )
 
-    def tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str) -> TensorBytes:
+        """Return where a tensor lies."""
         return self._file_of[name].tensors[name]
 
     @property
     def names(self) -> Iterable[str]:
         return self._file_of.keys()
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for file in self.files.values() for tensor in file.tensors.values())
-
-    @property
-    def dtypes(self) -> set[str]:
-        return {tensor.dtype for file in self.files.values() for tensor in file.tensors.values()}
-
-    @property
-    def largest_file(self) -> int:
-        """Bytes of tensors in the largest file."""
-        return max(sum(tensor.num_bytes for tensor in file.tensors.values()) for file in self.files.values())
-
     def check(
         self, expected: Mapping[str, tuple[int, ...]], may_have: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """Raises UserError that counts and names (the first few of each kind) the tensors missing, unexpected, of
-        another shape or of an unusable type.
+        """Raise UserError for tensors that are missing, unexpected, of another shape or of an unusable type.
 
-        expected: name -> shape. may_have: names that are none of the model's parameters and do no harm.
+        It counts them and names the first few of each kind. expected: name -> shape. may_have: names that are none of
+        the model's parameters and do no harm.
         """
         missing = [name for name in expected if name not in self._file_of]
         extra = [name for name in self._file_of if name not in expected and not may_have(name)]
@@ -196,8 +174,8 @@ class SafetensorsFolder:
             if self.tensor(name).shape != tuple(expected[name])
         ]
         typed = [f"{name} ({self.tensor(name).dtype})" for name in common if self.tensor(name).dtype not in DTYPES]
-        found = {"missing": missing, "unexpected": extra, "of another shape": misshapen, "of another type": typed}
-        problems = [f"{len(names)} {what}: {listed(names)}" for what, names in found.items() if names]
+        kinds = {"missing": missing, "unexpected": extra, "of another shape": misshapen, "of another type": typed}
+        problems = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
         if problems:
             raise UserError(
                 f"{self._key}: the tensors of `{self.path}` are not those of its config.json, {'; '.join(problems)}; "
@@ -207,14 +185,19 @@ class SafetensorsFolder:
     def read(
         self, name: str, dim: int | None = None, rank: int = 0, size: int = 1, padded: int | None = None
     ) -> Tensor:
-        """Rank's share of a tensor along dim (0 or 1; None: all of it), on the CPU; zero-filled where the padded length
-        exceeds the file's. Raises OSError."""
-        stored = self.tensor(name)
-        length = stored.shape[dim] if dim is not None else 0
-        share = (padded or length) // size
-        start, end = min(rank * share, length), min((rank + 1) * share, length)
+        """Read a rank's share of a tensor, on the CPU. Raises OSError.
+
+        Args:
+            dim: axis of the cut (0 or 1); none: all of the tensor.
+            size: number of the ranks that share it.
+            padded: the length along dim of which the rank has its share; what exceeds the file's is zero.
+        """
         if dim is None:
             return self._rows(name, 0, None)
+        length = self.tensor(name).shape[dim]
+        share = (padded or length) // size
+        start = min(rank * share, length)
+        end = min((rank + 1) * share, length)
         if dim == 1:
             return self._columns(name, start, end)
         part = self._rows(name, start, end)
@@ -232,14 +215,15 @@ class SafetensorsFolder:
         return out
 
     def _rows(self, name: str, start: int, end: int | None) -> Tensor:
-        """Rows start to end; none: the whole tensor, whatever its shape."""
-        stored, dtype = self.tensor(name), DTYPES[self.tensor(name).dtype]
+        """Read rows start to end; none: the whole tensor, whatever its shape."""
+        stored = self.tensor(name)
+        dtype = DTYPES[stored.dtype]
         shape = stored.shape if end is None else (end - start, *stored.shape[1:])
         out = torch.empty(shape, dtype=dtype)
         row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize if end is not None else 0
         with self._file_of[name].path.open("rb", buffering=0) as file:
             file.seek(stored.start + start * row_bytes)
-            rest = memoryview(byte_view(out).numpy())
+            rest = _memory(out)
             while len(rest):
                 if not (count := file.readinto(rest)):
                     raise OSError(f"{file.name} ended early")
@@ -247,8 +231,9 @@ class SafetensorsFolder:
         return out
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two tensors are the same to the bit, compared in pieces."""
-        first, second = self.tensor(a), self.tensor(b)
+        """Return whether two tensors are the same to the bit, compared in blocks of rows."""
+        first = self.tensor(a)
+        second = self.tensor(b)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
         step = max(1, _BLOCK_BYTES // max(1, first.num_bytes // first.shape[0]))
@@ -257,12 +242,17 @@ class SafetensorsFolder:
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor's bytes, [n] uint8, without a copy."""
+    """Return a contiguous CPU tensor's bytes, [n] uint8, without a copy."""
     return tensor.view(-1).view(torch.uint8)
 
 
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the same as what files read into and write from."""
+    return memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers since 3.12 only
+
+
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     more = len(names) - _NUM_SHOWN
     return ", ".join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -274,10 +264,12 @@ class FileWriter:
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
-        header: dict = {"__metadata__": dict(metadata)} if metadata else {}
+        """Open the file and write the header. Raises OSError."""
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         self._expected = 0
         for spec in specs:
-            start, self._expected = self._expected, self._expected + spec.num_bytes
+            start = self._expected
+            self._expected += spec.num_bytes
             header[spec.name] = {
                 "dtype": _NAME_OF[spec.dtype],
                 "shape": list(spec.shape),
@@ -290,9 +282,9 @@ class FileWriter:
         self._put(memoryview(len(raw).to_bytes(8, "little") + raw))
         self._written = 0
 
-    def write(self, piece: Tensor) -> None:
-        """The next bytes: a whole tensor or a part of one, on the CPU. Raises OSError."""
-        self._put(memoryview(byte_view(piece.contiguous()).numpy()))
+    def write(self, values: Tensor) -> None:
+        """Write the next bytes: a whole tensor or a part of one, on the CPU. Raises OSError."""
+        self._put(_memory(values.contiguous()))
 
     def _put(self, rest: memoryview) -> None:
         self._written += len(rest)
@@ -300,7 +292,7 @@ class FileWriter:
             rest = rest[self._file.write(rest) :]
 
     def finish(self) -> None:
-        """All tensors are there: put them on the disk. Raises OSError."""
+        """Flush to the disk, when all tensors are there. Raises OSError."""
         assert self._written == self._expected, "a tensor was left out"
         os.fsync(self._file.fileno())
 
@@ -309,5 +301,5 @@ class FileWriter:
 
 
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """The order in which the safetensors library lays tensors out: wider types first, then by name."""
+    """Return the order in which the safetensors library lays tensors out: wider types first, then by name."""
     return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))

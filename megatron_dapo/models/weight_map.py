@@ -21,7 +21,10 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class Transform:
-    """dim: axis of the cut. join: slices of the HF tensors, in row order -> Megatron shard. split: the inverse."""
+    """How slices of Hugging Face tensors make a Megatron shard.
+
+    dim: axis of the cut. join: slices of the HF tensors, in row order -> Megatron shard. split: the inverse.
+    """
 
     dim: int | None
     join: Callable[[list[Tensor], ModelSpec], Tensor]
@@ -29,7 +32,7 @@ class Transform:
 
 
 def _join_qkv(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """q, k, v rows -> [group][q heads of the group, k, v][head_dim] rows, Megatron's order."""
+    """Put q, k, v rows into Megatron's order: [group][q heads of the group, k, v][head_dim] rows."""
     q, k, v = (part.unflatten(0, (-1, spec.head_dim)) for part in parts)
     q = q.unflatten(0, (k.size(0), -1))
     return torch.cat([q, k[:, None], v[:, None]], dim=1).flatten(0, 2)
@@ -55,10 +58,13 @@ Shapes = Callable[[ModelSpec], list[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Row:
-    """megatron: parameter name inside a chunk; alias: its name where Transformer Engine fuses the norm into the linear
+    """A Megatron parameter and its Hugging Face tensors.
+
+    megatron: parameter name inside a chunk; alias: its name where Transformer Engine fuses the norm into the linear
     layer, or all experts into one module. `{l}` stands for the layer, `{e}` for the expert: in a Megatron name counted
     on its rank, in a Hugging Face name in the model. shapes: of the HF tensors, in their order. where: a condition on
-    the model."""
+    the model.
+    """
 
     megatron: str
     hf: tuple[str, ...]
@@ -71,7 +77,8 @@ class Row:
 _HF_LAYER = "model.layers.{l}."
 _QKV = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
 _HF_EXPERT = _HF_LAYER + "mlp.experts.{e}."
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 VALUE_HEAD = ("score.weight", "score.bias")  # as in Hugging Face's token classification with one label
 
 
@@ -101,6 +108,11 @@ def _gate_up(m: ModelSpec) -> list[tuple[int, ...]]:
 
 def _down(m: ModelSpec) -> list[tuple[int, ...]]:
     return [(m.hidden_size, m.ffn_size)]
+
+
+def _router(m: ModelSpec) -> list[tuple[int, ...]]:
+    assert m.mixture is not None, "the row is of a mixture"
+    return [(m.mixture.num_experts, m.hidden_size)]
 
 
 def _is_dense(m: ModelSpec) -> bool:
@@ -133,7 +145,7 @@ DECODER = (
     Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS, _down,
         where=_is_dense),
     Row("decoder.layers.{l}.mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), REPLICATED,
-        lambda m: [(m.mixture.num_experts, m.hidden_size)], where=_is_mixture),
+        _router, where=_is_mixture),
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight",
         (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), WHOLE_GATE_UP, _gate_up, where=_is_mixture,
         alias="decoder.layers.{l}.mlp.experts.linear_fc1.weight{e}"),
@@ -159,7 +171,7 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of the model."""
+    """Return name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of the model."""
     rows: list[tuple[Row, dict[str, int]]] = [(row, {}) for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
     if spec.mixture:
         rows = _repeated(rows, "e", spec.mixture.num_experts)
@@ -171,9 +183,10 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _repeated(rows: list[tuple[Row, dict[str, int]]], what: str, number: int) -> list[tuple[Row, dict[str, int]]]:
-    """The rows, with those of a layer (or expert), which follow one another, once for each of them."""
+    """Return the rows, with those of a layer (or expert), which follow one another, once for each of them."""
     is_inside = [f"{{{what}}}" in row.megatron for row, _ in rows]
-    first, last = is_inside.index(True), len(rows) - is_inside[::-1].index(True)
+    first = is_inside.index(True)
+    last = len(rows) - is_inside[::-1].index(True)
     inside = [(row, {**numbers, what: i}) for i in range(number) for row, numbers in rows[first:last]]
     return [*rows[:first], *inside, *rows[last:]]
 
@@ -194,7 +207,8 @@ class Entry:
     num_local_experts: int = 0
 
     def hf_names_on(self, ep_rank: int) -> tuple[str, ...]:
-        """The names where this parameter lies on another expert-parallel rank."""
+        """Return the names where this parameter, of an expert, lies on another expert-parallel rank."""
+        assert self.expert is not None, f"{self.hf_names} belong to no expert"
         number = ep_rank * self.num_local_experts + self.expert % self.num_local_experts
         return tuple(name.replace(f".experts.{self.expert}.", f".experts.{number}.") for name in self.hf_names)
 
@@ -207,29 +221,30 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.w
 
 
 def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, dict[str, int], list[int], torch.nn.Parameter]]:
-    """(name with `{l}` for the layer and `{e}` for the expert, their numbers in the whole model, numbers of all experts
-    of this rank, parameter)."""
+    """Yield (name with `{l}` for the layer and `{e}` for the expert, their numbers in the whole model, numbers of all
+    experts of this rank, parameter)."""
     for name, parameter in chunk.named_parameters():
         if not name.startswith("decoder.layers."):
             yield name, {}, [], parameter
             continue
         local, _, rest = name.removeprefix("decoder.layers.").partition(".")
         layer = chunk.decoder.layers[int(local)]
-        numbers, experts = {"l": layer.layer_number - 1}, []  # Megatron numbers layers from 1
-        if found := _EXPERT.search(rest):
+        numbers = {"l": layer.layer_number - 1}  # Megatron numbers layers from 1
+        experts = []
+        if match := _EXPERT.search(rest):
             experts = layer.mlp.local_expert_indices
-            numbers["e"] = experts[int(found[0])]
+            numbers["e"] = experts[int(match[0])]
             rest = _EXPERT.sub("{e}", rest)
         yield f"decoder.layers.{{l}}.{rest}", numbers, experts, parameter
 
 
 def expert_parameters(chunk: GPTModel) -> Iterator[torch.nn.Parameter]:
-    """Those that belong to one expert."""
+    """Yield those that belong to one expert."""
     return (parameter for _, numbers, _, parameter in _named_parameters(chunk) if "e" in numbers)
 
 
 def weight_entries(chunks: list[GPTModel], spec: ModelSpec) -> list[Entry]:
-    """The table applied to this rank's parameters, in a fixed order. Every parameter has exactly one row."""
+    """Apply the table to this rank's parameters, in a fixed order. Every parameter has exactly one row."""
     rows = [row for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
     entries = []
     for chunk in chunks:

@@ -1,7 +1,7 @@
 """This pipeline stage's weights as full Hugging Face tensors: for the servers, and for a checkpoint."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,11 @@ from megatron_dapo.platform.parallel import ParallelLayout
 
 @dataclass(frozen=True)
 class _Slot:
-    """part: which of the entry's HF tensors. owner: expert-parallel rank that has it, where it is of an expert; entry
-    is then the one in its place here."""
+    """Where a tensor comes from.
+
+    part: which of the entry's HF tensors. owner: expert-parallel rank that has it, where it is of an expert; entry is
+    then the one in its place here.
+    """
 
     entry: Entry
     part: int
@@ -26,7 +29,7 @@ class _Slot:
 
 
 class WeightSource:
-    """specs(): the tensors of this stage, the same on all its ranks. gather(): their values.
+    """The tensors of this stage, the same on all its ranks, and their values.
 
     value: what is gathered of each parameter, of its shape (the weights themselves; or their gradients).
     """
@@ -37,17 +40,20 @@ class WeightSource:
         layout: ParallelLayout,
         value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
     ) -> None:
-        self._model, self._layout, self._value = model, layout, value
+        self._model = model
+        self._layout = layout
+        self._value = value
         self._slots: dict[str, _Slot] = {}
         self._specs: list[TensorSpec] = []
         for entry in weight_entries(model.chunks, model.spec):
             if entry.is_copy:
                 continue
-            locals_ = entry.transform.split(entry.parameter.detach(), model.spec)
+            local_parts = entry.transform.split(entry.parameter.detach(), model.spec)
             # experts of different ranks beside one another: so each bucket comes from all of them
-            for owner in [None] if entry.expert is None else range(layout.ep):
+            owners: Iterable[int | None] = [None] if entry.expert is None else range(layout.ep)
+            for owner in owners:
                 names = entry.hf_names if owner is None else entry.hf_names_on(owner)
-                for part, (name, local) in enumerate(zip(names, locals_, strict=True)):
+                for part, (name, local) in enumerate(zip(names, local_parts, strict=True)):
                     shape = tuple(local.shape)
                     self._slots[name] = _Slot(entry, part, shape, owner)
                     self._specs.append(TensorSpec(name, self._full_shape(entry, shape, name), local.dtype))
@@ -61,13 +67,14 @@ class WeightSource:
         return tuple(shape)
 
     def specs(self) -> list[TensorSpec]:
+        """Return the stage's tensors by name, full shape and type."""
         return list(self._specs)
 
     @torch.no_grad()
     def gather(self, specs: list[TensorSpec]) -> list[Tensor] | None:
-        """Full tensors on the stage's source rank, None on the others. Collective over its ranks that gather
-        (`layout.gathers`); the others may call it, which does nothing.
+        """Return full tensors on the stage's source rank, None on the others.
 
+        Collective over its ranks that gather (`layout.gathers`); the others may call it, which does nothing.
         All slices travel in one flat all-gather, other ranks' experts in one all-to-all; the rest does not travel.
         """
         layout = self._layout
@@ -78,9 +85,10 @@ class WeightSource:
         split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
         full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
         if layout.tp > 1 and layout.dp_rank == 0:
-            cut = [i for i, slot in enumerate(slots) if slot.entry.transform.dim is not None]
+            dims = {i: slot.entry.transform.dim for i, slot in enumerate(slots)}
+            cut = {i: dim for i, dim in dims.items() if dim is not None}
             for i, slices in zip(cut, self._exchange([full[i] for i in cut]), strict=True):
-                full[i] = torch.cat(slices, dim=slots[i].entry.transform.dim)
+                full[i] = torch.cat(slices, dim=cut[i])
         if layout.ep > 1 and layout.stage_rank < layout.ep:
             experts = [i for i, slot in enumerate(slots) if slot.owner is not None]
             full |= self._fetch({i: slots[i] for i in experts}, full)
@@ -92,14 +100,15 @@ class WeightSource:
         return entry.transform.split(self._value(entry.parameter), self._model.spec)
 
     def _fetch(self, slots: dict[int, _Slot], here: dict[int, Tensor]) -> dict[int, Tensor]:
-        """On the source rank the tensors of the slots that are not here, from the ranks that have them."""
+        """Return, on the source rank, the tensors of the slots that are not here, from the ranks that have them."""
         if not slots:
             return {}
-        ep, is_source = self._layout.ep, self._layout.is_source
+        ep = self._layout.ep
+        is_source = self._layout.is_source
         by_owner = [[i for i, slot in slots.items() if slot.owner == rank] for rank in range(ep)]
-        mine = [] if is_source else [here[i].reshape(-1) for i in by_owner[self._layout.ep_rank]]
+        to_send = [] if is_source else [here[i].reshape(-1) for i in by_owner[self._layout.ep_rank]]
         like = self._value(next(iter(slots.values())).entry.parameter)
-        flat = torch.cat(mine) if mine else like.new_empty(0)
+        flat = torch.cat(to_send) if to_send else like.new_empty(0)
         wanted = [i for rank in range(1, ep) for i in by_owner[rank]] if is_source else []
         lengths = {i: math.prod(slots[i].local_shape) for i in wanted}
         counts = [sum(lengths.get(i, 0) for i in indices) for indices in by_owner]
@@ -110,7 +119,7 @@ class WeightSource:
         return {i: part.view(slots[i].local_shape) for i, part in zip(wanted, parts, strict=True)}
 
     def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """For each tensor its slices on all ranks, in rank order."""
+        """Return for each tensor its slices on all ranks, in rank order."""
         if not tensors:
             return []
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

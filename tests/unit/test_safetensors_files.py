@@ -62,17 +62,19 @@ def test_damaged_files_are_named(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file(tensors(torch.float32), path)
     whole = path.read_bytes()
-    for damaged, said in (
-        (whole[:-1], "bytes, its header says"),
-        (whole + b"x", "bytes, its header says"),
-        (whole[:20], "damaged"),
-        (b"", "damaged"),
-        (b"<html>not found</html>" * 9, "damaged"),
+    for damaged, why in (
+        (whole[:-1], "not fully covered"),
+        (whole + b"x", "not fully covered"),
+        (whole[:20], "header"),
+        (b"", "header too small"),
+        (b"<html>not found</html>" * 9, "header too large"),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="model.safetensors") as error:
+        with pytest.raises(UserError, match=rf"model.safetensors` is not a safetensors file, or damaged \(.*{why}"):
             StoredFile.read(path)
-        assert said in str(error.value)
+    path.unlink()
+    with pytest.raises(UserError, match=r"model.safetensors` cannot be read \(No such file or directory\)"):
+        StoredFile.read(path)
 
 
 @pytest.mark.parametrize(
