@@ -26,7 +26,7 @@ _NUM_THREADS = 8  # sha256 lets go of the interpreter; one thread reads some 1 G
 
 @dataclass(frozen=True)
 class FileRecord:
-    """size: bytes. sha256: of the content, in hex."""
+    """What is known of a file. size: bytes. sha256: of the content, in hex."""
 
     size: int
     sha256: str
@@ -34,8 +34,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: by their path inside the folder, without the manifest itself. contents: what the folder holds ("model",
-    "optimizer", "lr_schedule", "rng", "counters", "controller"). versions: of the packages that wrote it."""
+    """What a checkpoint folder holds.
+
+    files: by their path inside the folder, without the manifest itself. contents: the parts ("model", "optimizer",
+    "lr_schedule", "rng", "counters", "controller"). versions: of the packages that wrote it.
+    """
 
     files: dict[str, FileRecord]
     contents: tuple[str, ...]
@@ -44,42 +47,46 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
+        """The size of all files together."""
         return sum(record.size for record in self.files.values())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found. damage: a phrase per fault; none = the checkpoint is whole. extra: files that nobody listed,
-    which does no harm."""
+    """What `verify` found.
+
+    damage: a phrase per fault; none = the checkpoint is whole. extra: files that nobody listed, which does no harm.
+    """
 
     damage: tuple[str, ...]
     extra: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
+        """Whether there is no damage."""
         return not self.damage
 
     def with_damage(self, more: Iterable[str]) -> "Verdict":
+        """Return this verdict with more damage."""
         return Verdict((*self.damage, *more), self.extra)
 
 
 def file_names(folder: Path) -> list[str]:
-    """Every file below the folder but the manifest, as paths inside it, sorted."""
-    found = [
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
-    ]
-    return sorted(name for name in found if name != MANIFEST)
+    """Return every file below the folder but the manifest, as paths inside it, sorted."""
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Size and checksum of files that are done, each flushed to the disk first."""
+    """Return size and checksum of files that are done, each flushed to the disk first."""
     return _records(folder, names, flush=True)
 
 
 def write_manifest(
     folder: Path, contents: Sequence[str], files: dict[str, FileRecord] | None = None, flush: bool = True
 ) -> Manifest:
-    """Close a folder: from here on it is a checkpoint. The folders' entries are flushed to the disk before and after.
+    """Write the manifest, after which the folder is a checkpoint. Entries are flushed to the disk before and after.
 
     files: the records of all files, where they are known (see `seal`); none = they are made here.
     """
@@ -94,7 +101,7 @@ def write_manifest(
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Raises UserError, one sentence, where there is none, or it is damaged, or of a format that is not known."""
+    """Read it. Raises UserError where there is none, or it is damaged, or of a format that is not known."""
     manifest, fault = _read(Path(folder))
     if manifest is None:
         raise UserError(f"{folder} is not a complete checkpoint: {fault}; give another folder, or write it again.")
@@ -104,23 +111,27 @@ def read_manifest(folder: str | Path) -> Manifest:
 def verify(
     folder: str | Path, contents: bool = True, advance: Callable[[int], None] = lambda num_bytes: None
 ) -> Verdict:
-    """Compare a folder with its manifest. contents: read every file and compare checksums too, not only sizes; advance
-    is then called with the size of each file that was read."""
+    """Compare a folder with its manifest.
+
+    contents: read every file and compare checksums too, not only sizes; advance is then called with the size of each
+    file that was read.
+    """
     verdict, same_size = compare_sizes(Path(folder))
     return verdict.with_damage(compare_contents(Path(folder), same_size, advance)) if contents else verdict
 
 
 def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
-    """What is wrong as far as sizes tell, and what the manifest says of the files whose size is right."""
+    """Return what is wrong as far as sizes tell, and what the manifest says of the files whose size is right."""
     manifest, fault = _read(folder)
     if manifest is None:
         return Verdict((fault,)), {}
-    there = set(file_names(folder))
-    damage, same_size = [], {}
+    names = set(file_names(folder))
+    damage = []
+    same_size = {}
     for name, record in manifest.files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
-        if name not in there:
+        if name not in names:
             damage.append(f"{name} is missing")
         elif size is None:
             damage.append(f"{name} is not a file")
@@ -128,13 +139,13 @@ def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
             damage.append(f"{name} has {size} bytes instead of {record.size}")
         else:
             same_size[name] = record
-    return Verdict(tuple(damage), tuple(sorted(there - manifest.files.keys()))), same_size
+    return Verdict(tuple(damage), tuple(sorted(names - manifest.files.keys()))), same_size
 
 
 def compare_contents(
     folder: Path, files: dict[str, FileRecord], advance: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Reads the files; a phrase for each that cannot be read, or is not what its record says."""
+    """Read the files; return a phrase for each that cannot be read, or is not what its record says."""
 
     def fault(name: str) -> str | None:
         try:
@@ -145,11 +156,11 @@ def compare_contents(
             advance(files[name].size)
         return None if now == files[name] else f"{name} has another content than was written (its sha256 differs)"
 
-    return [found for found in _each(fault, files) if found]
+    return [phrase for phrase in _each(fault, files) if phrase is not None]
 
 
 def _read(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest, or none and what is wrong with it."""
+    """Return the manifest, or none and what is wrong with it."""
     if not folder.is_dir():
         return None, "the folder is missing" if not folder.exists() else "it is not a folder"
     try:
@@ -179,7 +190,7 @@ def _records(folder: Path, names: Iterable[str], flush: bool) -> dict[str, FileR
 
 
 def _each(work: Callable[[str], Result], names: Collection[str]) -> list[Result]:
-    """Of every file, by several threads."""
+    """Return the work's result for every file, by several threads."""
     if not names:
         return []
     with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
