@@ -1,4 +1,4 @@
-"""Talks to one SGLang server: token ids in, token ids and log-probs out; pause, weight update and continue."""
+"""The client of one SGLang server: token ids in, token ids and log-probs out; pause, weight update and continue."""
 
 import asyncio
 import json
@@ -44,8 +44,10 @@ class KeyRefused(ServerError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is drawn. temperature 0 = greedy; top_k -1 = off. Every field is sent: a server's own defaults
-    never act."""
+    """How a response is sampled. temperature 0 = greedy; top_k -1 = off.
+
+    Every field is sent with each request, so that a server's own defaults never act.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -56,11 +58,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Generation:
-    """One response; the per-token tuples have one length. A stop token is part of it.
+    """A server's answer to one request. The per-token tuples have one length; a stop token is part of them.
 
     log_probs: at the sampling temperature, before top-p and top-k cut the distribution.
     weight_versions: of the weights that wrote each token; FOREIGN_VERSION where it is not an integer.
-    server: the URL of who wrote them.
+    server: the URL of the server.
     """
 
     tokens: tuple[int, ...]
@@ -73,7 +75,7 @@ class Generation:
 
 
 class SGLangClient:
-    """One server. Use it inside one event loop, as `async with`, or call `close()`.
+    """The HTTP interface of one server. Use it inside one event loop, as `async with`, or call `close()`.
 
     Every call has a deadline in seconds and raises ServerError when the server refuses or the deadline passes.
     """
@@ -90,62 +92,50 @@ class SGLangClient:
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections to the server. A later call opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, timeout_s: float, request_id: str | None = None
-    ) -> Generation:
-        """One response to a prompt of token ids. request_id: a name of ours to `abort` it by."""
+    async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingParams, timeout_s: float) -> Generation:
+        """Return one response to a prompt of token ids."""
         request = {
             "input_ids": list(prompt_tokens),
             "sampling_params": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)},
             "return_logprob": True,
-            **({"rid": request_id} if request_id else {}),
         }
-        answer = await self._post("/generate", request, timeout_s)
+        answer = await self.post("/generate", request, timeout_s)
         try:
             return replace(generation_of(answer), server=self.url)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(self.url, "/generate", 200, f"{error!r} in {json.dumps(answer)}") from error
 
-    async def abort(self, request_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """End one request; its `generate` returns what there is, with finish_reason "abort"."""
-        await self._post("/abort_request", {"rid": request_id}, timeout_s)
-
-    async def abort_all(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        await self._post("/abort_request", {"rid": "", "abort_all": True}, timeout_s)
-
     # ------------------------------------------------------------------------------------------------ state
 
-    async def health(self, timeout_s: float = 5.0) -> None:
-        """Returns if the server takes requests, or would if it were not paused; raises ServerError if not."""
-        try:
-            await self._request("GET", HealthCheck.TAKES_REQUESTS, None, timeout_s)
-        except ServerError as error:
-            # 404: SGLang had no /ready before 0.5.20. 503: it starts, is ill, or is paused: then its scheduler answers
-            other = {404: HealthCheck.GENERATES, UNAVAILABLE: HealthCheck.SCHEDULER_ANSWERS}.get(error.status)
-            if other is None:
-                raise
-            await self._request("GET", other, None, timeout_s)
+    async def check_health(self, timeout_s: float = 5.0) -> None:
+        """Return if the server takes requests, or would if it were not paused; raise ServerError if not."""
+        if await self.is_paused(timeout_s):  # or it starts, or is ill: then its scheduler does not answer
+            await self.server_info(timeout_s)
 
     async def is_paused(self, timeout_s: float = 5.0) -> bool:
-        """Whether it takes no requests now: paused until `continue_`, or ill, which SGLang tells by one status. Before
-        0.5.20 it tells neither: there this is False."""
+        """Return whether it takes no requests now: paused until `continue_`, or ill, which SGLang tells by one
+        status."""
         try:
             await self._request("GET", HealthCheck.TAKES_REQUESTS, None, timeout_s)
         except ServerError as error:
-            if error.status not in (404, UNAVAILABLE):
+            if error.status != UNAVAILABLE:
                 raise
-            return error.status == UNAVAILABLE
+            return True
         return False
 
-    async def set_going(self, timeout_s: float = 5.0) -> None:
-        """Have a server that `is_paused` take requests again. Raises ServerError where it is not paused but ill: SGLang
-        does not tell these apart, but one that was told to continue is paused no more."""
+    async def resume(self, timeout_s: float = 5.0) -> None:
+        """Have a server that `is_paused` take requests again.
+
+        Raises ServerError where it is not paused but ill: SGLang does not tell these apart, but a server that was told
+        to continue is paused no more.
+        """
         try:
             await self.end_weight_update(timeout_s)
         except ServerError as error:  # refused: none is open
@@ -153,19 +143,21 @@ class SGLangClient:
                 raise
         await self.continue_(timeout_s)
         if await self.is_paused(timeout_s):
-            await self.prove_health(timeout_s)
+            await self.check_generation(timeout_s)
 
-    async def prove_health(self, timeout_s: float) -> None:
-        """Have the server generate a token; raises ServerError where none comes. Not for one that is paused: SGLang
-        calls a server ill that does not answer this, and well again only when it does."""
+    async def check_generation(self, timeout_s: float) -> None:
+        """Have the server generate a token; raise ServerError where none comes.
+
+        Not for a paused server: SGLang calls a server ill that does not answer this, and well again only when it does.
+        """
         await self._request("GET", HealthCheck.GENERATES, None, timeout_s)
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Ask until the server is healthy; at the deadline raises ServerError with the last answer."""
+        """Ask until the server is healthy; at the deadline raise ServerError with the last answer."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                return await self.health()
+                return await self.check_health()
             except KeyRefused:  # waiting changes nothing
                 raise
             except ServerError as error:
@@ -175,34 +167,31 @@ class SGLangClient:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def server_info(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """The server's resolved arguments and state."""
+        """Return the server's resolved arguments and its state."""
         return await self._request("GET", HealthCheck.SCHEDULER_ANSWERS, None, timeout_s)
 
-    async def model_info(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        return await self._request("GET", "/model_info", None, timeout_s)
-
     async def weight_version(self, timeout_s: float = CALL_TIMEOUT_S) -> int:
-        """Version of the weights the server holds now; FOREIGN_VERSION where we did not set it."""
-        info = await self.model_info(timeout_s)
+        """Return the version of the weights that the server holds now; FOREIGN_VERSION where we did not set it."""
+        info = await self._request("GET", "/model_info", None, timeout_s)
         if not isinstance(info, dict) or "weight_version" not in info:
             raise ServerError(self.url, "/model_info", 200, f"no weight_version: {info}")
         return _version(info["weight_version"])
-
-    async def flush_cache(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Forget all cached prefixes; the server refuses while requests run (unless they are retracted)."""
-        await self._request("POST", "/flush_cache", None, timeout_s)
 
     # ------------------------------------------------------------------------------------------------ weight updates
 
     async def pause(
         self, mode: Literal["abort", "retract", "in_place"] = "retract", timeout_s: float = CALL_TIMEOUT_S
     ) -> None:
-        """Stop generating. retract: running requests go on after `continue_`, their caches recomputed with the weights
-        of then; in_place: caches stay (flush_cache is refused); abort: running requests end with what they have."""
-        await self._post("/pause_generation", {"mode": mode}, timeout_s)
+        """Stop generating.
+
+        mode: retract: running requests go on after `continue_`, their caches recomputed with the weights of then;
+        in_place: caches stay; abort: running requests end with what they have.
+        """
+        await self.post("/pause_generation", {"mode": mode}, timeout_s)
 
     async def continue_(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        await self._post("/continue_generation", {}, timeout_s)
+        """Generate again after `pause`."""
+        await self.post("/continue_generation", {}, timeout_s)
 
     async def init_weights_update_group(
         self,
@@ -224,26 +213,19 @@ class SGLangClient:
             "group_name": group_name,
             "backend": backend,
         }
-        await self._post("/init_weights_update_group", fields, timeout_s)
+        await self.post("/init_weights_update_group", fields, timeout_s)
 
     async def destroy_weights_update_group(self, group_name: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        await self._post("/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
+        """Leave the process group with the trainer."""
+        await self.post("/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
 
     async def begin_weight_update(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Open an update session; refused while one is open. A server without the route (SGLang before 0.5.21) needs
-        none: there this does nothing."""
-        await self._post_if_there("/begin_weight_update", timeout_s)
+        """Open an update session; refused while one is open."""
+        await self.post("/begin_weight_update", {}, timeout_s)
 
     async def end_weight_update(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Close the update session, where the server has sessions."""
-        await self._post_if_there("/end_weight_update", timeout_s)
-
-    async def _post_if_there(self, route: str, timeout_s: float) -> None:
-        try:
-            await self._post(route, {}, timeout_s)
-        except ServerError as error:
-            if error.status != 404:
-                raise
+        """Close the update session; refused where none is open."""
+        await self.post("/end_weight_update", {}, timeout_s)
 
     async def update_weights_from_distributed(
         self,
@@ -270,34 +252,25 @@ class SGLangClient:
             **({"weight_version": str(weight_version)} if weight_version is not None else {}),
             **({"load_format": load_format} if load_format else {}),
         }
-        await self._post("/update_weights_from_distributed", fields, timeout_s)
-
-    async def set_weight_version(self, version: int, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Name the weights the server holds, without touching them or its requests."""
-        fields = {"new_version": str(version), "abort_all_requests": False}
-        await self._post("/update_weight_version", fields, timeout_s)
+        await self.post("/update_weights_from_distributed", fields, timeout_s)
 
     async def checksums(self, timeout_s: float = CALL_TIMEOUT_S) -> tuple[dict[str, str], ...]:
-        """Per tensor-parallel rank: SGLang's tensor name -> checksum of its bytes."""
-        answer = await self._post("/weights_checker", {"action": "checksum"}, timeout_s)
+        """Return per tensor-parallel rank: SGLang's tensor name -> checksum of its bytes."""
+        answer = await self.post("/weights_checker", {"action": "checksum"}, timeout_s)
         return tuple(rank["checksums"] for rank in answer["ranks"])
-
-    async def weights_by_name(
-        self, name: str, num_rows: int = 100, timeout_s: float = CALL_TIMEOUT_S
-    ) -> list[float] | list[list[float]]:
-        """The first rows of a parameter, by its Hugging Face name, as floats."""
-        return await self._post("/get_weights_by_name", {"name": name, "truncate_size": num_rows}, timeout_s)
 
     # ------------------------------------------------------------------------------------------------ HTTP
 
-    async def _post(self, route: str, fields: dict[str, Any], timeout_s: float) -> Any:
+    async def post(self, route: str, fields: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Return the answer to a request, of a route that has no method here too. Raises ServerError where the answer
+        says that it did not succeed."""
         answer = await self._request("POST", route, fields, timeout_s)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerError(self.url, route, 200, json.dumps(answer))
         return answer
 
     async def _request(self, method: str, route: str, fields: dict[str, Any] | None, timeout_s: float) -> Any:
-        """The answer's JSON; none where the answer is no JSON."""
+        """Return the answer's JSON, None where its content type is another one."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
@@ -324,15 +297,17 @@ class SGLangClient:
             raise ServerError(self.url, route, 200, f"no JSON: {body}") from error
 
 
-def _version(name: str | None) -> int:
+def _version(name: str | int | None) -> int:
+    """Return a weight version as a number; FOREIGN_VERSION where it is none."""
     try:
-        return int(name)
+        return FOREIGN_VERSION if name is None else int(name)
     except (TypeError, ValueError):
         return FOREIGN_VERSION
 
 
 def generation_of(answer: dict[str, Any]) -> Generation:
-    """Raises ValueError, KeyError or TypeError where the answer contradicts itself."""
+    """Return what an answer of `/generate` says. Raises ValueError, KeyError or TypeError where it contradicts
+    itself."""
     meta = answer["meta_info"]
     tokens = tuple(answer["output_ids"])
     scored = meta.get("output_token_logprobs") or []
@@ -353,9 +328,7 @@ def generation_of(answer: dict[str, Any]) -> Generation:
 
 
 def _versions_per_token(meta: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
-    spans = meta.get("weight_versions")
-    if spans is None:  # before SGLang reported spans: the version at the end
-        return (_version(meta.get("weight_version")),) * num_tokens
+    spans = meta.get("weight_versions") or []  # none where a request was aborted before its first token
     versions: list[int] = []
     for span in spans:
         if span["start"] != len(versions):

@@ -269,7 +269,7 @@ class ServerPool:
         try:
             version, is_paused = await self._ask(server)
             if is_paused and version == self.version:
-                await self._set_going(server)
+                await self._resume(server)
                 is_paused = False
         except ServerError as error:
             if isinstance(error, KeyRefused) and self._watch is None:  # at the start: waiting changes nothing
@@ -281,19 +281,19 @@ class ServerPool:
     async def _ask(self, server: Server) -> tuple[int, bool]:
         """Its weight version, and whether it is paused. Raises ServerError where it is not well."""
         if server.is_ill:
-            await server.client.prove_health(_PROBE_TIMEOUT_S)
+            await server.client.check_generation(_PROBE_TIMEOUT_S)
             server.is_ill = False
         elif server.state is State.DOWN:
-            await server.client.health(_PROBE_TIMEOUT_S)
+            await server.client.check_health(_PROBE_TIMEOUT_S)
         is_paused = await server.client.is_paused(_PROBE_TIMEOUT_S)
         return await server.client.weight_version(_PROBE_TIMEOUT_S), is_paused
 
-    async def _set_going(self, server: Server) -> None:
+    async def _resume(self, server: Server) -> None:
         """Where it takes no requests and no push is under way. Raises ServerError where it is not paused but ill."""
         log.warning("server %s is paused, or ill: it is told to continue", server.url)
         server.paused_since = None
         try:
-            await server.client.set_going(_PROBE_TIMEOUT_S)
+            await server.client.resume(_PROBE_TIMEOUT_S)
         except ServerError:
             server.is_ill = True
             raise
@@ -331,7 +331,7 @@ class ServerPool:
             return
         if self._is_paused_by_others(server, version, is_paused):
             try:
-                await self._set_going(server)
+                await self._resume(server)
             except ServerError as error:
                 self.mark_down(server, str(error))
                 server.drop_requests()

@@ -225,7 +225,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
 
         environment = sglang_cpu.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
         arguments += sglang_cpu.server_arguments(settings.max_total_tokens, settings.max_running_requests)
-    program = ("-m", "megatron_dapo.keyed_sglang", str(server_key_file(config)))
+    program = ("-m", "megatron_dapo.rollout.keyed_sglang", str(server_key_file(config)))
     command = (sys.executable, *program, *arguments, *settings.extra_args)
     environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
     return ServerCommand(command, environment)

@@ -65,7 +65,7 @@ async def weight_version(server) -> int:
 async def name_weights(server, version: int) -> None:
     """Stands in for a weight push."""
     async with SGLangClient(server.url, server.key) as client:
-        await client.set_weight_version(version)
+        await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
 
 async def pause(server) -> None:

@@ -85,7 +85,7 @@ def test_sampling_follows_the_distribution(server, model):
 
 def test_every_token_carries_the_version_of_its_weights(server):
     async def name_and_generate(client: SGLangClient):
-        await client.set_weight_version(3)
+        await client.post("/update_weight_version", {"new_version": "3", "abort_all_requests": False})
         generation = await client.generate([5], SamplingParams(max_new_tokens=4), TIMEOUT_S)
         return await client.weight_version(), generation
 
@@ -100,11 +100,11 @@ def test_a_paused_server_goes_on_where_it_was(server, model):
         await asyncio.sleep(0.15)
         await client.pause("retract")
         try:
-            await client.flush_cache()
-            await client.health()  # SGLang calls a paused server not ready; it is none the less well
+            await client.post("/flush_cache", {})
+            await client.check_health()  # SGLang calls a paused server not ready; it is none the less well
             assert await client.is_paused()
         finally:
-            await client.set_going()
+            await client.resume()
         assert not await client.is_paused()
         return await asyncio.gather(*running)
 
@@ -116,10 +116,10 @@ def test_a_paused_server_goes_on_where_it_was(server, model):
 def test_an_aborted_request_returns_what_there_is(server):
     async def abort(client: SGLangClient):
         sampling = SamplingParams(max_new_tokens=1500, temperature=0.0)
-        running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id="mine"))
+        running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S))
         while not running.done():  # on a busy machine the first comes before the request that it is about
             await asyncio.sleep(0.1)
-            await client.abort("mine")
+            await client.post("/abort_request", {"rid": "", "abort_all": True})
         return await running
 
     generation = ask(server, abort)

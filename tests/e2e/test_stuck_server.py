@@ -39,7 +39,7 @@ async def stop_and_repeat(servers: ServerSupervisor, run: RunFolder) -> None:
         detokenizer = next(p for p in psutil.Process(first).children() if "detokenizer" in p.name())
         detokenizer.send_signal(signal.SIGSTOP)
         request = asyncio.create_task(client.generate([4, 5, 6], params, timeout_s=500))
-        await client.health(10)
+        await client.check_health(10)
         report_unresponsive(run, {url: "a request timed out"})
         deadline = time.monotonic() + 400
         while not servers.check() or servers.pids() == [first]:

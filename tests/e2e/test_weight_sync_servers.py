@@ -66,8 +66,12 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 async def read(client: SGLangClient, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    values = {}
     async with client:
-        return {name: torch.tensor(await client.weights_by_name(name, len(tensor))) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            fields = {"name": name, "truncate_size": len(tensor)}
+            values[name] = torch.tensor(await client.post("/get_weights_by_name", fields))
+    return values
 
 
 async def generate(client: SGLangClient) -> Generation:

@@ -14,7 +14,7 @@ FLOORS = (
     ("config", "algorithms"),
     ("storage",),
     ("huggingface",),
-    ("data", "kernels", "platform", "planner", "keyed_sglang"),
+    ("data", "kernels", "platform", "planner"),
     ("models", "rewards"),
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),

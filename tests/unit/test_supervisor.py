@@ -32,7 +32,7 @@ from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
-PROGRAM = f"-m megatron_dapo.keyed_sglang {Path('runs/run/.server_key').absolute()}"
+PROGRAM = f"-m megatron_dapo.rollout.keyed_sglang {Path('runs/run/.server_key').absolute()}"
 SERVER = "actor_rollout_ref.rollout.server"
 
 

@@ -1,6 +1,6 @@
 """An SGLang server that answers nobody without the run's key.
 
-python -m megatron_dapo.keyed_sglang KEY_FILE [argument of sglang.launch_server ...]
+python -m megatron_dapo.rollout.keyed_sglang KEY_FILE [argument of sglang.launch_server ...]
 
 SGLang's own way, --api-key, shows the key in the list of processes and in its log, and leaves routes open: /health*,
 which generates a token, /ready*, /metrics*, and OPTIONS. Here the key comes from a file, and every route demands it.
