@@ -2,8 +2,8 @@
 
 import os
 
+from examples.calculator.environment import Calculator
 from examples.calculator.problems import split
-from megatron_dapo.envs.calculator import Calculator
 from megatron_dapo.envs.types import Observation, Task
 
 

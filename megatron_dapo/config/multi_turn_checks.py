@@ -10,7 +10,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
-BUILT_IN_ENVIRONMENTS = ("calculator", "reasoning_gym", "household", "alfworld")
+BUILT_IN_ENVIRONMENTS = ("reasoning_gym",)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

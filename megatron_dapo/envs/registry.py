@@ -11,10 +11,7 @@ from megatron_dapo.envs.types import Environment
 KEY = "actor_rollout_ref.rollout.multi_turn.environment"
 
 ENVIRONMENTS = {
-    "calculator": "megatron_dapo.envs.calculator:Calculator",
     "reasoning_gym": "megatron_dapo.envs.reasoning_gym:ReasoningGym",
-    "household": "megatron_dapo.envs.household:Household",
-    "alfworld": "megatron_dapo.envs.alfworld:Alfworld",
 }
 """Name -> where the class lives (imported only where it runs)."""
 

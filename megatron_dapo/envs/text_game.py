@@ -1,6 +1,6 @@
-"""Text games in ALFWorld's manner: a room and a task in words, one command per turn, what happened in words.
+"""Text games: a place and a task in words, one command per turn, what happened in words.
 
-What the model reads and writes is here; the games themselves are in household.py and alfworld.py.
+What the model reads and writes is here; examples/text_games has games.
 """
 
 import re
@@ -11,12 +11,6 @@ from typing import Protocol
 from megatron_dapo.envs.types import Observation, Task
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-
-INSTRUCTIONS = (
-    "You are in a household and have a task. In every turn think about what to do next, then write one of the "
-    "admissible actions as <action>...</action>. Then you read what happened."
-)
-"""What a prompt file says first; the game's own words follow from the environment."""
 
 
 @dataclass(frozen=True)

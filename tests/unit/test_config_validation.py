@@ -384,7 +384,9 @@ def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, mon
 
 @pytest.mark.parametrize("key", ["reward.pass_env", "actor_rollout_ref.rollout.multi_turn.pass_env"])
 def test_a_value_among_the_names_of_variables_is_refused_and_not_shown(key):
-    multi_turn = [f"actor_rollout_ref.rollout.multi_turn.{word}" for word in ("enable=true", "environment=calculator")]
+    multi_turn = [
+        f"actor_rollout_ref.rollout.multi_turn.{word}" for word in ("enable=true", "environment=reasoning_gym")
+    ]
     with pytest.raises(UserError) as caught:
         validate(load_config(None, [*multi_turn, f"{key}=[JUDGE_API_KEY=sk-12345]"]), MODEL_JSON)
     assert f"{key}[0]" in str(caught.value) and "sk-12345" not in str(caught.value)

@@ -212,7 +212,7 @@ def test_an_unusable_environment_is_told_at_the_start(folder):
     for name, kwargs, words in (
         ("hostile_environment:Missing", {}, "cannot import"),
         ("hostile_environment:Hostile", {"no": 1}, "environment_kwargs"),
-        ("calculater", {}, "Did you mean 'calculator'"),
+        ("reasoning_gim", {}, "Did you mean 'reasoning_gym'"),
     ):
         with pytest.raises(UserError, match=words):
             run_pool(folder, lambda pool: asyncio.sleep(0), name, kwargs)
@@ -227,7 +227,7 @@ assert not [name for name in {heavy} if name in sys.modules]
 from megatron_dapo.envs.pool import EnvironmentPool
 
 async def main():
-    pool = EnvironmentPool("calculator", {{}}, 1, 5.0, 1024)
+    pool = EnvironmentPool("reasoning_gym", {{}}, 1, 5.0, 1024)
     await pool.start()
     print(json.dumps([worker.pid for worker in pool._pool._workers]), flush=True)
     os._exit(0)

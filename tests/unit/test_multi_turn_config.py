@@ -10,7 +10,7 @@ from megatron_dapo.planner.validation import validate
 pytestmark = pytest.mark.unit
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
-ON = (f"{KEY}.enable=true", f"{KEY}.environment=calculator")
+ON = (f"{KEY}.enable=true", f"{KEY}.environment=reasoning_gym")
 
 
 def sentences(*overrides):
@@ -29,7 +29,7 @@ def sentences(*overrides):
         (f"{KEY}.enable=true", f"{KEY}.environment=my_games.chess:Board", "reward.function=environment"),
         (*ON, f"{KEY}.max_tokens_per_turn=128", f"{KEY}.environment_kwargs.role=user", f"{KEY}.max_turns=1"),
         ("reward.function=reasoning_gym",),
-        (f"{KEY}.environment=calculator", f"{KEY}.max_turns=3", f"{KEY}.enable=false"),
+        (f"{KEY}.environment=reasoning_gym", f"{KEY}.max_turns=3", f"{KEY}.enable=false"),
     ],
 )
 def test_what_fits_together_is_taken(overrides):
@@ -39,9 +39,9 @@ def test_what_fits_together_is_taken(overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ((f"{KEY}.enable=true",), ["environment is ''", "calculator, reasoning_gym, household, alfworld"]),
-        ((f"{KEY}.enable=true", f"{KEY}.environment=calculater"), ["the nearest is calculator"]),
-        ((f"{KEY}.environment=calculator",), ["has no effect while", "set enable to true"]),
+        ((f"{KEY}.enable=true",), ["environment is ''", "neither reasoning_gym nor"]),
+        ((f"{KEY}.enable=true", f"{KEY}.environment=reasoning_gim"), ["the nearest is reasoning_gym"]),
+        ((f"{KEY}.environment=reasoning_gym",), ["has no effect while", "set enable to true"]),
         ((f"{KEY}.max_turns=3",), ["max_turns is 3", "has no effect while"]),
         (
             (*ON, f"{KEY}.max_tokens_per_turn=2048"),
@@ -58,7 +58,7 @@ def test_a_contradiction_is_one_sentence(overrides, words):
 
 
 def test_the_plan_says_who_plays():
-    assert "environments  calculator: 16 processes, 30 s per answer, at most 16 turns" in process_plan(
+    assert "environments  reasoning_gym: 16 processes, 30 s per answer, at most 16 turns" in process_plan(
         load_config(None, list(ON))
     )
     assert "environments" not in process_plan(load_config(None, []))

@@ -203,4 +203,8 @@ def test_the_agent_recipe_has_the_published_agent_values_and_plays_alfworld():
     assert config.algorithm.dapo.dynamic_sampling.filter_mode == "strict"
     assert (effective_clip(config), actor.loss_agg_mode) == ((0.2, 0.28), "token-mean")
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
-    assert multi_turn.enable and multi_turn.environment == "alfworld" and config.reward.function == "environment"
+    assert (
+        multi_turn.enable
+        and multi_turn.environment == "examples.text_games.alfworld:Alfworld"
+        and config.reward.function == "environment"
+    )

@@ -389,7 +389,7 @@ def test_the_group_size():
 
 
 def test_multi_turn_is_a_switch():
-    turns = "rollout.multi_turn.enable=true rollout.multi_turn.environment=calculator"
+    turns = "rollout.multi_turn.enable=true rollout.multi_turn.environment=reasoning_gym"
     assert make_environments(config_of("")) is None and make_environments(config_of(turns)) is not None
 
 

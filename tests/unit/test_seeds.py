@@ -204,7 +204,7 @@ def test_an_option_takes_every_value_that_the_documents_name(key):
 
 
 def test_the_check_list_is_a_config_with_everything_on_and_so_is_the_recipe_of_way_one():
-    config = load_config(None, [*CHECK_LIST, "actor_rollout_ref.rollout.multi_turn.environment=calculator"])
+    config = load_config(None, [*CHECK_LIST, "actor_rollout_ref.rollout.multi_turn.environment=reasoning_gym"])
     validate(config, None, check_files=False)
     assert on(config) == ON["000_complete"]
     recipe = load_config(RECIPES / "alfworld_dapo_3b.yaml")

@@ -7,7 +7,7 @@ class MultiTurnConfig(Section):
     enable: bool = False
     """Play every response with an environment, over several turns; see docs/multi_turn.md."""
     environment: str = ""
-    """calculator, reasoning_gym, household, alfworld, or `package.module:Class`."""
+    """reasoning_gym, or `package.module:Class`."""
     environment_kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the environment."""
     max_turns: PositiveInt = 16

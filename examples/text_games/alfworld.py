@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from examples.text_games.household import INSTRUCTIONS
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.envs.text_game import INSTRUCTIONS, Scene, TextGameEnvironment
+from megatron_dapo.envs.text_game import Scene, TextGameEnvironment
 
 _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 GAME_FILE = "game.tw-pddl"
@@ -12,7 +13,10 @@ _UNSUPPORTED = ("movable", "Sliced")  # in the path of games that ALFWorld itsel
 
 
 class Alfworld(TextGameEnvironment):
-    """The game file of a task is extra_info.game_file. Raises UserError where the package is not installed."""
+    """ALFWorld's games by their files: that of a task is extra_info.game_file.
+
+    Raises UserError where the package is not installed.
+    """
 
     def __init__(self, show_commands: bool = True) -> None:
         _packages()
@@ -50,14 +54,15 @@ def _packages() -> tuple[Any, Any]:
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     except ImportError as error:
         raise UserError(
-            f"actor_rollout_ref.rollout.multi_turn.environment: alfworld needs the extra package alfworld ({error}); "
-            f"install it with .venv/bin/python -m pip install -e '.[alfworld]', or use household."
+            f"actor_rollout_ref.rollout.multi_turn.environment: {__name__} needs the extra package alfworld ({error}); "
+            f"install it with .venv/bin/python -m pip install -e '.[alfworld]', or use "
+            f"examples.text_games.household:Household."
         ) from error
     return textworld, AlfredDemangler
 
 
 def rows(data: Path) -> list[dict]:
-    """Lines of a prompt file for every game below a folder of ALFWorld's data, such as json_2.1.1/train."""
+    """Return the lines of a prompt file for every game below a folder of ALFWorld's data, such as json_2.1.1/train."""
     files = sorted(path for path in data.rglob(GAME_FILE) if not any(word in str(path) for word in _UNSUPPORTED))
     return [
         {

@@ -6,8 +6,14 @@ A game is made from a seed, the same everywhere; it can always be won.
 import random
 from dataclasses import dataclass, field
 
-from megatron_dapo.envs.text_game import INSTRUCTIONS, Scene, TextGameEnvironment
+from megatron_dapo.envs.text_game import Scene, TextGameEnvironment
 from megatron_dapo.envs.types import Task
+
+INSTRUCTIONS = (
+    "You are in a household and have a task. In every turn think about what to do next, then write one of the "
+    "admissible actions as <action>...</action>. Then you read what happened."
+)
+"""What a prompt file says first; the game's own words follow from the environment."""
 
 _CLOSED = ("cabinet", "drawer", "fridge")
 _OPEN = ("countertop", "shelf", "diningtable", "sidetable")
@@ -15,18 +21,19 @@ _OBJECTS = ("apple", "book", "bowl", "cup", "fork", "mug", "plate", "potato", "s
 
 
 class Household(TextGameEnvironment):
-    """The seed of a task is extra_info.seed, its size extra_info.num_receptacles (default 4)."""
+    """Games of this file: the seed of a task is extra_info.seed, its size extra_info.num_receptacles (default 4)."""
 
     def __init__(self, show_commands: bool = True) -> None:
-        super().__init__(start, show_commands)
+        super().__init__(game_of, show_commands)
 
 
-def start(task: Task) -> "HouseholdGame":
+def game_of(task: Task) -> "HouseholdGame":
+    """Return the game of a row of the prompt file."""
     return HouseholdGame(int(task.extra_info["seed"]), int(task.extra_info.get("num_receptacles", 4)))
 
 
 def row(seed: int, num_receptacles: int = 4) -> dict:
-    """One line of a prompt file."""
+    """Return one line of a prompt file."""
     return {
         "data_source": "household",
         "prompt": [{"role": "system", "content": INSTRUCTIONS}],
