@@ -24,10 +24,10 @@ from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import device, is_gpu, peak_memory, require_usable_gpus
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.watchdog import Watchdog
+from megatron_dapo.rollout.batch_replay import BatchReplay, start_rollout
 from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError
 from megatron_dapo.rollout.handle import RolloutHandle
-from megatron_dapo.rollout.replay import Replay, start_rollout
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
@@ -63,7 +63,7 @@ class Job:
         config: Config,
         layout: ParallelLayout,
         telemetry: Telemetry | NullTelemetry,
-        rollout: RolloutHandle | Replay | None,
+        rollout: RolloutHandle | BatchReplay | None,
         run: RunFolder,
         start: Start,
     ) -> None:
@@ -234,7 +234,7 @@ class Job:
         self._num_rejoins += report.num_rejoins
         return report
 
-    def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | Replay], Answer]) -> Answer | None:
+    def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | BatchReplay], Answer]) -> Answer | None:
         """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
         same question again, which loses nothing. Raises RolloutError or UserError on all ranks."""
         answers: list[Answer] = []

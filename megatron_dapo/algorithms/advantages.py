@@ -1,7 +1,6 @@
 """Advantages of whole responses: group-relative, leave-one-out, against the greedy answer."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,20 +33,19 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
     return rewards if num == 1 else (rewards - rewards.mean()) * (num / (num - 1))
 
 
-class GroupRewards(NamedTuple):
-    """The rewards [n] of one group after shaping, and what an estimator may need beside them.
+def remax_advantages(rewards: Tensor, baseline: float | None) -> Tensor:
+    """Return A_i = R_i - baseline, the reward of one greedy answer to the same prompt (ReMax, arXiv 2310.10505).
 
-    baseline: the shaped reward of one greedy answer to the same prompt (remax). by_std: see `group_advantages`.
+    rewards: [n], as above.
     """
-
-    rewards: Tensor
-    baseline: float | None = None
-    by_std: bool = True
+    assert baseline is not None, "a group for remax has the reward of a greedy answer"
+    return rewards - baseline
 
 
-# algorithm.adv_estimator -> one number per response. remax: arXiv 2310.10505.
-GROUP_ESTIMATORS: dict[str, Callable[[GroupRewards], Tensor]] = {
-    "grpo": lambda group: group_advantages(group.rewards, group.by_std),
-    "rloo": lambda group: rloo_advantages(group.rewards),
-    "remax": lambda group: group.rewards - group.baseline,
+# algorithm.adv_estimator -> function of a group's rewards [n] after shaping, of the shaped reward of one greedy answer
+# to its prompt (remax alone needs it) and of normalize_by_std (see `group_advantages`): one number per response
+GROUP_ESTIMATORS: dict[str, Callable[[Tensor, float | None, bool], Tensor]] = {
+    "grpo": lambda rewards, baseline, normalize_by_std: group_advantages(rewards, normalize_by_std),
+    "rloo": lambda rewards, baseline, normalize_by_std: rloo_advantages(rewards),
+    "remax": lambda rewards, baseline, normalize_by_std: remax_advantages(rewards, baseline),
 }

@@ -1,4 +1,4 @@
-"""From finished groups to training samples, to mini-batches, to data-parallel shards. Pure and deterministic."""
+"""The way from finished groups to training samples, mini-batches and data-parallel shards. Pure and deterministic."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS, GroupRewards
+from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
 from megatron_dapo.data.types import Group, Sample
@@ -34,19 +34,21 @@ class TrainSample:
     correct: bool
     weight_version: int  # the oldest that wrote a token of it; 0 for an empty response
     exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
-    baseline_reward: float | None = None  # the group's, as is `keep`: see Outcome
+    baseline_reward: float | None = None  # the group's, as is `keep`: see SampleReward
     keep: bool = True
 
     @property
     def length(self) -> int:
+        """Tokens, the prompt's included."""
         return len(self.tokens)
 
     @property
-    def outcome(self) -> "Outcome":
-        return Outcome(self.uid, self.reward, self.baseline_reward, self.keep)
+    def earned(self) -> "SampleReward":
+        """What an estimate over its group needs of it."""
+        return SampleReward(self.uid, self.reward, self.baseline_reward, self.keep)
 
 
-class Outcome(NamedTuple):
+class SampleReward(NamedTuple):
     """What a sample earned: all that an estimate over its group needs of it."""
 
     uid: str  # the group's
@@ -57,7 +59,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Work of one sequence of length L: linear * L + quadratic * L^2 (attention), in any unit."""
+    """The work of one sequence of length L: linear * L + quadratic * L^2 (attention), in any unit."""
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -69,8 +71,10 @@ class CostModel:
     def of_decoder(
         cls, *, hidden_size: int, ffn_size: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> "CostModel":
-        """Multiply-adds of one layer (gated MLP, causal attention), per L: the weights; per L^2: half of two products
-        of num_heads * head_dim. Scaled so that linear = 1."""
+        """Return the multiply-adds of one layer (gated MLP, causal attention), scaled so that linear = 1.
+
+        Per L: the weights; per L^2: half of two products of num_heads * head_dim.
+        """
         attention_weights = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
         return cls(1.0, num_heads * head_dim / (attention_weights + 3 * hidden_size * ffn_size))
 
@@ -82,8 +86,9 @@ def assemble(
     normalize_by_std: bool = True,
     filter_truncated: bool = False,
 ) -> list[TrainSample]:
-    """The samples of all groups, in order, with advantages by `estimator` on shaped rewards, group by group. Of an
-    estimator per token (TOKEN_ESTIMATORS) the advantages are 0 here: it needs what the models say of the tokens.
+    """Return the samples of all groups, in order, with advantages by `estimator` on shaped rewards, group by group.
+
+    Of an estimator per token (TOKEN_ESTIMATORS) the advantages are 0 here: it needs what the models say of the tokens.
 
     filter_truncated (overlong filtering): the tokens of truncated responses get no loss; their rewards still belong to
     the group's mean and deviation. Raises UserError for a reward that is no finite number, and for remax without the
@@ -91,40 +96,42 @@ def assemble(
     """
     flat = [(sample, group) for group in groups for sample in group.samples]
     samples = [_train_sample(index, *pair, filter_truncated) for index, pair in enumerate(flat)]
-    outcomes = {sample.sample_id: sample.outcome for sample in samples}
-    for outcome in outcomes.values():
-        _check_outcome(outcome, estimator)
+    rewards = {sample.sample_id: sample.earned for sample in samples}
+    for earned in rewards.values():
+        _check_reward(earned, estimator)
     if estimator not in GROUP_ESTIMATORS:
         return samples
-    advantages = group_estimates(outcomes, estimator, normalize_by_std)
+    advantages = group_estimates(rewards, estimator, normalize_by_std)
     return [replace(sample, advantage=advantages[sample.sample_id]) for sample in samples]
 
 
-def group_estimates(outcomes: Mapping[int, Outcome], estimator: str, normalize_by_std: bool) -> dict[int, float]:
-    """sample_id -> advantage, by an estimator of GROUP_ESTIMATORS, but 0 in groups that are not kept; the samples of a
-    group have one uid."""
+def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool) -> dict[int, float]:
+    """Return sample_id -> advantage, by an estimator of GROUP_ESTIMATORS, but 0 in groups that are not kept.
+
+    The samples of a group have one uid.
+    """
     members: dict[str, list[int]] = {}
-    for sample_id, outcome in outcomes.items():
-        members.setdefault(outcome.uid, []).append(sample_id)
+    for sample_id, earned in rewards.items():
+        members.setdefault(earned.uid, []).append(sample_id)
     advantages: dict[int, float] = {}
     for ids in members.values():
-        rewards = torch.tensor([outcomes[i].reward for i in ids], dtype=torch.float64)
-        group = GroupRewards(rewards, outcomes[ids[0]].baseline, normalize_by_std)
-        estimates = GROUP_ESTIMATORS[estimator](group) * float(outcomes[ids[0]].keep)
+        first = rewards[ids[0]]
+        of_group = torch.tensor([rewards[i].reward for i in ids], dtype=torch.float64)
+        estimates = GROUP_ESTIMATORS[estimator](of_group, first.baseline, normalize_by_std) * float(first.keep)
         advantages.update(zip(ids, estimates.tolist(), strict=True))
     return advantages
 
 
-def _check_outcome(outcome: Outcome, estimator: str) -> None:
-    if estimator == "remax" and outcome.baseline is None:
+def _check_reward(earned: SampleReward, estimator: str) -> None:
+    if estimator == "remax" and earned.baseline is None:
         raise UserError(
-            f"Group {outcome.uid} has no reward of a greedy answer, which algorithm.adv_estimator=remax compares with; "
+            f"Group {earned.uid} has no reward of a greedy answer, which algorithm.adv_estimator=remax compares with; "
             f"sample it again with remax, or choose another estimator for this batch."
         )
-    for reward in (outcome.reward, outcome.baseline):
+    for reward in (earned.reward, earned.baseline):
         if reward is not None and not math.isfinite(reward):
             raise UserError(
-                f"A response of group {outcome.uid} has the reward {reward}: no advantage can be computed from it; "
+                f"A response of group {earned.uid} has the reward {reward}: no advantage can be computed from it; "
                 f"correct the function that reward.function names, so that it returns finite numbers only."
             )
 
@@ -132,7 +139,7 @@ def _check_outcome(outcome: Outcome, estimator: str) -> None:
 def mini_batches(
     samples: Sequence[TrainSample], num_groups: int, seed: int | str | None = None
 ) -> list[list[TrainSample]]:
-    """Whole groups, at most num_groups at a time, in order of arrival or shuffled by `seed`.
+    """Return whole groups, at most num_groups at a time, in order of arrival or shuffled by `seed`.
 
     Where the groups do not divide (a partial rollout step), the mini-batches differ by one group at most: each is one
     optimizer step of full length, and a step on a lone left-over group would weigh as much as the others.
@@ -150,7 +157,7 @@ def mini_batches(
 def shard_over_data_parallel(
     samples: Sequence[TrainSample], dp_size: int, cost: CostModel | None = None
 ) -> list[list[TrainSample]]:
-    """[dp_size] lists of about equal cost, not necessarily of equal number.
+    """Return [dp_size] lists of about equal cost, not necessarily of equal number.
 
     The costliest sample first, to the rank with the least so far (longest processing time first).
     """
@@ -165,7 +172,7 @@ def shard_over_data_parallel(
 
 
 def longest_first(samples: Iterable[TrainSample]) -> list[TrainSample]:
-    """Sorted by falling length; equal lengths by sample_id, so that the order of arrival does not matter."""
+    """Return the samples by falling length, equal lengths by sample_id: the order of arrival does not matter."""
     return sorted(samples, key=lambda sample: (-sample.length, sample.sample_id))
 
 

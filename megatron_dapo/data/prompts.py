@@ -1,11 +1,11 @@
-"""Prompt files to prompts: read, check, deduplicate, tokenize, limit the length; and the cursor that draws them."""
+"""Prompts from prompt files: read, checked, deduplicated, tokenized, limited in length; the cursor that draws them."""
 
 import hashlib
 import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
@@ -33,6 +33,7 @@ class FileReport:
 
     @property
     def num_kept(self) -> int:
+        """Rows that are prompts of the data set."""
         return self.num_rows - self.num_duplicates - self.num_conflicting - self.num_overlong
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class FileReport:
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """prompts: in the order of the files. report: one entry per file."""
+    """The prompts of some files, in their order. report: one entry per file."""
 
     prompts: list[Prompt]
     report: list[FileReport]
@@ -74,45 +75,44 @@ class PromptDataset:
         and for a data set without prompts.
         """
         limit = _LengthLimit(max_prompt_length, filter_overlong, truncation)
-        found: list[tuple[Prompt, bytes, FileReport]] = []
+        kept: list[tuple[Prompt, FileReport]] = []
         reports: list[FileReport] = []
         seen: set[str] = set()
         answers = _Answers()
         for path in files:
             report = FileReport(str(path))
             reports.append(report)
-            for row in _read(Path(path), prompt_key):
+            for place, prompt in _read(Path(path), prompt_key):
                 report.num_rows += 1
-                key = row.key
-                if dedup and key in seen:
+                if dedup and prompt.key in seen:
                     report.num_duplicates += 1
                     continue
-                seen.add(key)
+                seen.add(prompt.key)
                 if conflicting_answers != "keep":
-                    answers.add(row)
-                tokens = limit.apply(*row.encode(tokenizer, apply_chat_template), row, tokenizer, report)
-                if tokens is not None:
-                    found.append((row.prompt(len(found), key, *tokens), row.prompt_digest, report))
+                    answers.add(prompt, place)
+                encoded = _encode(prompt, tokenizer, apply_chat_template, f"{place}, column {prompt_key!r}")
+                limited = limit.apply(encoded, place, tokenizer, report)
+                if limited is not None:
+                    kept.append((replace(limited, index=len(kept)), report))
         if conflicting_answers == "error":
             answers.check()
-        prompts = _without_conflicts(found, answers)
+        prompts = _without_conflicts(kept, answers)
         if not prompts:
             raise UserError(_no_prompts(reports, max_prompt_length))
         return cls(prompts, reports)
 
-    @property
-    def data_sources(self) -> list[str]:
-        """The different data sources, sorted."""
-        return sorted({prompt.data_source for prompt in self.prompts})
-
 
 class PromptCursor:
-    """Draws prompt numbers epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch)."""
+    """Prompt numbers, drawn epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch)."""
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool = True, content: str = "") -> None:
         """content: what the prompts are, see `content_of`; only to be compared."""
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
         self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "content": content}
-        self._epoch = self._position = 0
+        self._epoch = 0
+        self._position = 0
         self._order = self._order_of(0)
 
     @property
@@ -121,22 +121,24 @@ class PromptCursor:
         return self._epoch
 
     def next(self, count: int) -> list[int]:
-        """The next `count` numbers in [0, num_prompts). What is left of an epoch comes first, then the next epoch."""
+        """Return the next `count` numbers in [0, num_prompts): first what is left of the epoch, then the next one."""
         drawn: list[int] = []
         while len(drawn) < count:
             part = self._order[self._position : self._position + count - len(drawn)]
             drawn += part
             self._position += len(part)
             if self._position == len(self._order):
-                self._epoch, self._position = self._epoch + 1, 0
+                self._epoch += 1
+                self._position = 0
                 self._order = self._order_of(self._epoch)
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
+        """Return plain data."""
         return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a saved cursor stood. Raises UserError where it drew from other data or in another order."""
+        """Go on where a saved cursor stood. Raises UserError where it drew from other data or in another order."""
         words = {
             "num_prompts": "the number of prompts",
             "seed": "data.seed",
@@ -151,86 +153,75 @@ class PromptCursor:
         ]
         if changed:
             raise UserError(changed)
-        self._epoch, self._position = state["epoch"], state["position"]
+        self._epoch = state["epoch"]
+        self._position = state["position"]
         self._order = self._order_of(self._epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(self._identity["num_prompts"]))
+        order = list(range(self._num_prompts))
         assert order, "a data set has prompts"
-        if self._identity["shuffle"]:
-            random.Random(f"{self._identity['seed']}/{epoch}").shuffle(order)
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
 
 def content_of(prompts: Iterable[Prompt]) -> str:
-    """A hash of all prompts, in their order."""
+    """Return a hash of all prompts, in their order."""
     return hashlib.sha256("".join(prompt.key for prompt in prompts).encode()).hexdigest()[:16]
 
 
 def content_key(row: dict[str, Any], place: str, prompt_key: str) -> str:
-    """What two rows of a prompt file have in common that are the same prompt: a hash of messages and answer.
+    """Return what two rows of a prompt file have in common that are the same prompt: a hash of messages and answer.
 
     place: names file and row for errors. Raises UserError for a row that no data set may hold.
     """
     return _checked(row, place, prompt_key).key
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One checked row. `place` names file and row for errors. prompt_json: the messages, as they are compared."""
+def _json_of(messages: str | Messages) -> str:
+    """Return messages as they are compared."""
+    return json.dumps(messages, sort_keys=True, default=str)
 
-    place: str
-    prompt_key: str
-    messages: str | Messages
-    prompt_json: str
-    ground_truth: str
-    data_source: str
-    extra_info: dict = field(default_factory=dict)
 
-    @property
-    def key(self) -> str:
-        content = f"[{self.prompt_json}, {json.dumps(self.ground_truth)}]"
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
+def _messages_digest(prompt: Prompt) -> bytes:
+    return hashlib.sha256(_json_of(prompt.messages).encode()).digest()[:16]
 
-    @property
-    def prompt_digest(self) -> bytes:
-        return hashlib.sha256(self.prompt_json.encode()).digest()[:16]
 
-    def encode(self, tokenizer: Tokenizer, apply_chat_template: bool) -> tuple[tuple[int, ...], str]:
-        try:
-            tokens, text = tokenizer.encode_prompt(self.messages, apply_chat_template)
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"{self.place}, column {self.prompt_key!r}: {error}.") from error
-        if not tokens:
-            raise UserError(f"{self.place}, column {self.prompt_key!r}: the prompt has no tokens.")
-        return tokens, text
-
-    def prompt(self, index: int, key: str, tokens: tuple[int, ...], text: str) -> Prompt:
-        source, truth, extra_info = self.data_source, self.ground_truth, self.extra_info
-        return Prompt(index, key, tokens, text, source, truth, extra_info, self.messages)
+def _encode(prompt: Prompt, tokenizer: Tokenizer, apply_chat_template: bool, place: str) -> Prompt:
+    """Return the prompt with its tokens. place: names file, row and column for errors."""
+    try:
+        tokens, text = tokenizer.encode_prompt(prompt.messages, apply_chat_template)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{place}: {error}.") from error
+    if not tokens:
+        raise UserError(f"{place}: the prompt has no tokens.")
+    return replace(prompt, tokens=tokens, text=text)
 
 
 class _Answers:
-    """The answer that each prompt was given first. conflicts: prompts that got another one as well, by their hash;
-    with the first two such rows of each, in words."""
+    """The answer that each prompt was given first.
+
+    conflicts: prompts that got another one as well, by their hash; with the first two such rows of each, in words.
+    """
 
     def __init__(self) -> None:
         self._first: dict[bytes, tuple[str, str]] = {}
         self.conflicts: dict[bytes, str] = {}
 
-    def add(self, row: _Row) -> None:
-        digest = row.prompt_digest
-        answer, place = self._first.setdefault(digest, (row.ground_truth, row.place))
-        if answer != row.ground_truth and digest not in self.conflicts:
+    def add(self, prompt: Prompt, place: str) -> None:
+        """Compare a row's answer. place: names file and row."""
+        digest = _messages_digest(prompt)
+        answer, first_place = self._first.setdefault(digest, (prompt.ground_truth, place))
+        if answer != prompt.ground_truth and digest not in self.conflicts:
             self.conflicts[digest] = (
-                f"{row.place}: the answer is {row.ground_truth[:60]!r}, but {answer[:60]!r} for the same prompt in "
-                f"{place}"
+                f"{place}: the answer is {prompt.ground_truth[:60]!r}, but {answer[:60]!r} for the same prompt in "
+                f"{first_place}"
             )
 
     def check(self) -> None:
-        """Raises UserError where there are conflicts."""
+        """Raise UserError where there are conflicts."""
         if self.conflicts:
             named = list(self.conflicts.values())[:_NAMED_CONFLICTS]
             more = len(self.conflicts) - len(named)
@@ -239,51 +230,53 @@ class _Answers:
             raise UserError([f"{words}; {cure}." for words in named[:-1]] + [f"{named[-1]}{others}; {cure}."])
 
 
-def _without_conflicts(found: Sequence[tuple[Prompt, bytes, FileReport]], answers: _Answers) -> list[Prompt]:
-    """The prompts, numbered anew, of which no row has another answer; the others are counted in their reports."""
+def _without_conflicts(prompts: Sequence[tuple[Prompt, FileReport]], answers: _Answers) -> list[Prompt]:
+    """Return the prompts, numbered anew, of which no row has another answer; count the others in their reports."""
     if not answers.conflicts:
-        return [prompt for prompt, _, _ in found]
-    kept = []
-    for prompt, digest, report in found:
-        if digest in answers.conflicts:
+        return [prompt for prompt, _ in prompts]
+    agreeing: list[Prompt] = []
+    for prompt, report in prompts:
+        if _messages_digest(prompt) in answers.conflicts:
             report.num_conflicting += 1
         else:
-            kept.append(replace(prompt, index=len(kept)))
-    return kept
+            agreeing.append(replace(prompt, index=len(agreeing)))
+    return agreeing
 
 
 @dataclass(frozen=True)
 class _LengthLimit:
+    """`data.max_prompt_length`, and what happens to a prompt that is longer."""
+
     max_tokens: int
     filter_overlong: bool
     truncation: str
 
-    def apply(
-        self, tokens: tuple[int, ...], text: str, row: _Row, tokenizer: Tokenizer, report: FileReport
-    ) -> tuple[tuple[int, ...], str] | None:
-        """(tokens, text) within the limit, or None for a prompt to drop."""
-        if len(tokens) <= self.max_tokens:
-            return tokens, text
+    def apply(self, prompt: Prompt, place: str, tokenizer: Tokenizer, report: FileReport) -> Prompt | None:
+        """Return the prompt within the limit, or None for one to drop. place: names file and row for errors."""
+        if len(prompt.tokens) <= self.max_tokens:
+            return prompt
         if self.filter_overlong:
             report.num_overlong += 1
             return None
         if self.truncation == "left":
             report.num_truncated += 1
-            tokens = tokens[-self.max_tokens :]
-            return tokens, tokenizer.decode(tokens, skip_special_tokens=False)
+            tokens = prompt.tokens[-self.max_tokens :]
+            return replace(prompt, tokens=tokens, text=tokenizer.decode(tokens, skip_special_tokens=False))
         raise UserError(
-            f"{row.place}: the prompt has {len(tokens)} tokens, data.max_prompt_length is {self.max_tokens}; raise it, "
-            f"or set data.filter_overlong_prompts: true, or data.truncation: left."
+            f"{place}: the prompt has {len(prompt.tokens)} tokens, data.max_prompt_length is {self.max_tokens}; raise "
+            f"it, or set data.filter_overlong_prompts: true, or data.truncation: left."
         )
 
 
-def _read(path: Path, prompt_key: str) -> Iterator[_Row]:
-    """Checked rows of a file, counted from 1."""
+def _read(path: Path, prompt_key: str) -> Iterator[tuple[str, Prompt]]:
+    """Yield (place, checked row) of a file; the place names file and row, counted from 1."""
     for number, row in read_rows(path, (prompt_key, "reward_model", "label", "data_source", "extra_info")):
-        yield _checked(row, f"{path}, row {number}", prompt_key)
+        place = f"{path}, row {number}"
+        yield place, _checked(row, place, prompt_key)
 
 
-def _checked(row: Any, place: str, prompt_key: str) -> _Row:
+def _checked(row: Any, place: str, prompt_key: str) -> Prompt:
+    """Return a row as a prompt without tokens. place: names file and row for errors."""
     if not isinstance(row, dict):
         raise UserError(f"{place}: expected an object with named columns, found {type(row).__name__}.")
     if prompt_key not in row:
@@ -293,18 +286,21 @@ def _checked(row: Any, place: str, prompt_key: str) -> _Row:
         raise UserError(
             f"{place}, column {prompt_key!r}: expected text or messages with role and content, {_seen(messages)}."
         )
-    prompt_json = json.dumps(messages, sort_keys=True, default=str)
+    prompt_json = _json_of(messages)
     if len(prompt_json) > MAX_PROMPT_BYTES:
         raise UserError(
             f"{place}, column {prompt_key!r}: the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB; shorten or "
             f"remove it."
         )
-    return _Row(
-        place=place,
-        prompt_key=prompt_key,
+    ground_truth = _ground_truth(row, place)
+    content = f"[{prompt_json}, {json.dumps(ground_truth)}]"
+    return Prompt(
+        index=-1,
+        key=hashlib.sha256(content.encode()).hexdigest()[:32],
+        tokens=(),
+        text="",
         messages=messages,
-        prompt_json=prompt_json,
-        ground_truth=_ground_truth(row, place),
+        ground_truth=ground_truth,
         data_source=_optional(row, "data_source", str, "", place),
         extra_info=_plain(_optional(row, "extra_info", dict, {}, place), "extra_info", place),
     )
@@ -341,14 +337,16 @@ def _optional(row: dict[str, Any], column: str, kind: type, default: Any, place:
     if value is None:
         return default
     if not isinstance(value, kind):
-        words = {str: "text", dict: "an object"}
-        raise UserError(f"{place}, column {column!r}: expected {words[kind]}, {_seen(value)}.")
+        expected = "text" if kind is str else "an object"
+        raise UserError(f"{place}, column {column!r}: expected {expected}, {_seen(value)}.")
     return value
 
 
 def _plain(value: Any, column: str, place: str) -> Any:
-    """What a checkpoint can hold of a prompt that waits, so that it is the same before and after a resume: dates and
-    times as ISO text, decimals as text, tuples as lists. Raises UserError for what has no such form."""
+    """Return what a checkpoint can hold of a prompt that waits, so that it is the same before and after a resume.
+
+    Dates and times become ISO text, decimals text, tuples lists. Raises UserError for what has no such form.
+    """
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):

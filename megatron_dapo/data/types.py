@@ -1,4 +1,4 @@
-"""What flows through the system: prompts, samples, groups, and what one rollout step hands to the trainer."""
+"""What flows from the prompt files to the trainer: prompts, samples, groups, and the batch of one rollout step."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class Prompt:
     """One prompt of a data set, tokenized."""
 
-    index: int  # row among the kept prompts of its data set
+    index: int  # row among the kept prompts of its data set; -1 in a row that is not tokenized yet
     key: str  # hash of the content; equal content, equal key
     tokens: tuple[int, ...]
     text: str  # the rendered prompt, for people
@@ -37,7 +37,7 @@ class Sample:
     reward: float  # after shaping
     is_truncated: bool
     is_terminated: bool = True
-    exp_mask: bool = False  # True = replayed experience (off-policy)
+    exp_mask: bool = False  # True = replayed by experience replay (off-policy)
     num_turns: int = 1
     servers: tuple[str, ...] = ()  # URLs of those that wrote its turns
     reward_error: str | None = None  # why the verifier gave no answer, if it did not
@@ -53,24 +53,25 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """The n responses to one prompt.
+    """One use of a prompt, and the n responses to it; while they are sampled only a replayed one is there.
 
+    uid: new for every use, so that a prompt that is drawn twice makes two groups.
     baseline_reward: shaped reward of one greedy answer beside them, where the advantage estimator asks for it (remax).
     keep: False where dynamic sampling found no signal and masks the group: it is trained on with advantages of 0.
     """
 
     uid: str
     prompt: Prompt
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...] = ()
     baseline_reward: float | None = None
     keep: bool = True
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one `next_batch` returns.
+    """What one rollout step hands to the trainer.
 
-    groups: those the step trains on. metrics: flat floats with the seeds' names (reward, filter and length statistics).
+    groups: those that the step trains on. metrics: flat floats by their public names (reward, filter, length).
     needs_sync: a server came back without the current weights; push them and call again, nothing was lost.
     """
 

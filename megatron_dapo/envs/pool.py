@@ -26,12 +26,7 @@ class EnvironmentFailure(Exception):
 
 
 class EnvironmentPool:
-    """`num_workers` processes, each of which hosts the environment of one trajectory at a time.
-
-    environment: a name of the table or package.module:Class; kwargs: its keyword arguments. step_timeout_s: hard limit
-    of one reset, step or close. memory_limit_mb: address space of a worker. pass_env: names of environment variables
-    that workers get though they look like secrets.
-    """
+    """The processes that host environments, each that of one trajectory at a time."""
 
     def __init__(
         self,
@@ -42,7 +37,18 @@ class EnvironmentPool:
         memory_limit_mb: int,
         pass_env: Sequence[str] = (),
     ) -> None:
-        self._environment, self._step_timeout_s = environment, step_timeout_s
+        """Prepare the workers; `start` starts them.
+
+        Args:
+            environment: a built-in name or package.module:Class.
+            kwargs: its keyword arguments.
+            num_workers: processes.
+            step_timeout_s: hard limit of one reset, step or close.
+            memory_limit_mb: address space of a worker.
+            pass_env: names of environment variables that workers get though they look like secrets.
+        """
+        self._environment = environment
+        self._step_timeout_s = step_timeout_s
         settings = {
             "environment": environment,
             "kwargs": kwargs,
@@ -53,20 +59,22 @@ class EnvironmentPool:
             settings,
             worker_environment(os.environ, pass_env, "actor_rollout_ref.rollout.multi_turn.pass_env"),
             num_workers,
-            farewell={"close": True},
-            farewell_timeout_s=step_timeout_s,
+            closing={"close": True},
+            closing_timeout_s=step_timeout_s,
         )
         self._logged: set[str] = set()
 
     async def start(self) -> None:
-        """Starts the workers. Raises UserError for an unusable environment, WorkerLost where one does not start."""
+        """Start the workers. Raises UserError for an unusable environment, WorkerLost where one does not start."""
         check_environment(self._environment)
         await self._pool.start()
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator["EnvironmentSession"]:
-        """An environment for one trajectory; waits until a worker is free. At the end it is closed, or, where it is in
-        the middle of an answer, killed and replaced; the caller does not wait for that.
+        """Lend an environment for one trajectory; wait until a worker is free.
+
+        At the end it is closed, or, where it is in the middle of an answer, killed and replaced; the caller does not
+        wait for that.
 
         Raises EnvironmentFailure.
         """
@@ -81,7 +89,7 @@ class EnvironmentPool:
             raise
 
     async def close(self) -> None:
-        """Ends all workers; sessions in use fail with "crash". Idempotent."""
+        """End all workers; sessions in use fail with "crash". Idempotent."""
         await self._pool.close()
 
     def _log(self, reason: str, error: Exception) -> None:
@@ -91,15 +99,18 @@ class EnvironmentPool:
 
 
 class EnvironmentSession:
-    """One trajectory's environment, in its worker. Calls raise EnvironmentFailure or WorkerLost."""
+    """The environment of one trajectory, in its worker. Calls raise EnvironmentFailure or WorkerLost."""
 
     def __init__(self, worker: Worker, timeout_s: float) -> None:
-        self._worker, self._timeout_s = worker, timeout_s
+        self._worker = worker
+        self._timeout_s = timeout_s
 
     async def reset(self, task: Task) -> Observation:
+        """Begin; return the environment's first words."""
         return await self._ask({"reset": vars(task)})
 
     async def step(self, response: str) -> Observation:
+        """Return the answer to a turn of the model."""
         return await self._ask({"step": response})
 
     async def _ask(self, message: dict[str, Any]) -> Observation:

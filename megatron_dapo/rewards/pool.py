@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_dapo.rewards.registry import check_reward, wrong_score
-from megatron_dapo.rewards.types import RewardRequest, RewardResult
+from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rewards.worker_environment import worker_environment
 from megatron_dapo.rewards.worker_pool import WorkerLost, WorkerPool
 
@@ -24,13 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardPool:
-    """`num_workers` processes that judge responses.
-
-    function: a built-in name or package.module:function; kwargs: its keyword arguments. timeout_s: hard limit of one
-    reward, from the moment a worker takes it. memory_limit_mb: address space of a worker. pass_env: names of
-    environment variables that workers get though they look like secrets. data_sources: of the prompts, for what
-    by_data_source loads ahead.
-    """
+    """The processes that judge responses with the run's reward function."""
 
     def __init__(
         self,
@@ -42,7 +36,20 @@ class RewardPool:
         pass_env: Sequence[str] = (),
         data_sources: Sequence[str] = (),
     ) -> None:
-        self._function, self._kwargs, self._timeout_s = function, kwargs, timeout_s
+        """Prepare the workers; `start` starts them.
+
+        Args:
+            function: a built-in name or package.module:function.
+            kwargs: its keyword arguments.
+            num_workers: processes.
+            timeout_s: hard limit of one reward, from the moment a worker takes it.
+            memory_limit_mb: address space of a worker.
+            pass_env: names of environment variables that workers get though they look like secrets.
+            data_sources: of the prompts, for what by_data_source loads ahead.
+        """
+        self._function = function
+        self._kwargs = kwargs
+        self._timeout_s = timeout_s
         settings = {
             "function": function,
             "kwargs": kwargs,
@@ -57,19 +64,28 @@ class RewardPool:
         self.last_traceback = ""  # of the function's last exception
 
     async def start(self) -> None:
-        """Starts the workers. Raises UserError for an unusable function, WorkerLost where a worker does not start."""
+        """Start the workers. Raises UserError for an unusable function, WorkerLost where a worker does not start."""
         check_reward(self._function, self._kwargs)
         await self._pool.start()
-        self._wrong_score = float(self._pool.hello["wrong_score"])
+        self._wrong_score = float(self._pool.greeting["wrong_score"])
 
-    async def score(self, request: RewardRequest) -> RewardResult:
-        """The verdict. Never raises because of a response: timeout, crash and exception come back as `error`, counted.
+    async def score(
+        self, data_source: str, response: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+    ) -> RewardResult:
+        """Return the verdict on a response. The arguments are the reward function's own.
 
-        Raises RuntimeError outside start() ... close().
+        Never raises because of a response: timeout, crash and exception come back as `error`, counted. Raises
+        RuntimeError outside start() ... close().
         """
+        request = {
+            "data_source": data_source,
+            "response": response,
+            "ground_truth": ground_truth,
+            "extra_info": extra_info or {},
+        }
         try:
             async with self._pool.worker() as worker:
-                reply = await worker.ask(vars(request), self._timeout_s)
+                reply = await worker.ask(request, self._timeout_s)
                 if not _is_verdict(reply):
                     worker.distrust()
                     reply = {"error": _NO_VERDICT}
@@ -78,17 +94,17 @@ class RewardPool:
         except WorkerLost as error:
             logger.warning("a reward worker is lost: %s", error)
             reply = {"error": "crash"}
-        return self._result(request, reply)
+        return self._result(data_source, reply)
 
     async def close(self) -> None:
-        """Ends all workers; requests in flight come back as crashes. Idempotent."""
+        """End all workers; requests in flight come back as crashes. Idempotent."""
         await self._pool.close()
 
     def stats(self) -> dict[str, int]:
-        """num_scored (requests answered, all of them), num_timeouts, num_crashes, num_exceptions since the start."""
+        """Return num_scored (all requests answered), num_timeouts, num_crashes, num_exceptions since the start."""
         return dict(self._counts)
 
-    def _result(self, request: RewardRequest, reply: dict[str, Any]) -> RewardResult:
+    def _result(self, data_source: str, reply: dict[str, Any]) -> RewardResult:
         self._counts["num_scored"] += 1
         error = reply.get("error")
         if error is None:
@@ -97,14 +113,15 @@ class RewardPool:
         self.last_traceback = str(reply.get("traceback", "")) or self.last_traceback
         if error not in self._logged and len(self._logged) < _MAX_LOGGED_ERRORS:
             self._logged.add(error)
-            logger.warning("reward %s failed on a response to %r: %s", self._function, request.data_source, error)
-        wrong = wrong_score(self._function, request.data_source, self._wrong_score)
+            logger.warning("reward %s failed on a response to %r: %s", self._function, data_source, error)
+        wrong = wrong_score(self._function, data_source, self._wrong_score)
         return RewardResult(wrong, correct=False, error=error)
 
 
 def _is_verdict(reply: dict[str, Any]) -> bool:
-    """Whether it is what rewards/worker.py answers: also code of the user's runs in there."""
+    """Return whether it is what rewards/worker.py answers: also code of the user's runs in there."""
     if "error" in reply:
         return isinstance(reply["error"], str) and reply["error"].partition(":")[0] in _COUNTS
-    score, correct = reply.get("score"), reply.get("correct")
+    score = reply.get("score")
+    correct = reply.get("correct")
     return isinstance(score, float) and math.isfinite(score) and isinstance(correct, bool)

@@ -11,13 +11,13 @@ from math import isfinite
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.rewards.types import RewardRequest, RewardResult
+from megatron_dapo.rewards.types import RewardResult
 
 BY_DATA_SOURCE = "by_data_source"
 
 
 @dataclass(frozen=True)
-class Builtin:
+class BuiltinReward:
     """Where a built-in function lives (imported only where it runs) and its score of a wrong answer."""
 
     path: str
@@ -25,11 +25,11 @@ class Builtin:
 
 
 BUILTINS = {
-    "math_dapo": Builtin("megatron_dapo.rewards.text:math_dapo", wrong_score=-1.0),
-    "math_verify": Builtin("megatron_dapo.rewards.symbolic:math_verify", wrong_score=0.0),
-    "exact_match": Builtin("megatron_dapo.rewards.text:exact_match", wrong_score=0.0),
-    "reasoning_gym": Builtin("megatron_dapo.rewards.reasoning_gym:reasoning_gym", wrong_score=0.0),
-    "environment": Builtin("megatron_dapo.rewards.text:environment", wrong_score=0.0),
+    "math_dapo": BuiltinReward("megatron_dapo.rewards.text:math_dapo", wrong_score=-1.0),
+    "math_verify": BuiltinReward("megatron_dapo.rewards.symbolic:math_verify", wrong_score=0.0),
+    "exact_match": BuiltinReward("megatron_dapo.rewards.text:exact_match", wrong_score=0.0),
+    "reasoning_gym": BuiltinReward("megatron_dapo.rewards.reasoning_gym:reasoning_gym", wrong_score=0.0),
+    "environment": BuiltinReward("megatron_dapo.rewards.text:environment", wrong_score=0.0),
 }
 
 DATA_SOURCES = {
@@ -44,7 +44,8 @@ DATA_SOURCES = {
 
 
 def function_name(function: str, data_source: str) -> str:
-    """The name or path that judges a data source: `function` itself, or by_data_source's choice. Raises UserError."""
+    """Return the name or path that judges a data source: `function` itself, or by_data_source's choice. Raises
+    UserError."""
     if function != BY_DATA_SOURCE:
         return function
     for pattern, name in DATA_SOURCES.items():
@@ -58,7 +59,7 @@ def function_name(function: str, data_source: str) -> str:
 
 
 def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[str] = ()) -> None:
-    """Raises UserError for an unknown name, or data sources that by_data_source cannot judge. Imports nothing."""
+    """Raise UserError for an unknown name, or data sources that by_data_source cannot judge. Imports nothing."""
     if function == BY_DATA_SOURCE:
         if kwargs:
             raise UserError(
@@ -77,7 +78,10 @@ def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[s
 
 
 def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
-    """The score of a wrong answer, for responses that got no verdict. custom: that of a function by import path."""
+    """Return the score of a wrong answer, for responses that got no verdict.
+
+    custom: that of a function by import path.
+    """
     if function == BY_DATA_SOURCE:
         row = next((name for pattern, name in DATA_SOURCES.items() if fnmatchcase(data_source, pattern)), "")
         return BUILTINS[row].wrong_score if row else 0.0
@@ -86,7 +90,7 @@ def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
 
 @cache
 def load(function: str) -> Callable[..., Any]:
-    """Imports the function of a built-in name or of a path `package.module:function`. Raises UserError."""
+    """Import the function of a built-in name or of a path `package.module:function`. Raises UserError."""
     path = BUILTINS[function].path if function in BUILTINS else function
     module_name, _, attribute = path.partition(":")
     try:
@@ -107,7 +111,7 @@ def load(function: str) -> Callable[..., Any]:
 
 
 def check_signature(function: str, kwargs: dict[str, Any]) -> None:
-    """Raises UserError where the function cannot be called with four positions and these keyword arguments."""
+    """Raise UserError where the function cannot be called with four positions and these keyword arguments."""
     try:
         inspect.signature(load(function)).bind("", "", "", {}, **kwargs)
     except TypeError as error:
@@ -117,10 +121,25 @@ def check_signature(function: str, kwargs: dict[str, Any]) -> None:
         ) from None
 
 
-def judge(function: str, kwargs: dict[str, Any], request: RewardRequest) -> RewardResult:
-    """Calls the function in this process. Raises whatever it raises, and ValueError for a verdict that is none."""
-    call = load(function_name(function, request.data_source))
-    verdict = call(request.data_source, request.response, request.ground_truth, request.extra_info, **kwargs)
+def judge(
+    function: str,
+    kwargs: dict[str, Any],
+    data_source: str,
+    response: str,
+    ground_truth: str,
+    extra_info: dict[str, Any],
+) -> RewardResult:
+    """Call the function in this process; return its verdict on a response.
+
+    Args:
+        function: a built-in name or package.module:function.
+        kwargs: its keyword arguments.
+        data_source, response, ground_truth, extra_info: its four positional arguments.
+
+    Raises whatever the function raises, and ValueError for a verdict that is none.
+    """
+    call = load(function_name(function, data_source))
+    verdict = call(data_source, response, ground_truth, extra_info, **kwargs)
     score = verdict.get("score") if isinstance(verdict, dict) else verdict
     if score is None or not isfinite(score := float(score)):
         raise ValueError(f"the reward function returned {str(verdict)[:100]}, not a finite score or a dict with one")
@@ -128,7 +147,8 @@ def judge(function: str, kwargs: dict[str, Any], request: RewardRequest) -> Rewa
 
 
 def _is_correct(verdict: Any, score: float) -> bool:
-    """What the verdict says, as `correct` or, as verl's functions do, `acc`; else whether the score is above 0."""
+    """Return what the verdict says, as `correct` or, as verl's functions do, `acc`; else whether the score is above
+    0."""
     if not isinstance(verdict, dict) or not verdict.keys() & {"correct", "acc"}:
         return score > 0
     if "correct" in verdict:

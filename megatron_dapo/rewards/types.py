@@ -1,16 +1,6 @@
-"""What goes into the reward pool and what comes out."""
+"""What the reward pool answers."""
 
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class RewardRequest:
-    """One response to judge."""
-
-    data_source: str
-    response: str
-    ground_truth: str
-    extra_info: dict = field(default_factory=dict)
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)

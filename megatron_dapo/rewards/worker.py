@@ -3,7 +3,6 @@
 The settings are answered by {"wrong_score": ...} or {"user_error": ...}, a response by {"score": ..., "correct": ...}.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,27 +10,28 @@ from typing import Any
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.registry import BUILTINS, BY_DATA_SOURCE, check_signature, function_name, judge, load
-from megatron_dapo.rewards.types import RewardRequest
 from megatron_dapo.rewards.worker_process import Message, serve
 
 
 def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
+    """Return the greeting, and the function that answers a request."""
     function, kwargs = settings["function"], settings["kwargs"]
-    hello = _hello(function, kwargs)
-    if "user_error" not in hello:
+    greeting = _greeting(function, kwargs)
+    if "user_error" not in greeting:
         for name in {function_name(function, source) for source in settings["data_sources"]} or {function}:
             _load_ahead(name)
-    return hello, partial(_answer, function, kwargs)
+    return greeting, partial(_answer, function, kwargs)
 
 
 def _load_ahead(function: str) -> None:
-    """Before the first response, whose deadline is not for it."""
+    """Import what the function needs before the first response, whose deadline is not for that."""
     if function != BY_DATA_SOURCE:
         load(function)
         import_ahead(BUILTINS[function].path if function in BUILTINS else function)
 
 
-def _hello(function: str, kwargs: dict[str, Any]) -> Message:
+def _greeting(function: str, kwargs: dict[str, Any]) -> Message:
+    """Return the score of a wrong answer, or what is wrong with the function."""
     if function == BY_DATA_SOURCE:
         return {"wrong_score": 0.0}
     try:
@@ -45,9 +45,9 @@ def _hello(function: str, kwargs: dict[str, Any]) -> Message:
 
 
 def _answer(function: str, kwargs: dict[str, Any], message: Message) -> Message:
-    result = judge(function, kwargs, RewardRequest(**message))
+    result = judge(function, kwargs, **message)
     return {"score": result.score, "correct": result.correct}
 
 
 if __name__ == "__main__":
-    sys.exit(serve(get_ready))
+    serve(get_ready)

@@ -30,20 +30,22 @@ class WorkerLost(RuntimeError):
 class Worker:
     """One worker process and its pipe.
 
-    module: run with `python -m`; it calls worker_process.serve. settings: the first message to it; hello: its answer.
-    environment: all of its variables.
+    module: run with `python -m`; it calls worker_process.serve. settings: the first message to it; greeting: its
+    answer. environment: all of its variables.
     """
 
     def __init__(self, module: str, settings: Message, environment: Mapping[str, str]) -> None:
-        self.module, self.settings, self._environment = module, settings, environment
-        self.hello: Message = {}
+        self.module = module
+        self.settings = settings
+        self.greeting: Message = {}
+        self._environment = environment
         self.num_served = 0
         self._is_asked = False
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it runs and is not in the middle of a request, as it is after a cancelled one."""
+        """Return whether it runs and is not in the middle of a request, as it is after a cancelled one."""
         return self._process is not None and self._process.returncode is None and not self._is_asked
 
     @property
@@ -51,7 +53,7 @@ class Worker:
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Raises UserError where the worker refuses its settings, WorkerLost where it does not start."""
+        """Start the process. Raises UserError where it refuses its settings, WorkerLost where it does not start."""
         self.num_served = 0
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self.module),
@@ -63,52 +65,60 @@ class Worker:
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                self.hello = await self._exchange(self.settings)
+                self.greeting = await self._exchange(self.settings)
         except TimeoutError:
             await self.stop()
             raise WorkerLost(f"{self.module} {self.pid} was not ready within {_START_TIMEOUT_S:g} s") from None
-        if "user_error" in self.hello:
+        if "user_error" in self.greeting:
             await self.stop()
-            raise UserError(self.hello["user_error"])
+            raise UserError(self.greeting["user_error"])
 
     async def ask(self, message: Message, timeout_s: float) -> Message:
-        """The reply. Raises TimeoutError, or WorkerLost; after either, or when cancelled, the worker is not ready."""
+        """Return the reply.
+
+        Raises TimeoutError, or WorkerLost; after either, or when cancelled, the worker is not ready.
+        """
         self.num_served += 1
         async with asyncio.timeout(timeout_s):
             return await self._exchange(message)
 
     def kill(self) -> None:
-        """Has its guard kill the process and all it started."""
+        """Have its guard kill the process and all it started."""
         if self._process is not None:
             with suppress(ProcessLookupError):  # gone already
                 self._process.terminate()
 
     def distrust(self) -> None:
-        """Takes it for not ready, whatever it answered last."""
+        """Take it for not ready, whatever it answered last."""
         self._is_asked = True
 
     async def stop(self) -> None:
-        """Kills, waits until the process is gone, and closes its pipes. No request may be in flight."""
+        """Kill it, wait until the process is gone, and close its pipes. No request may be in flight."""
         self.kill()
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         self._is_asked = False
         if process is None:
             return
-        process.stdin.close()
+        requests, replies = _pipes(process)
+        requests.close()
         with suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await process.stdin.wait_closed()
-                await process.stdout.read()
+                await requests.wait_closed()
+                await replies.read()
         with suppress(ProcessLookupError):  # the usual case; a guard that was stopped or starved ends here
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
     async def _exchange(self, message: Message) -> Message:
-        process, self._is_asked = self._process, True
+        process = self._process
+        assert process is not None, "start() comes first"
+        requests, replies = _pipes(process)
+        self._is_asked = True
         try:
-            process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
-            await process.stdin.drain()
-            line = await process.stdout.readline()
+            requests.write(json.dumps(message, default=str).encode() + b"\n")
+            await requests.drain()
+            line = await replies.readline()
             if not line.endswith(b"\n"):
                 raise EOFError(f"it ended with code {await process.wait()}")
             reply = json.loads(line)
@@ -122,11 +132,17 @@ class Worker:
         return reply
 
 
+def _pipes(process: asyncio.subprocess.Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
+    """Return the pipes of a worker: for requests, and for replies."""
+    assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
+    return process.stdin, process.stdout
+
+
 class WorkerPool:
     """`num_workers` workers of one module, with these settings and environment variables.
 
-    requests_per_worker: then it is replaced; None = never. farewell: asked of a worker that comes back, within
-    farewell_timeout_s, before the next asker gets it; None = nothing.
+    requests_per_worker: then it is replaced; None = never. closing: a message to a worker that comes back, which it
+    answers within closing_timeout_s before the next asker gets it; None = nothing.
     """
 
     def __init__(
@@ -136,25 +152,26 @@ class WorkerPool:
         environment: Mapping[str, str],
         num_workers: int,
         requests_per_worker: int | None = None,
-        farewell: Message | None = None,
-        farewell_timeout_s: float = 0.0,
+        closing: Message | None = None,
+        closing_timeout_s: float = 0.0,
     ) -> None:
         self._workers = [Worker(module, settings, environment) for _ in range(num_workers)]
         self._requests_per_worker = requests_per_worker
-        self._farewell, self._farewell_timeout_s = farewell, farewell_timeout_s
+        self._closing = closing
+        self._closing_timeout_s = closing_timeout_s
         self._free: asyncio.Queue[Worker] = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
         self._open = False
 
     @property
-    def hello(self) -> Message:
+    def greeting(self) -> Message:
         """What the workers answered to their settings."""
-        return self._workers[0].hello
+        return self._workers[0].greeting
 
     async def start(self) -> None:
-        """Raises UserError where the workers refuse their settings, WorkerLost where one does not start."""
-        outcomes = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        """Start all workers. Raises UserError where they refuse their settings, WorkerLost where one does not start."""
+        results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             await asyncio.gather(*(worker.stop() for worker in self._workers))
             raise errors[0]
@@ -164,7 +181,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """A worker of one's own; waits until one is free. One that is not ready afterwards is replaced.
+        """Lend a worker for a while; wait until one is free. One that is not ready afterwards is replaced.
 
         Raises WorkerLost where it does not start, RuntimeError outside start() ... close().
         """
@@ -179,7 +196,7 @@ class WorkerPool:
             self._give_back(worker)
 
     async def close(self) -> None:
-        """Ends all workers; requests in flight raise WorkerLost. Idempotent."""
+        """End all workers; requests in flight raise WorkerLost. Idempotent."""
         if not self._open:
             return
         self._open = False
@@ -194,7 +211,7 @@ class WorkerPool:
             raise RuntimeError("the worker pool is not started, or closed")
 
     def _give_back(self, worker: Worker) -> None:
-        if not self._open or (self._is_usable(worker) and self._farewell is None):
+        if not self._open or (self._is_usable(worker) and self._closing is None):
             self._free.put_nowait(worker)
             return
         task = asyncio.get_running_loop().create_task(self._renew(worker))
@@ -205,11 +222,11 @@ class WorkerPool:
         return worker.is_ready and (self._requests_per_worker is None or worker.num_served < self._requests_per_worker)
 
     async def _renew(self, worker: Worker) -> None:
-        """Says farewell, replaces the worker where it is not usable, and lets the next asker have it."""
+        """Send the closing message, replace the worker where it is not usable, and let the next asker have it."""
         try:
-            if worker.is_ready and self._farewell is not None:
+            if worker.is_ready and self._closing is not None:
                 with suppress(WorkerLost, TimeoutError):  # not ready then
-                    await worker.ask(self._farewell, self._farewell_timeout_s)
+                    await worker.ask(self._closing, self._closing_timeout_s)
             if not self._is_usable(worker):
                 await worker.stop()
                 if self._open:

@@ -24,9 +24,9 @@ _dumps, _loads = json.dumps, json.loads
 
 
 def serve(get_ready: GetReady) -> None:
-    """Answers requests, in a child process of this one, until the parent closes the pipe.
+    """Answer requests, in a child process of this one, until the parent closes the pipe.
 
-    get_ready: settings (the first line, with memory_limit_mb) -> (answer to it, function that answers a request). A
+    get_ready: settings (the first line, with memory_limit_mb) -> (greeting, function that answers a request). A
     TimeoutError of that function is answered by {"error": "timeout"}, any other by "exception: ...".
     """
     requests, replies = _take_pipes()
@@ -36,8 +36,8 @@ def serve(get_ready: GetReady) -> None:
 def _answer_requests(get_ready: GetReady, requests: TextIO, replies: TextIO) -> None:
     settings = _loads(requests.readline())
     _limit_memory(settings["memory_limit_mb"])
-    hello, answer = get_ready(settings)
-    _send(replies, hello)
+    greeting, answer = get_ready(settings)
+    _send(replies, greeting)
     for line in requests:
         _send(replies, _reply(answer, _loads(line)))
 
@@ -54,7 +54,7 @@ def _reply(answer: Callable[[Message], Message], message: Message) -> Message:
 
 
 def _traceback(error: BaseException) -> str:
-    """From the first frame that is not of ours."""
+    """Return the traceback from the first frame that is not of ours."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in _OUR_MODULES:
         frames = frames.tb_next
@@ -63,8 +63,9 @@ def _traceback(error: BaseException) -> str:
 
 
 def _take_pipes() -> tuple[TextIO, TextIO]:
-    """The protocol's pipes, out of the way of code that prints or reads: that gets /dev/null and stderr."""
-    requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Return the protocol's pipes, out of the way of code that prints or reads: that gets /dev/null and stderr."""
+    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -27,7 +27,7 @@ def write_batch(folder: str | Path, step: int, batch: RolloutBatch) -> None:
 
 
 def read_batch(folder: str | Path, step: int) -> RolloutBatch:
-    """What `write_batch` wrote, number for number. Raises UserError naming the file."""
+    """Return what `write_batch` wrote, number for number. Raises UserError naming the file."""
     path = batch_file(folder, step)
     if not path.is_file():
         raise UserError(f"There is no batch {path} to replay; {folder} has {_in_words(batch_steps(folder))}.")

@@ -29,7 +29,6 @@ from megatron_dapo.rollout.errors import Interrupted, NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import evaluate
 from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
 from megatron_dapo.rollout.group_filter import filter_in_words, make_queue
-from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, run_all
 from megatron_dapo.rollout.server_list import ServerList
@@ -49,15 +48,17 @@ MAX_FUTILE_SYNCS = 3  # where no server has the weights after so many pushes, no
 
 
 class Controller:
-    """Serves `next_batch` and `evaluate`, one call at a time.
+    """The rollout of a run: prompts, servers, rewards and the queue of groups behind `next_batch` and `evaluate`.
 
-    Make it with `Controller(config)` (reads data and tokenizer; raises UserError), then `await start()`. Once
-    `stop_asked` is set, `next_batch` waits for no further group.
+    One call at a time. Make it with `Controller(config)` (reads data and tokenizer; raises UserError), then
+    `await start()`. Once `stop_asked` is set, `next_batch` waits for no further group.
     """
 
     def __init__(self, config: Config) -> None:
         self.stop_asked = asyncio.Event()
-        data, rollout, reward = config.data, config.actor_rollout_ref.rollout, config.reward
+        data = config.data
+        rollout = config.actor_rollout_ref.rollout
+        reward = config.reward
         if not has_given_servers(config):
             raise UserError("actor_rollout_ref.rollout.server_urls = []: give the URLs of running servers.")
         self._config = config
@@ -91,9 +92,9 @@ class Controller:
         )
         retry = RetryPolicy(rollout.request_timeout_s, rollout.max_retries)
         self._environments = make_environments(config)
-        multi_turn = self._environments and MultiTurn(
-            self._environments, tokenizer, data.apply_chat_template, turn_limits(config)
-        )
+        multi_turn: MultiTurn | None = None
+        if self._environments is not None:
+            multi_turn = MultiTurn(self._environments, tokenizer, data.apply_chat_template, turn_limits(config))
         greedy_baseline = config.algorithm.adv_estimator == "remax"
         self._sampler = Sampler(self._servers, self._rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline)
         # a second one: its retries are not the step's
@@ -107,8 +108,8 @@ class Controller:
         )
         self._shaping = make_shaping(config)
         self._seconds = 0.0  # spent in this step, also before a sync
-        self._verdicts: VerdictCheck | None = None  # of this step
-        self._before_step: dict = {}
+        self._verdict_check: VerdictCheck | None = None  # of this step
+        self._state_before_step: dict = {}
         self._num_futile_syncs = 0  # asked for since a server had the weights
         self._asked_for: set[str] = set()  # servers that came back in this step, for which a push was asked
 
@@ -121,17 +122,17 @@ class Controller:
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
-        """Groups for one rollout step, by servers that hold weight_version; surplus groups may be `max_staleness`
-        versions older.
+        """Return the groups of one rollout step, by servers that hold weight_version; surplus groups may be
+        `max_staleness` versions older.
 
         With needs_sync in the answer: push the weights and call again with the same step; its groups and counts go on.
         Raises UserError where dynamic sampling is exhausted or too few responses got a verdict, RolloutError at
         `step_timeout_s` or when servers fail, Interrupted where it was asked to stop.
         """
         started = time.monotonic()
-        if self._verdicts is None:  # the step begins, it does not go on after a push
-            self._verdicts = self._begin_verdicts(f"rollout step {step}")
-            self._before_step = self._drawing_state()
+        if self._verdict_check is None:  # the step begins, it does not go on after a push
+            self._verdict_check = self._begin_verdicts(f"rollout step {step}")
+            self._state_before_step = self._drawing_state()
         self._queue.begin(step, weight_version)
         try:
             await within(
@@ -144,10 +145,11 @@ class Controller:
         finally:
             self._seconds += time.monotonic() - started
         result = self._queue.take()
-        num_retries, seconds = self._sampler.counts.pop("retries", 0), self._seconds
+        num_retries = self._sampler.counts.pop("retries", 0)
+        seconds = self._seconds
         self._seconds = 0.0
         self._asked_for.clear()
-        self._verdicts = None
+        self._verdict_check = None
         self._dump(step, result.groups)
         metrics = step_metrics(result, weight_version, num_retries, seconds)
         metrics |= {
@@ -168,7 +170,7 @@ class Controller:
         return batch
 
     async def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Metrics of the held-out prompts; {} where there are none. Raises NeedsSync, RolloutError."""
+        """Return the metrics of the held-out prompts; {} where there are none. Raises NeedsSync, RolloutError."""
         if not self._val_prompts:
             return {}
 
@@ -183,7 +185,7 @@ class Controller:
         )
 
     def state_dict(self) -> dict:
-        """Plain data: the cursor, the surplus groups, the open gen batch if a step is open, what can be replayed."""
+        """Return plain data: the cursor, the surplus groups, the open gen batch if there is one, the experiences."""
         pool = {} if self._pool is None else {"experiences": self._pool.state_dict()}
         return {**self._drawing_state(), **pool}
 
@@ -191,7 +193,8 @@ class Controller:
         return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved controller stood. Raises UserError for the state of a replay, which has no prompts."""
+        """Go on where a saved controller stood. Raises UserError for the state of a run with trainer.replay, which has
+        no prompts."""
         if "replay" in state:
             raise UserError(
                 f"the checkpoint is of a replay of {state['replay']}, which drew no prompts to go on from; resume it "
@@ -203,12 +206,14 @@ class Controller:
             self._pool.load_state_dict(state["experiences"])
 
     async def close(self) -> None:
+        """End the workers, and close the connections to the servers."""
         await self._rewards.close()
         if self._environments:
             await self._environments.close()
         await self._servers.close()
 
     async def _fill(self, weight_version: int) -> None:
+        """Sample gen batches until the step has its groups."""
         await self._servers.expect(weight_version)
         if not self._seconds:  # the step begins, it does not go on after a push
             self._servers.mean_num_current()  # of what was before
@@ -223,28 +228,35 @@ class Controller:
                 drawn = next_prompts(self._cursor, self._pool, self._queue.limits.gen_batch_size)
                 prompts = [self._prompts[number] for number, _ in drawn]
                 self._queue.open_gen_batch(prompts, [replayed for _, replayed in drawn])
-            unserved = await run_all(self._make_group(draw) for draw in self._queue.missing())
+            unserved = await run_all(self._sample_group(group) for group in self._queue.missing())
             if reason := next(filter(None, unserved), None):
                 raise reason
-            self._check_verdicts()
+            self._check_step_verdicts()
             judged = self._queue.close_gen_batch()
             if self._pool is not None:
                 self._pool.record(judged)
             log.info("a gen batch is done, %d groups are still wanted", self._queue.num_groups_wanted)
 
-    async def _make_group(self, draw: Draw) -> NeedsSync | None:
-        """Finish the group of a draw, or say why no server could; the others go on, and what they finish stays."""
+    async def _sample_group(self, drawn: Group) -> NeedsSync | None:
+        """Sample a group of the open gen batch, or return why no server could.
+
+        The others go on, and what they finish stays.
+        """
         try:
-            group = await self._sampler.group(draw, self._rollout.n, self._params, self._shaping)
+            group = await self._sampler.sample_group(drawn, self._rollout.n, self._params, self._shaping)
         except NeedsSync as reason:
             return reason
-        self._verdicts.count(group.samples)
-        self._queue.finish(group)
+        assert self._verdict_check is not None, "a step is open while its groups are sampled"
+        self._verdict_check.count(group.samples)
+        self._queue.add_finished(group)
         return None
 
     def _begin_verdicts(self, what: str) -> VerdictCheck:
-        """With the groups that a saved state had finished. Where too few of their responses were judged, the run was
-        perhaps stopped for it, and the function corrected: then they are missing again."""
+        """Return a check that counts the groups that a saved state had finished.
+
+        Where too few of their responses were judged, the run was perhaps stopped for it, and the function corrected:
+        then they are missing again.
+        """
         so_far = VerdictCheck(self._config.reward, what)
         for group in self._queue.finished:
             so_far.count(group.samples)
@@ -254,18 +266,21 @@ class Controller:
         self._queue.forget_finished()
         return VerdictCheck(self._config.reward, what)
 
-    def _check_verdicts(self) -> None:
-        """Where too few responses were judged, their prompts are drawn again once the function is corrected."""
+    def _check_step_verdicts(self) -> None:
+        """Raise UserError where too few responses were judged; their prompts are drawn again once the function is
+        corrected."""
+        assert self._verdict_check is not None, "a step is open while its groups are sampled"
         try:
-            self._verdicts.check(self._rewards.last_traceback)
+            self._verdict_check.check(self._rewards.last_traceback)
         except UserError:
-            self.load_state_dict(self._before_step)
+            self.load_state_dict(self._state_before_step)
             if self._pool is not None:
                 self._pool.forget_step()
-            self._verdicts = None
+            self._verdict_check = None
             raise
 
     def _ask_for_sync(self, step: int, reason: str) -> RolloutBatch:
+        """Return the answer that asks for a push. Raises RolloutError where several pushes did not help."""
         self._num_futile_syncs += 1
         if self._num_futile_syncs > MAX_FUTILE_SYNCS:
             raise RolloutError(f"rollout step {step}: {MAX_FUTILE_SYNCS} weight pushes did not help: {reason}")
@@ -273,6 +288,7 @@ class Controller:
         return RolloutBatch(groups=(), metrics={}, needs_sync=True)
 
     def _overdue(self, what: str, missing: str) -> str:
+        """Return the message of a step that is not done in time."""
         in_flight = ", ".join(f"{url} ({num} requests)" for url, num in self._servers.in_flight().items()) or "none"
         down = ", ".join(self._servers.urls(State.DOWN)) or "none"
         return (
@@ -281,10 +297,12 @@ class Controller:
         )
 
     def _missing_groups(self) -> str:
-        wanted, size = self._queue.num_groups_wanted, self._queue.limits.train_batch_size
+        wanted = self._queue.num_groups_wanted
+        size = self._queue.limits.train_batch_size
         return f"{wanted} of {size} groups are missing, {len(self._queue.missing())} unfinished in the open gen batch"
 
     def _dump(self, step: int, groups: Sequence[Group]) -> None:
+        """Write some of the step's groups for people."""
         shown = groups[: self._rollout.dump_samples]
         if shown:
             lines = [json.dumps(group_record(step, group, self._tokenizer), ensure_ascii=False) for group in shown]
@@ -295,8 +313,9 @@ class Controller:
 
 
 async def unless(event: asyncio.Event, work: Coroutine, message: str) -> None:
-    """Do the work. Interrupted(message) as soon as the event is set, where the work is not done by then."""
-    doing, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    """Do the work; raise Interrupted(message) as soon as the event is set, where the work is not done by then."""
+    doing = asyncio.create_task(work)
+    waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({doing, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
@@ -309,7 +328,8 @@ async def unless(event: asyncio.Event, work: Coroutine, message: str) -> None:
 
 
 async def within(timeout_s: float, work: Coroutine, describe: Callable[[], str]) -> Any:
-    """What work returns. RolloutError(describe()) if it takes longer; describe sees the state at the deadline."""
+    """Return what work returns; raise RolloutError(describe()) if it takes longer. describe sees the state at the
+    deadline."""
     task = asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -323,8 +343,9 @@ async def within(timeout_s: float, work: Coroutine, describe: Callable[[], str])
 
 
 def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of these files; what was dropped is logged. Raises UserError."""
-    data, is_multi_turn = config.data, config.actor_rollout_ref.rollout.multi_turn.enable
+    """Return the prompts of these files; what was dropped is logged. Raises UserError."""
+    data = config.data
+    is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
     dataset = PromptDataset.load(
         files,
         data.prompt_key,
@@ -342,7 +363,7 @@ def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
 
 
 def make_environments(config: Config) -> EnvironmentPool | None:
-    """None where responses have one turn."""
+    """Return the pool of environments, None where responses have one turn."""
     keys = config.actor_rollout_ref.rollout.multi_turn
     if not keys.enable:
         return None
@@ -357,12 +378,13 @@ def make_environments(config: Config) -> EnvironmentPool | None:
 
 
 def turn_limits(config: Config) -> TurnLimits:
+    """Return the limits of a trajectory of several turns."""
     keys = config.actor_rollout_ref.rollout.multi_turn
     return TurnLimits(config.data.max_prompt_length, keys.max_turns, keys.max_tokens_per_turn, keys.timeout_s)
 
 
 def make_shaping(config: Config) -> OverlongShaping | None:
-    """None where over-long responses are not punished."""
+    """Return how over-long responses are punished, None where they are not."""
     if not uses_overlong_shaping(config):
         return None
     keys = config.algorithm.dapo.overlong_reward_shaping

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Prompt
+from megatron_dapo.data.types import Group, Prompt
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rollout.client import SamplingParams
-from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.sampling import Sampler, run_all
 from megatron_dapo.rollout.step_metrics import mean_metrics
 from megatron_dapo.rollout.verdicts import VerdictCheck
@@ -15,7 +14,9 @@ from megatron_dapo.rollout.verdicts import VerdictCheck
 async def evaluate(
     sampler: Sampler, prompts: Sequence[Prompt], config: Config, rewards: RewardPool
 ) -> dict[str, float]:
-    """`rollout.val_n` responses per prompt at `val_temperature` (0 = greedy). No shaping, nothing is filtered.
+    """Sample and judge `rollout.val_n` responses per prompt at `val_temperature` (0 = greedy).
+
+    No shaping, nothing is filtered.
 
     Returns val/accuracy, val/reward_mean (raw), val/response_length_mean, val/num_turns_mean, val/truncation_ratio over
     all responses, val/num_env_failures and val/num_prompts; {} without prompts.
@@ -31,8 +32,8 @@ async def evaluate(
         top_p=rollout.val_top_p,
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
-    draws = [Draw(uid=f"val-{prompt.index}", prompt=prompt) for prompt in prompts]
-    groups = await run_all(sampler.group(draw, rollout.val_n, params, shaping=None) for draw in draws)
+    drawn = [Group(uid=f"val-{prompt.index}", prompt=prompt) for prompt in prompts]
+    groups = await run_all(sampler.sample_group(group, rollout.val_n, params, shaping=None) for group in drawn)
     samples = [sample for group in groups for sample in group.samples]
     verdicts = VerdictCheck(config.reward, "the held-out evaluation")
     verdicts.count(samples)

@@ -1,13 +1,13 @@
 """Experience replay: correct trajectories of earlier steps, of which groups borrow one (ExGRPO, arXiv 2510.02245).
 
-Pure: no servers, no clock, no files.
+Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py), which trains on the
+dumped batches of a whole run again; those may hold samples that had been replayed by this module.
 """
 
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from megatron_dapo.config.derived import uses_experience_replay
 from megatron_dapo.config.schema import Config
@@ -18,9 +18,12 @@ from megatron_dapo.rollout.plain_data import sample_from_plain, sample_to_plain
 
 @dataclass(frozen=True)
 class ReplayRules:
-    """group_size: responses per prompt, the replayed one included. start_ratio: share of right responses in a step with
+    """When and how much is replayed.
+
+    group_size: responses per prompt, the replayed one included. start_ratio: share of right responses in a step with
     which replay begins. exp_ratio: share of a gen batch's prompts that are replayed. Bounds of the pool: trajectories
-    per prompt, and tokens in all, of prompts and responses."""
+    per prompt, and tokens in all, of prompts and responses.
+    """
 
     group_size: int
     start_ratio: float
@@ -29,50 +32,50 @@ class ReplayRules:
     max_tokens: int
 
     def num_replayed(self, gen_batch_size: int) -> int:
+        """Return how many prompts of a gen batch are replayed."""
         return math.floor(self.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
 
 
 @dataclass(frozen=True)
-class Experience:
-    """A correct trajectory with the log-probs and weight versions that its server gave it. prompt: its index."""
+class RecordedGroup:
+    """What the pool keeps of a group until its step ends.
 
-    prompt: int
-    sample: Sample
-
-    @cached_property
-    def entropy(self) -> float:
-        """Mean -log-prob of the tokens that the model wrote, as it wrote them."""
-        own = [x for x, mask in zip(self.sample.rollout_log_probs, self.sample.loss_mask, strict=True) if mask]
-        return -sum(own) / len(own)
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What the pool needs of a group. prompt: its index. experiences: what may be replayed, none of a solved one."""
+    prompt: its index. num_right: its right responses. experiences: those of them that may be replayed, none where all
+    responses were right (is_solved).
+    """
 
     prompt: int
     num_right: int
     is_solved: bool
     experiences: tuple[Sample, ...]
 
+    @classmethod
+    def of(cls, group: Group) -> "RecordedGroup":
+        """Return what is kept of a group that was judged."""
+        num_right = sum(sample.correct for sample in group.samples)
+        if num_right == len(group.samples):
+            return cls(group.prompt.index, num_right, True, ())
+        right = (sample for sample in group.samples if sample.correct and not sample.exp_mask and any(sample.loss_mask))
+        return cls(group.prompt.index, num_right, False, tuple(right))
+
     def to_plain(self) -> dict:
+        """Return plain data."""
         return {**vars(self), "experiences": [sample_to_plain(sample) for sample in self.experiences]}
 
     @classmethod
-    def from_plain(cls, plain: dict) -> "_Outcome":
+    def from_plain(cls, plain: dict) -> "RecordedGroup":
+        """Return what `to_plain` described."""
         return cls(**{**plain, "experiences": tuple(sample_from_plain(sample) for sample in plain["experiences"])})
 
 
-def _outcome(group: Group) -> _Outcome:
-    num_right = sum(sample.correct for sample in group.samples)
-    if num_right == len(group.samples):
-        return _Outcome(group.prompt.index, num_right, True, ())
-    right = (sample for sample in group.samples if sample.correct and not sample.exp_mask and any(sample.loss_mask))
-    return _Outcome(group.prompt.index, num_right, False, tuple(right))
+def mean_entropy(sample: Sample) -> float:
+    """Return the mean -log-prob of the tokens that the model wrote, as it wrote them."""
+    own = [x for x, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
+    return -sum(own) / len(own)
 
 
 class ExperiencePool:
-    """Experiences by prompt.
+    """Experiences by prompt: correct trajectories with the log-probs and weight versions that their server gave them.
 
     A prompt is retired for good once all responses of a group of it were right. Where a bound is passed, what was
     recorded first leaves first. Nothing but the seed and what was recorded decides what is drawn.
@@ -82,14 +85,19 @@ class ExperiencePool:
         self.rules = rules
         self._seed = seed
         self._begun = False
-        self._num_draws = self._num_recorded = self._num_tokens = 0
-        self._experiences: dict[int, Experience] = {}  # by number, in the order recorded
+        self._num_draws = 0
+        self._num_recorded = 0
+        self._num_tokens = 0
+        self._experiences: dict[int, Sample] = {}  # by number, in the order recorded
+        self._prompt_of: dict[int, int] = {}  # number of an experience -> its prompt
+        self._entropy_of: dict[int, float] = {}  # number of an experience -> its mean entropy, once it was asked for
         self._of_prompt: dict[int, list[int]] = {}  # prompt -> numbers of its experiences, in the order recorded
         self._num_right: dict[int, int] = {}  # prompt in the pool -> successes in its last group
         self._retired: set[int] = set()
         self._drawn: set[int] = set()  # prompts, in the step under way
-        self._num_fresh = self._num_fresh_right = 0  # samples, in the step under way
-        self._outcomes: list[_Outcome] = []  # of its groups
+        self._num_fresh = 0  # samples, in the step under way
+        self._num_fresh_right = 0
+        self._recorded: list[RecordedGroup] = []  # of the step under way
 
     def record(self, groups: Sequence[Group]) -> None:
         """Take in groups that the step under way generated, of which nothing is drawn before it ends. Fresh samples
@@ -97,33 +105,39 @@ class ExperiencePool:
         fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
         self._num_fresh += len(fresh)
         self._num_fresh_right += sum(sample.correct for sample in fresh)
-        self._outcomes += [_outcome(group) for group in groups]
+        self._recorded += [RecordedGroup.of(group) for group in groups]
 
     def end_step(self) -> None:
+        """Take what the step recorded into the pool, from which the next step may draw it."""
         if self._num_fresh and self._num_fresh_right >= self.rules.start_ratio * self._num_fresh:
             self._begun = True
-        for outcome in self._outcomes:
-            self._record_outcome(outcome)
+        for recorded in self._recorded:
+            self._take_in(recorded)
         while self._num_tokens > self.rules.max_tokens:
             self._remove(next(iter(self._experiences)))
         self.forget_step()
 
     def forget_step(self) -> None:
-        """What the step under way recorded and drew, which begins anew."""
-        self._num_fresh, self._num_fresh_right, self._outcomes = 0, 0, []
+        """Forget what the step under way recorded and drew: it begins anew."""
+        self._num_fresh = 0
+        self._num_fresh_right = 0
+        self._recorded = []
         self._drawn.clear()
 
-    def draw(self, gen_batch_size: int) -> list[Experience]:
-        """One experience of each prompt to be replayed in the next gen batch; none before replay begins, fewer than
-        `exp_ratio` where the pool has no more prompts. No prompt twice in a step, which ends with `end_step`: a small
-        pool would fill a step of several gen batches with the same few trajectories.
+    def draw(self, gen_batch_size: int) -> list[tuple[int, Sample]]:
+        """Return (prompt, experience) for each prompt to be replayed in the next gen batch.
+
+        None before replay begins, fewer than `exp_ratio` where the pool has no more prompts. No prompt twice in a step,
+        which ends with `end_step`: a small pool would fill a step of several gen batches with the same few
+        trajectories.
 
         A bucket of prompts with k successes is chosen with the density at k of a normal distribution around half the
         group size, with deviation 1; a prompt of it uniformly; of its experiences that of least entropy.
         """
         if not self._begun:
             return []
-        draw, buckets = random.Random(f"{self._seed}:{self._num_draws}"), self._buckets()
+        draw = random.Random(f"{self._seed}:{self._num_draws}")
+        buckets = self._buckets()
         self._num_draws += 1
         chosen: list[int] = []
         while buckets and len(chosen) < self.rules.num_replayed(gen_batch_size):
@@ -133,9 +147,10 @@ class ExperiencePool:
             if not prompts:
                 del buckets[num_right]
         self._drawn.update(chosen)
-        return [self._least_entropy(prompt) for prompt in chosen]
+        return [(prompt, self._least_entropy(prompt)) for prompt in chosen]
 
     def metrics(self) -> dict[str, float]:
+        """Return what the pool holds, in numbers."""
         return {
             "replay/num_prompts": len(self._of_prompt),
             "replay/num_trajectories": len(self._experiences),
@@ -144,10 +159,10 @@ class ExperiencePool:
         }
 
     def state_dict(self) -> dict:
-        """Plain data that survives JSON."""
+        """Return plain data that survives JSON."""
         experiences = [
-            {"number": number, "prompt": experience.prompt, "sample": sample_to_plain(experience.sample)}
-            for number, experience in self._experiences.items()
+            {"number": number, "prompt": self._prompt_of[number], "sample": sample_to_plain(sample)}
+            for number, sample in self._experiences.items()
         ]
         return {
             "begun": self._begun,
@@ -158,54 +173,61 @@ class ExperiencePool:
             "retired": sorted(self._retired),
             "drawn": sorted(self._drawn),
             "num_fresh": [self._num_fresh, self._num_fresh_right],
-            "outcomes": [outcome.to_plain() for outcome in self._outcomes],
+            "outcomes": [recorded.to_plain() for recorded in self._recorded],
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self._begun, self._num_draws = state["begun"], state["num_draws"]
-        self._experiences, self._of_prompt, self._num_tokens = {}, {}, 0
+        """Go on where a saved pool stood."""
+        self._begun = state["begun"]
+        self._num_draws = state["num_draws"]
+        self._num_tokens = 0
+        for numbered in (self._experiences, self._prompt_of, self._entropy_of, self._of_prompt):
+            numbered.clear()
         for plain in state["experiences"]:
-            self._put(plain["number"], Experience(plain["prompt"], sample_from_plain(plain["sample"])))
+            self._put(plain["number"], plain["prompt"], sample_from_plain(plain["sample"]))
         self._num_recorded = state["num_recorded"]
-        self._num_right = dict(map(tuple, state["num_right"]))
-        self._retired, self._drawn = set(state["retired"]), set(state.get("drawn", ()))
+        self._num_right = {prompt: num_right for prompt, num_right in state["num_right"]}
+        self._retired = set(state["retired"])
+        self._drawn = set(state.get("drawn", ()))
         self._num_fresh, self._num_fresh_right = state.get("num_fresh", (0, 0))
-        self._outcomes = [_Outcome.from_plain(plain) for plain in state.get("outcomes", ())]
+        self._recorded = [RecordedGroup.from_plain(plain) for plain in state.get("outcomes", ())]
 
-    def _record_outcome(self, outcome: _Outcome) -> None:
-        prompt = outcome.prompt
+    def _take_in(self, group: RecordedGroup) -> None:
+        prompt = group.prompt
         if prompt in self._retired:
             return
-        if outcome.is_solved:
+        if group.is_solved:
             self._retired.add(prompt)
             for number in list(self._of_prompt.get(prompt, ())):
                 self._remove(number)
             return
-        for sample in outcome.experiences:
-            self._put(self._num_recorded, Experience(prompt, sample))
+        for sample in group.experiences:
+            self._put(self._num_recorded, prompt, sample)
             self._num_recorded += 1
         if prompt in self._of_prompt:
-            self._num_right[prompt] = outcome.num_right
+            self._num_right[prompt] = group.num_right
 
-    def _put(self, number: int, experience: Experience) -> None:
-        numbers = self._of_prompt.setdefault(experience.prompt, [])
+    def _put(self, number: int, prompt: int, sample: Sample) -> None:
+        numbers = self._of_prompt.setdefault(prompt, [])
         numbers.append(number)
-        self._experiences[number] = experience
-        self._num_tokens += experience.sample.num_tokens
+        self._experiences[number] = sample
+        self._prompt_of[number] = prompt
+        self._num_tokens += sample.num_tokens
         if len(numbers) > self.rules.max_trajectories_per_prompt:
             self._remove(numbers[0])
 
     def _remove(self, number: int) -> None:
-        experience = self._experiences.pop(number)
-        self._num_tokens -= experience.sample.num_tokens
-        numbers = self._of_prompt[experience.prompt]
+        prompt = self._prompt_of.pop(number)
+        self._entropy_of.pop(number, None)
+        self._num_tokens -= self._experiences.pop(number).num_tokens
+        numbers = self._of_prompt[prompt]
         numbers.remove(number)
         if not numbers:
-            del self._of_prompt[experience.prompt]
-            self._num_right.pop(experience.prompt, None)
+            del self._of_prompt[prompt]
+            self._num_right.pop(prompt, None)
 
     def _buckets(self) -> dict[int, list[int]]:
-        """Successes -> prompts with them that can be drawn, both in an order that a saved and loaded pool has too."""
+        """Return successes -> prompts with them that can be drawn, both in an order that a loaded pool has too."""
         buckets: dict[int, list[int]] = {}
         for prompt, num_right in sorted(self._num_right.items()):
             if prompt not in self._drawn:
@@ -213,16 +235,21 @@ class ExperiencePool:
         return dict(sorted(buckets.items()))
 
     def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:
-        """Densities relative to the best bucket's: where groups are large, all may be 0 in floating point."""
+        """Return densities relative to the best bucket's: where groups are large, all may be 0 in floating point."""
         squares = [(num_right - self.rules.group_size / 2) ** 2 for num_right in buckets]
         return [math.exp((min(squares) - square) / 2) for square in squares]
 
-    def _least_entropy(self, prompt: int) -> Experience:
-        return min((self._experiences[number] for number in self._of_prompt[prompt]), key=lambda each: each.entropy)
+    def _least_entropy(self, prompt: int) -> Sample:
+        return self._experiences[min(self._of_prompt[prompt], key=self._entropy)]
+
+    def _entropy(self, number: int) -> float:
+        if number not in self._entropy_of:
+            self._entropy_of[number] = mean_entropy(self._experiences[number])
+        return self._entropy_of[number]
 
 
 def make_pool(config: Config) -> ExperiencePool | None:
-    """None where nothing is replayed."""
+    """Return the run's pool, None where nothing is replayed."""
     if not uses_experience_replay(config):
         return None
     keys = config.exp_manager.experience_replay
@@ -237,20 +264,26 @@ def make_pool(config: Config) -> ExperiencePool | None:
 
 
 def next_prompts(cursor: PromptCursor, pool: ExperiencePool | None, size: int) -> list[tuple[int, Sample | None]]:
-    """The prompts of a gen batch by number, each with the trajectory that its group borrows, if any.
+    """Return the prompts of a gen batch by number, each with the trajectory that its group borrows, if any.
 
     Replayed prompts are spread evenly among the new ones, so that neither kind is left over for the next step.
     """
-    replayed = [(each.prompt, each.sample) for each in (pool.draw(size) if pool else [])]
-    new = [(number, None) for number in cursor.next(size - len(replayed))]
-    takes_replayed = [(place + 1) * len(replayed) // size > place * len(replayed) // size for place in range(size)]
-    return [replayed.pop(0) if taken else new.pop(0) for taken in takes_replayed]
+    replayed = pool.draw(size) if pool else []
+    new = cursor.next(size - len(replayed))
+    prompts: list[tuple[int, Sample | None]] = []
+    num_taken = 0  # of the replayed ones
+    for position in range(1, size + 1):
+        if position * len(replayed) // size > num_taken:
+            prompts.append(replayed[num_taken])
+            num_taken += 1
+        else:
+            prompts.append((new[position - 1 - num_taken], None))
+    return prompts
 
 
 def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Of the groups handed to the trainer: how many have a replayed sample, and the age of those in weight versions."""
-    ages = [
-        weight_version - min(sample.weight_versions) for group in groups for sample in group.samples if sample.exp_mask
-    ]
+    """Return how many of the groups have a replayed sample, and the mean age of those in weight versions."""
+    samples = [sample for group in groups for sample in group.samples if sample.exp_mask]
+    ages = [weight_version - min(sample.weight_versions) for sample in samples]
     mean = {"replay/age_mean": sum(ages) / len(ages)} if ages else {}
     return {"replay/num_replayed_groups": len(ages), **mean}

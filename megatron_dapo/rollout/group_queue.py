@@ -1,4 +1,4 @@
-"""Bookkeeping of dynamic sampling: which prompts are drawn, which groups are kept, dropped or left for the next step.
+"""The queue of groups between sampling and training: which groups are kept, dropped or left for the next step.
 
 Pure: no servers, no clock, no files. Every prompt that was drawn is, at any time, in exactly one place: handed out,
 filtered, discarded, waiting, or in the open gen batch; of those that are out of the queue it has counts alone.
@@ -24,36 +24,14 @@ FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> 
 
 
 @dataclass(frozen=True)
-class Draw:
-    """One use of a prompt. The uid is new for every draw, so that a prompt drawn twice makes two groups.
-
-    replayed: a sample of an earlier step that is one of the group's, with this uid.
-    """
-
-    uid: str
-    prompt: Prompt
-    replayed: Sample | None = None
-
-
-@dataclass(frozen=True)
-class StepGroups:
-    """What one rollout step came to. Groups in the order in which their prompts were drawn."""
-
-    groups: tuple[Group, ...]  # to train on; surplus of earlier steps first
-    generated: StepStatistics  # of all groups generated in this step, kept or not
-    filtered: Counter  # reason -> groups, dropped or masked
-    num_filtered_samples: int
-    num_gen_batches: int
-    num_surplus_used: int  # how many of `groups` an earlier step generated
-    num_discarded: int = 0  # groups with signal that are too old to be trained on, or would be in the next step
-
-
-@dataclass(frozen=True)
 class QueueLimits:
-    """train_batch_size: groups per step; gen_batch_size: prompts per gen batch; max_num_gen_batches (0 or less: no
-    limit) and on_exhausted: what ends a step early; masks: groups without signal stay in the step, marked, instead of
-    being dropped; section: where the config says so; max_staleness: weight versions between the oldest new token of a
-    group and the step that trains on it."""
+    """Sizes and rules of a `GroupQueue`.
+
+    train_batch_size: groups per step; gen_batch_size: prompts per gen batch. max_num_gen_batches (0 or less: no limit)
+    and on_exhausted: what ends a step early; section: where the config says so. masks: groups without signal stay in
+    the step, marked, instead of being dropped. max_staleness: weight versions between the oldest new token of a group
+    and the step that trains on it.
+    """
 
     train_batch_size: int
     gen_batch_size: int
@@ -65,32 +43,38 @@ class QueueLimits:
 
 
 @dataclass
-class _Step:
-    """Counts of the step that is being filled."""
+class RolloutStep:
+    """One rollout step: its counts while it is filled, and with `GroupQueue.take` its groups."""
 
     number: int
     num_gen_batches: int = 0
-    num_surplus_used: int = 0
+    num_surplus_used: int = 0  # how many of `groups` an earlier step generated
     num_filtered_samples: int = 0
-    num_discarded: int = 0
-    filtered: Counter = field(default_factory=Counter)
-    generated: StepStatistics = field(default_factory=StepStatistics)
+    num_discarded: int = 0  # groups with signal that are too old to be trained on, or would be in the next step
+    filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
+    generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups generated, kept or not
+    # to train on, in the order in which their prompts were drawn: surplus of earlier steps first
+    groups: tuple[Group, ...] = ()
 
     def state_dict(self) -> dict:
-        return {**vars(self), "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
+        """Return plain data. A step that is being filled has no groups: they are the queue's."""
+        counts = {name: value for name, value in vars(self).items() if name != "groups"}
+        return {**counts, "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
 
     @classmethod
-    def from_state(cls, state: dict) -> "_Step":
+    def from_state(cls, state: dict) -> "RolloutStep":
+        """Return the step that `state_dict` described."""
         step = cls(**{**state, "filtered": Counter(state["filtered"]), "generated": StepStatistics()})
         step.generated.load_state_dict(state["generated"])
         return step
 
 
 class GroupQueue:
-    """Fills rollout steps with groups that carry signal.
+    """The groups of rollout steps: waiting ones, and those of the open gen batch.
 
-    `begin` -> while `wants_gen_batch`: `open_gen_batch`, `finish` every one of `missing`, `close_gen_batch` -> `take`.
-    A gen batch is judged only when all its groups are there: who answers first has no say in what is trained on.
+    `begin` -> while `wants_gen_batch`: `open_gen_batch`, `add_finished` every one of `missing`, `close_gen_batch` ->
+    `take`. A gen batch is judged only when all its groups are there: who answers first has no say in what is trained
+    on.
     `begin` with the number of the step that is still open goes on with it, its counts and its open gen batch.
     Each step is one weight version later than the last. With `max_staleness` 0 a step is trained on the weights that
     wrote it: what it has too much of is discarded when it ends, the last draws first.
@@ -101,26 +85,22 @@ class GroupQueue:
         self._filter_reason = filter_reason
         self._num_drawn = 0
         self._kept: list[Group] = []  # between steps this is the surplus
-        self._open: dict[str, Draw] = {}  # uid -> draw of the open gen batch, in the order drawn
-        self._finished: dict[str, Group] = {}  # uid -> group of the open gen batch
-        self._step: _Step | None = None
+        self._open: dict[str, Group] = {}  # uid -> group of the open gen batch as it was drawn, in the order drawn
+        self._finished: dict[str, Group] = {}  # uid -> the same group with its responses
+        self._open_step: RolloutStep | None = None
         self._weight_version = 0  # of the step under way
 
     @property
-    def num_drawn(self) -> int:
-        return self._num_drawn
-
-    @property
-    def num_surplus(self) -> int:
-        """Groups that the next step begins with."""
-        return len(self._kept)
+    def _step(self) -> RolloutStep:
+        assert self._open_step is not None, "begin() comes first"
+        return self._open_step
 
     def begin(self, step: int, weight_version: int) -> None:
         """Begin the step that is sampled by these weights, or go on with it. Groups of a saved state that are too old
         for it go: waiting ones are discarded, those of the open gen batch are missing again."""
-        is_new = self._step is None or self._step.number != step
+        is_new = self._open_step is None or self._open_step.number != step
         if is_new:
-            self._step = _Step(number=step)
+            self._open_step = RolloutStep(number=step)
         self._weight_version = weight_version
         self._discard_stale(weight_version)
         self._finished = {uid: group for uid, group in self._finished.items() if self._is_fresh(group, weight_version)}
@@ -129,15 +109,16 @@ class GroupQueue:
 
     @property
     def has_open_gen_batch(self) -> bool:
+        """Whether there are prompts that were drawn and not judged."""
         return bool(self._open)
 
     @property
     def num_groups_wanted(self) -> int:
-        """Groups that the step still needs, before the open gen batch is judged."""
+        """How many groups the step still needs, before the open gen batch is judged."""
         return max(self.limits.train_batch_size - len(self._kept), 0)
 
     def wants_gen_batch(self) -> bool:
-        """True while the step is not full and its gen batches are not used up.
+        """Return True while the step is not full and its gen batches are not used up.
 
         Raises UserError at `max_num_gen_batches` where the policy is `raise`, or where there is not one group.
         """
@@ -146,7 +127,8 @@ class GroupQueue:
         if self.limits.max_num_gen_batches <= 0 or self._step.num_gen_batches < self.limits.max_num_gen_batches:
             return True
         if self.limits.on_exhausted == "raise" or not self._kept:
-            message, self._step.num_gen_batches = self._exhausted(), 0  # who starts the run again has as many again
+            message = self._exhausted()
+            self._step.num_gen_batches = 0  # who starts the run again has as many again
             raise UserError(message)
         return False
 
@@ -157,24 +139,25 @@ class GroupQueue:
         assert prompts, "a gen batch has prompts"
         for prompt, sample in zip(prompts, replayed or [None] * len(prompts), strict=True):
             uid = f"{self._num_drawn:08d}-{prompt.index}"
-            self._open[uid] = Draw(uid, prompt, sample and replace(sample, uid=uid, exp_mask=True))
+            replayed_samples = (replace(sample, uid=uid, exp_mask=True),) if sample else ()
+            self._open[uid] = Group(uid, prompt, replayed_samples)
             self._num_drawn += 1
 
     @property
     def finished(self) -> list[Group]:
-        """Groups of the open gen batch that are there."""
+        """The groups of the open gen batch that have their responses."""
         return list(self._finished.values())
 
     def forget_finished(self) -> None:
         """Have all groups of the open gen batch missing again."""
         self._finished = {}
 
-    def missing(self) -> list[Draw]:
-        """Draws of the open gen batch that have no group yet."""
-        return [draw for uid, draw in self._open.items() if uid not in self._finished]
+    def missing(self) -> list[Group]:
+        """Return the groups of the open gen batch that are still to be sampled, as they were drawn."""
+        return [group for uid, group in self._open.items() if uid not in self._finished]
 
-    def finish(self, group: Group) -> None:
-        """Take in the finished group of a draw of the open gen batch."""
+    def add_finished(self, group: Group) -> None:
+        """Take in a group of the open gen batch with its responses."""
         assert group.uid in self._open, f"group {group.uid} was not asked for"
         assert group.uid not in self._finished, f"group {group.uid} came twice"
         self._finished[group.uid] = group
@@ -196,40 +179,35 @@ class GroupQueue:
         self._open, self._finished = {}, {}
         return judged
 
-    def take(self) -> StepGroups:
-        """End the step: hand out its groups; of what is too many, that stays which the next step may train on."""
+    def take(self) -> RolloutStep:
+        """End the step and return it; of surplus groups those stay here that the next step may train on."""
         assert not self._open, "the gen batch is still open"
-        step, size = self._step, self.limits.train_batch_size
-        groups, self._kept = tuple(self._kept[:size]), self._kept[size:]
+        step = self._step
+        size = self.limits.train_batch_size
+        step.groups = tuple(self._kept[:size])
+        self._kept = self._kept[size:]
         self._discard_stale(self._weight_version + 1)
-        self._step = None
-        return StepGroups(
-            groups=groups,
-            generated=step.generated,
-            filtered=step.filtered,
-            num_filtered_samples=step.num_filtered_samples,
-            num_gen_batches=step.num_gen_batches,
-            num_surplus_used=step.num_surplus_used,
-            num_discarded=step.num_discarded,
-        )
+        self._open_step = None
+        return step
 
     def state_dict(self) -> dict:
-        """Plain data (dicts, lists, tuples, numbers, strings), of an open step too."""
+        """Return plain data (dicts, lists, tuples, numbers, strings), of an open step too."""
         return {
             "num_drawn": self._num_drawn,
             "kept": [group_to_plain(group) for group in self._kept],
-            "open": [_draw_to_plain(draw) for draw in self._open.values()],
+            "open": [_drawn_to_plain(group) for group in self._open.values()],
             "finished": [group_to_plain(group) for group in self._finished.values()],
-            "step": self._step and self._step.state_dict(),
+            "step": self._open_step and self._open_step.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on where a saved queue stood."""
         self._num_drawn = state["num_drawn"]
         self._kept = [group_from_plain(plain) for plain in state["kept"]]
-        self._open = {plain["uid"]: _draw_from_plain(plain) for plain in state["open"]}
+        self._open = {plain["uid"]: _drawn_from_plain(plain) for plain in state["open"]}
         self._finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
         step = state.get("step")
-        self._step = step and _Step.from_state(step)
+        self._open_step = step and RolloutStep.from_state(step)
 
     def _discard_stale(self, weight_version: int) -> None:
         fresh = [group for group in self._kept if self._is_fresh(group, weight_version)]
@@ -237,7 +215,7 @@ class GroupQueue:
         self._kept = fresh
 
     def _is_fresh(self, group: Group, weight_version: int) -> bool:
-        """Whether a step with these weights may train on the group."""
+        """Return whether a step with these weights may train on the group."""
         return staleness(group, weight_version) <= self.limits.max_staleness
 
     def _exhausted(self) -> str:
@@ -253,18 +231,21 @@ class GroupQueue:
 
 
 def staleness(group: Group, weight_version: int) -> int:
-    """Versions between the oldest token that was written for the group and weight_version. A replayed sample was not
-    written for it."""
+    """Return the versions between the oldest token that was written for the group and weight_version. A replayed
+    sample was not written for it."""
     new = (sample for sample in group.samples if not sample.exp_mask)
     versions = (version for sample in new for version in sample.weight_versions)
     return weight_version - min(versions, default=weight_version)
 
 
-def _draw_to_plain(draw: Draw) -> dict:
-    replayed = {"replayed": sample_to_plain(draw.replayed)} if draw.replayed else {}
-    return {"uid": draw.uid, "prompt": prompt_to_plain(draw.prompt), **replayed}
+def _drawn_to_plain(group: Group) -> dict:
+    """Return a group without responses of its own as plain data."""
+    plain: dict = {"uid": group.uid, "prompt": prompt_to_plain(group.prompt)}
+    if group.samples:
+        plain["replayed"] = sample_to_plain(group.samples[0])
+    return plain
 
 
-def _draw_from_plain(plain: dict) -> Draw:
-    replayed = sample_from_plain(plain["replayed"]) if "replayed" in plain else None
-    return Draw(plain["uid"], prompt_from_plain(plain["prompt"]), replayed)
+def _drawn_from_plain(plain: dict) -> Group:
+    replayed = (sample_from_plain(plain["replayed"]),) if "replayed" in plain else ()
+    return Group(plain["uid"], prompt_from_plain(plain["prompt"]), replayed)

@@ -1,4 +1,4 @@
-"""Sample responses for people: what a line of rollouts/step_NNNNNN.jsonl says of a group."""
+"""Sample responses for people: the lines of rollouts/step_NNNNNN.jsonl."""
 
 from itertools import groupby
 
@@ -7,6 +7,7 @@ from megatron_dapo.data.types import Group, Sample
 
 
 def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
+    """Return what a line says of a group."""
     return {
         "step": step,
         "uid": group.uid,
@@ -39,7 +40,7 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
 
 
 def turns(sample: Sample, tokenizer: Tokenizer) -> list[dict]:
-    """What the model wrote and what it read, by turns, with every token of it: [{"by": "model", "text": ...}, ...]."""
+    """Return what the model wrote and what it read, by turns, with every token: [{"by": "model", "text": ...}, ...]."""
     parts = groupby(zip(sample.loss_mask, sample.response_tokens, strict=True), key=lambda pair: pair[0])
     return [
         {

@@ -12,12 +12,11 @@ from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import Group, Sample
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.shaping import OverlongShaping, shape
-from megatron_dapo.rewards.types import RewardRequest, RewardResult
+from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import RolloutError
-from megatron_dapo.rollout.group_queue import Draw
 from megatron_dapo.rollout.server_pool import ServerPool
-from megatron_dapo.rollout.token_checks import fault_of
+from megatron_dapo.rollout.token_checks import find_fault
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,8 @@ _FIRST_PAUSE_S = 0.2  # before the first retry; doubled for each further one
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Results in order. The first error cancels the others and is raised itself, not inside an exception group."""
+    """Return the results in order. The first error cancels the others and is raised itself, not inside an exception
+    group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             created = [tasks.create_task(coroutine) for coroutine in coroutines]
@@ -37,14 +37,17 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """request_timeout_s: deadline of one request; max_retries: further attempts after a failed one."""
+    """How requests to servers are repeated.
+
+    request_timeout_s: deadline of one request; max_retries: further attempts after a failed one.
+    """
 
     request_timeout_s: float
     max_retries: int
 
 
 class Sampler:
-    """Makes groups out of draws with the servers, the reward pool and the tokenizer of the run.
+    """The way from a prompt to its group: the servers, the reward pool and the tokenizer of the run.
 
     multi_turn: plays the samples with an environment; none = one turn each. greedy_baseline: one greedy answer per
     prompt beside its samples, whose shaped reward is the group's baseline.
@@ -69,31 +72,39 @@ class Sampler:
         self._greedy_baseline = greedy_baseline
         # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
         # cache put back, "cached_tokens": of prompts that were still in the cache
-        self.counts: Counter = Counter()
+        self.counts: Counter[str] = Counter()
 
-    async def group(self, draw: Draw, n: int, params: SamplingParams, shaping: OverlongShaping | None) -> Group:
-        """n responses to one prompt, the draw's replayed one and new ones by the weight version that the pool expects.
+    async def sample_group(
+        self, group: Group, n: int, params: SamplingParams, shaping: OverlongShaping | None
+    ) -> Group:
+        """Return the group with n responses: the replayed one that it has, and new ones.
+
+        Args:
+            group: as it was drawn: its prompt, and the replayed response if there is one.
+            n: responses, the replayed one included.
+            params: how the new ones are sampled, by the weight version that the server pool expects.
+            shaping: of their rewards; None leaves them as they are.
 
         Raises NeedsSync or RolloutError where the servers do not answer.
         """
         greedy = [replace(params, temperature=0.0, top_p=1.0, top_k=-1)] if self._greedy_baseline else []
-        replayed = [draw.replayed] if draw.replayed else []
-        new = [params] * (n - len(replayed))
-        samples = await run_all(self._sample(draw, each, shaping) for each in [*new, *greedy])
+        new = [params] * (n - len(group.samples))
+        samples = await run_all(self._sample(group, each, shaping) for each in [*new, *greedy])
         baseline_reward = samples.pop().reward if greedy else None
-        return Group(draw.uid, draw.prompt, (*replayed, *samples), baseline_reward)
+        return replace(group, samples=(*group.samples, *samples), baseline_reward=baseline_reward)
 
-    async def _sample(self, draw: Draw, params: SamplingParams, shaping: OverlongShaping | None) -> Sample:
-        prompt, play = draw.prompt, self._multi_turn.play if self._multi_turn else single_turn
-        trajectory = await play(prompt, params, partial(self._generate, draw.uid))
+    async def _sample(self, group: Group, params: SamplingParams, shaping: OverlongShaping | None) -> Sample:
+        prompt = group.prompt
+        play = self._multi_turn.play if self._multi_turn else single_turn
+        trajectory = await play(prompt, params, partial(self._generate, group.uid))
         text = self._tokenizer.decode(trajectory.tokens)
         verdict = trajectory.verdict or await self._rewards.score(
-            RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+            prompt.data_source, text, prompt.ground_truth, prompt.extra_info
         )
-        return _to_sample(draw.uid, trajectory, text, verdict, shaping)
+        return _to_sample(group.uid, trajectory, text, verdict, shaping)
 
     async def _generate(self, uid: str, tokens: Sequence[int], params: SamplingParams, budget: Budget) -> Generation:
-        """What follows the tokens, by the server that the budget names where that one can take it.
+        """Return what follows the tokens, by the server that the budget names where that one can take it.
 
         Raises NeedsSync, RolloutError, OutOfTime.
         """
@@ -101,7 +112,8 @@ class Sampler:
         num_failures = 0
         while True:
             async with self._servers.slot(avoid=failures, prefer=budget.server_url) as server:
-                budget.server_url, seconds_left = server.url, budget.seconds_left
+                budget.server_url = server.url
+                seconds_left = budget.seconds_left
                 try:
                     async with budget.spend():
                         generation = await server.generate(tokens, params, self._retry.request_timeout_s)
@@ -128,11 +140,14 @@ class Sampler:
             await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_failures - 1))
 
     def _fault(self, generation: Generation) -> str | None:
-        """Why an answer cannot be taken, whatever its weight version. One with numbers that cannot be counts as a
-        request that failed: it is sent to another server, and a server's health checks say nothing of it."""
+        """Return why an answer cannot be taken, whatever its weight version; None where it can.
+
+        One with numbers that cannot be counts as a request that failed: it is sent to another server, and a server's
+        health checks say nothing of it.
+        """
         if generation.finish_reason == "abort":
             return "it aborted the request"
-        fault = fault_of(generation.tokens, generation.log_probs, self._vocab_size)
+        fault = find_fault(generation.tokens, generation.log_probs, self._vocab_size)
         return f"its answer {fault}" if fault else None
 
     def _is_current(self, generation: Generation) -> bool:
@@ -142,6 +157,7 @@ class Sampler:
 def _to_sample(
     uid: str, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: OverlongShaping | None
 ) -> Sample:
+    """Return a finished trajectory as a sample, with its reward shaped."""
     is_terminated = trajectory.finish_reason == "stop"
     reward, _ = shape(verdict.score, len(trajectory.tokens), not is_terminated, shaping)
     return Sample(

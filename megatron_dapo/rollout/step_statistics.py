@@ -1,10 +1,9 @@
-"""Running statistics of the samples that a rollout step generated, so that no sample is kept for their sake.
+"""Running statistics of the samples that a rollout step generated: no sample is kept for their sake.
 
 Pure. What a metric is made of is a row of a table.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from megatron_dapo.data.types import Group, Sample
 
@@ -45,33 +44,35 @@ class StepStatistics:
 
     def __init__(self) -> None:
         self.num_groups = 0
-        self._sums: Counter = Counter()  # metric -> sum over the samples
-        self._num_values: Counter = Counter()  # metric -> values in the sum, of means
+        self._sums: dict[str, float] = {}  # metric -> sum over the samples
+        self._num_values: dict[str, int] = {}  # metric -> values in the sum, of means
         self._lengths: list[int] = []  # shortest and longest response
 
     @property
     def num_judged_samples(self) -> int:
-        return self._num_values["prompt_length/mean"]
+        """The samples of the groups that were judged, replayed ones too."""
+        return self._num_values.get("prompt_length/mean", 0)
 
     def add(self, group: Group) -> None:
+        """Count a group that was judged."""
         self.num_groups += 1
         generated = [sample for sample in group.samples if not sample.exp_mask]
         for metric, count in _COUNTS.items():
-            self._sums[metric] += sum(count(sample) for sample in generated)
+            self._add_to_sum(metric, sum(count(sample) for sample in generated))
         self._add_values(_MEANS, generated)
         self._add_values(_MEANS_OF_JUDGED, group.samples)
         lengths = [*self._lengths, *(sample.num_response_tokens for sample in generated)]
         self._lengths = [min(lengths), max(lengths)] if lengths else []
 
     def metrics(self) -> dict[str, float]:
-        """By their names; a mean over nothing (a step filled by earlier groups alone) is left out."""
+        """Return the statistics by name; a mean over nothing (a step filled by earlier groups alone) is left out."""
         spread = dict(zip(("response_length/min", "response_length/max"), self._lengths, strict=False))
-        counts = {metric: self._sums[metric] for metric in _COUNTS}
+        counts = {metric: self._sums.get(metric, 0) for metric in _COUNTS}
         means = {metric: self._sums[metric] / number for metric, number in self._num_values.items()}
         return counts | means | spread
 
     def state_dict(self) -> dict:
-        """Plain data that survives JSON."""
+        """Return plain data that survives JSON."""
         return {
             "num_groups": self.num_groups,
             "sums": dict(self._sums),
@@ -80,17 +81,23 @@ class StepStatistics:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self.num_groups, self._lengths = state["num_groups"], list(state["lengths"])
-        self._sums, self._num_values = Counter(state["sums"]), Counter(state["num_values"])
+        """Go on where saved statistics stood."""
+        self.num_groups = state["num_groups"]
+        self._lengths = list(state["lengths"])
+        self._sums = dict(state["sums"])
+        self._num_values = dict(state["num_values"])
 
-    def _add_values(self, table: dict[str, Callable[[Sample], float | None]], samples: Iterable[Sample]) -> None:
+    def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Iterable[Sample]) -> None:
         for sample in samples:
             for metric, value_of in table.items():
                 if (value := value_of(sample)) is not None:
-                    self._sums[metric] += value
-                    self._num_values[metric] += 1
+                    self._add_to_sum(metric, value)
+                    self._num_values[metric] = self._num_values.get(metric, 0) + 1
+
+    def _add_to_sum(self, metric: str, value: float) -> None:
+        self._sums[metric] = self._sums.get(metric, 0) + value
 
 
 def _failed(sample: Sample, kind: str) -> bool:
-    """Whether the sample's reward failed in this way."""
+    """Return whether the sample's reward failed in this way."""
     return (sample.reward_error or "").startswith(kind)

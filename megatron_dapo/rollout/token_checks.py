@@ -16,21 +16,21 @@ for the rounding of exp at numbers as small, and of a log-prob that is computed 
 _NUMBERS = (float, int)
 
 
-def fault_of(tokens: Sequence[int], log_probs: Sequence[float], vocab_size: int) -> str | None:
-    """What cannot be in them, as the end of a sentence; none where all can."""
+def find_fault(tokens: Sequence[int], log_probs: Sequence[float], vocab_size: int) -> str | None:
+    """Return what cannot be in tokens and their log-probs, as the end of a sentence; None where all can."""
     if len(tokens) != len(log_probs):
         return f"has {len(tokens)} tokens, but {len(log_probs)} log-probs"
     return _token_fault(tokens, vocab_size) or _log_prob_fault(log_probs)
 
 
-def fault_of_sample(sample: Sample, vocab_size: int) -> str | None:
-    """The same of a sample, with its prompt, its reward and the lengths of what it says of each token."""
+def find_sample_fault(sample: Sample, vocab_size: int) -> str | None:
+    """Return the same of a sample, with its prompt, its reward and the lengths of what it says of each token."""
     lengths = {len(sample.loss_mask), len(sample.weight_versions), len(sample.response_tokens)}
     if len(lengths) > 1:
         return f"has {sorted(lengths)} tokens in its response, loss mask and weight versions"
     if not all(type(reward) in _NUMBERS and math.isfinite(reward) for reward in (sample.reward, sample.raw_reward)):
         return f"has the reward {sample.reward}, before shaping {sample.raw_reward}"
-    return _token_fault(sample.prompt_tokens, vocab_size) or fault_of(
+    return _token_fault(sample.prompt_tokens, vocab_size) or find_fault(
         sample.response_tokens, sample.rollout_log_probs, vocab_size
     )
 

@@ -23,12 +23,12 @@ _TEMPLATE_CURE = "use another actor_rollout_ref.rollout.multi_turn.environment, 
 
 
 class OutOfTime(Exception):
-    """A trajectory used up its seconds."""
+    """The trajectory used up its seconds."""
 
 
 @dataclass
 class Budget:
-    """What a trajectory has left of its seconds at servers and in its environment, and the server that knows it.
+    """The time budget of one trajectory at servers and in its environment, and the server that knows its beginning.
 
     Waiting for a place at a server costs nothing, nor does a request that fails: the model is not to blame.
     """
@@ -38,7 +38,7 @@ class Budget:
 
     @contextmanager
     def charge(self) -> Iterator[None]:
-        """Time inside costs."""
+        """Subtract the time inside."""
         began = time.monotonic()
         try:
             yield
@@ -47,7 +47,7 @@ class Budget:
 
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
-        """Time inside costs; what is inside is ended by OutOfTime when there is none left."""
+        """Subtract the time inside; end what is inside with OutOfTime when none is left."""
         try:
             with self.charge():
                 async with asyncio.timeout(None if math.isinf(self.seconds_left) else self.seconds_left) as limit:
@@ -63,7 +63,7 @@ Generate = Callable[[Sequence[int], SamplingParams, Budget], Awaitable[Generatio
 
 @dataclass
 class Trajectory:
-    """A response under way. The lists are per response token.
+    """One response as it grows. The lists are per response token.
 
     finish_reason: "stop" = it ended by itself; "length", "turns", "time" = a limit did; "environment" = a failure did.
     verdict: the environment's, none = the reward function is to judge.
@@ -80,8 +80,8 @@ class Trajectory:
     verdict: RewardResult | None = None
     solved: bool | None = None  # by the environment's last word on it, if it said one
 
-    def write(self, generation: Generation) -> None:
-        """Add a turn of the model."""
+    def add_model_turn(self, generation: Generation) -> None:
+        """Add what the model wrote."""
         self.tokens += generation.tokens
         self.log_probs += generation.log_probs
         self.loss_mask += [1] * len(generation.tokens)
@@ -90,14 +90,14 @@ class Trajectory:
         if generation.server not in self.servers:
             self.servers.append(generation.server)
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Add the environment's tokens: no loss, log-prob 0, the version of the turn before them."""
+    def add_environment_turn(self, tokens: Sequence[int]) -> None:
+        """Add what the model reads: no loss, log-prob 0, the weight version of the turn before it."""
         self.tokens += tokens
         self.log_probs += [0.0] * len(tokens)
         self.loss_mask += [0] * len(tokens)
         self.weight_versions += (self.weight_versions[-1:] or [0]) * len(tokens)
 
-    def judge(self, observation: Observation) -> None:
+    def add_reward(self, observation: Observation) -> None:
         """Add what a turn earned; the last word on correctness holds."""
         if observation.reward is None:
             return
@@ -106,24 +106,25 @@ class Trajectory:
         self.verdict = RewardResult(score, score > 0 if self.solved is None else self.solved)
 
     def fail(self, reason: str) -> None:
-        """The environment failed: what was earned so far counts, the task is not solved."""
+        """End it where the environment failed: what was earned so far counts, the task is not solved."""
         self.finish_reason = "environment"
         score = self.verdict.score if self.verdict else 0.0
         self.verdict = RewardResult(score, correct=False, error=f"environment: {reason}")
 
 
 async def single_turn(prompt: Prompt, params: SamplingParams, generate: Generate) -> Trajectory:
-    """One response, no environment."""
+    """Return a trajectory of one response, without an environment."""
     trajectory = Trajectory(prompt.tokens)
     generation = await generate(prompt.tokens, params, Budget())
-    trajectory.write(generation)
+    trajectory.add_model_turn(generation)
     trajectory.finish_reason = generation.finish_reason
     return trajectory
 
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of one trajectory. max_tokens: of the response, the environment's included (params.max_new_tokens).
+    """Limits of one trajectory, beside those of its response (`SamplingParams.max_new_tokens`, the environment's tokens
+    included).
 
     max_tokens_per_turn: of one turn of the model; a turn that reaches it goes to the environment as it is.
     """
@@ -136,7 +137,7 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Plays trajectories with the environments of a pool."""
+    """Trajectories of several turns, with the environments of a pool."""
 
     environments: EnvironmentPool
     tokenizer: Tokenizer
@@ -144,7 +145,7 @@ class MultiTurn:
     limits: TurnLimits
 
     async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate) -> Trajectory:
-        """A whole trajectory. A failure of its environment ends it and stands in its verdict.
+        """Return a whole trajectory. A failure of its environment ends it and stands in its verdict.
 
         Raises UserError where the chat template refuses the environment's messages, and what `generate` raises.
         """
@@ -164,33 +165,33 @@ class MultiTurn:
         params: SamplingParams,
         generate: Generate,
     ) -> str:
-        """Why it ended."""
+        """Fill the trajectory; return why it ended."""
         budget = Budget(self.limits.timeout_s)
         task = Task(prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         with budget.charge():
             opening = await environment.reset(task)
-        trajectory.prompt_tokens = self._opening(prompt, opening)
-        trajectory.judge(opening)
+        trajectory.prompt_tokens = self._prompt_tokens(prompt, opening)
+        trajectory.add_reward(opening)
         if opening.done:
             return "stop"
-        words: tuple[int, ...] = ()  # of the environment; they count once the model answered them
+        environment_tokens: tuple[int, ...] = ()  # they count once the model answered them
         while True:
-            room = params.max_new_tokens - len(trajectory.tokens) - len(words)
+            room = params.max_new_tokens - len(trajectory.tokens) - len(environment_tokens)
             if room <= 0:  # to answer
                 return "length"
             turn = replace(params, max_new_tokens=min(room, self.limits.max_tokens_per_turn or room))
             try:
-                so_far = (*trajectory.prompt_tokens, *trajectory.tokens, *words)
+                so_far = (*trajectory.prompt_tokens, *trajectory.tokens, *environment_tokens)
                 generation = await generate(so_far, turn, budget)
             except OutOfTime:
                 return "time"
-            trajectory.read(words)
-            trajectory.write(generation)
+            trajectory.add_environment_turn(environment_tokens)
+            trajectory.add_model_turn(generation)
             if generation.finish_reason == "length" and turn.max_new_tokens == room:
                 return "length"
             with budget.charge():  # without an end: the pool's own limit ends a step
                 observation = await environment.step(self.tokenizer.decode(generation.tokens))
-            trajectory.judge(observation)
+            trajectory.add_reward(observation)
             if observation.done:
                 return "stop"
             if trajectory.num_turns >= self.limits.max_turns:
@@ -199,14 +200,17 @@ class MultiTurn:
                 return "time"
             last_token = generation.tokens[-1] if generation.tokens else None
             with _template_errors():
-                words = self.tokenizer.encode_turn(observation.messages, last_token, self.apply_chat_template)
+                environment_tokens = self.tokenizer.encode_turn(
+                    observation.messages, last_token, self.apply_chat_template
+                )
 
-    def _opening(self, prompt: Prompt, opening: Observation) -> tuple[int, ...]:
-        """The prompt with the environment's first words behind its own messages."""
+    def _prompt_tokens(self, prompt: Prompt, opening: Observation) -> tuple[int, ...]:
+        """Return the prompt with the environment's first words behind its own messages."""
         if not opening.messages:
             return prompt.tokens
-        own = prompt.messages
-        messages = [{"role": "user", "content": own}] if isinstance(own, str) else own
+        messages = prompt.messages
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         with _template_errors():
             tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.apply_chat_template)
         if len(tokens) > self.limits.max_prompt_tokens:
@@ -219,6 +223,7 @@ class MultiTurn:
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
+    """Raise what the chat template refuses as an error of the user, with what to do."""
     try:
         yield
     except UserError:

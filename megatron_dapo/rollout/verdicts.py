@@ -1,5 +1,5 @@
-"""Whether enough responses were judged at all: a reward function that fails on all of them looks like a policy that is
-always wrong."""
+"""Checks that enough responses were judged at all: a reward function that fails on all of them looks like a policy that
+is always wrong."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,42 +13,44 @@ _KINDS = ("exception", "timeout", "crash", "environment")
 
 
 class VerdictCheck:
-    """Counts the responses of one step, or of one evaluation, and those of them that got no verdict."""
+    """The responses of one step, or of one evaluation, in numbers: all, and those that got no verdict."""
 
     def __init__(self, reward: RewardConfig, what: str) -> None:
-        self._reward, self._what = reward, what
+        self._reward = reward
+        self._what = what
         self._num_samples = 0
-        self._failures: Counter = Counter()  # kind -> samples
+        self._failures: Counter[str] = Counter()  # kind -> samples
 
     def count(self, samples: Sequence[Sample]) -> None:
-        """Replayed samples were judged in another step."""
+        """Count samples, but for replayed ones, which were judged in another step."""
         for sample in samples:
             self._num_samples += not sample.exp_mask
             if sample.reward_error is not None and not sample.exp_mask:
                 self._failures[next(kind for kind in _KINDS if sample.reward_error.startswith(kind))] += 1
 
     def are_too_few(self) -> bool:
-        """Whether none got a verdict, or more than `reward.max_error_share` got none."""
+        """Return whether none got a verdict, or more than `reward.max_error_share` got none."""
         num_failed = self._failures.total()
         is_bearable = num_failed < self._num_samples and num_failed <= self._reward.max_error_share * self._num_samples
         return num_failed > 0 and not is_bearable
 
     def check(self, last_traceback: str) -> None:
-        """Raises UserError where they `are_too_few`."""
+        """Raise UserError where they `are_too_few`."""
         if not self.are_too_few():
             return
-        num_failed, share = self._failures.total(), self._reward.max_error_share
+        num_failed = self._failures.total()
+        share = self._reward.max_error_share
         is_all = num_failed == self._num_samples
         bound = "all of them" if is_all else f"more than reward.max_error_share = {share:g} allows"
         kinds = ", ".join(f"{kind} {self._failures[kind]}" for kind in _KINDS if self._failures[kind])
         raise UserError(
             f"{self._what}: {num_failed} of {self._num_samples} responses got no verdict ({kinds}), {bound}; "
-            f"correct {self._culprit()}, or what it needs"
+            f"correct {self._failed_function()}, or what it needs"
             f"{_SLOW_CURE if self._failures['timeout'] else ''}.",
             last_traceback,
         )
 
-    def _culprit(self) -> str:
+    def _failed_function(self) -> str:
         if self._failures["environment"] == self._failures.total():
             return "actor_rollout_ref.rollout.multi_turn.environment"
         return f"reward.function {self._reward.function}"

@@ -81,7 +81,7 @@ def _estimate(
     algorithm, counted = config.algorithm, batch.loss_mask != 0
     is_end = last_counted(counted, batch.segment_ids, batch.num_segments)
     reward_of_segment = kl.new_zeros(batch.num_segments)
-    earned = [shard.outcomes[i].reward for i in batch.sample_ids]
+    earned = [shard.rewards[i].reward for i in batch.sample_ids]
     reward_of_segment[: len(earned)] = kl.new_tensor(earned)  # padding is the last segment
     rewards = torch.where(is_end, reward_of_segment[batch.segment_ids], 0) - coefficient * kl
     values = None if batch.values is None else batch.values.double()
@@ -96,7 +96,7 @@ def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], to
     def filled(batch: MicroBatch) -> MicroBatch:
         advantages, returns = next(remaining)
         keep = advantages.new_zeros(batch.num_segments, dtype=torch.bool)
-        keep[: len(batch.sample_ids)] = torch.tensor([shard.outcomes[i].keep for i in batch.sample_ids])
+        keep[: len(batch.sample_ids)] = torch.tensor([shard.rewards[i].keep for i in batch.sample_ids])
         acts = (batch.loss_mask != 0) & keep[batch.segment_ids]  # after whitening: masked groups belong to its moments
         whitened = torch.where(acts, whiten(advantages, total), 0)
         return replace(batch, advantages=whitened.float(), returns=returns.float())
@@ -117,8 +117,8 @@ def _per_group(
             kl_of_sample.update(_kl_by_sample(batch, config.algorithm.kl_penalty))
     kl_of_sample = {sample: kl for part in layout.gather(kl_of_sample) for sample, kl in part.items()}
     penalised = {
-        sample: outcome._replace(reward=outcome.reward - controller.value * kl_of_sample[sample][0])
-        for sample, outcome in shard.outcomes.items()
+        sample: earned._replace(reward=earned.reward - controller.value * kl_of_sample[sample][0])
+        for sample, earned in shard.rewards.items()
     }
     algorithm = config.algorithm
     advantages = group_estimates(penalised, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo)

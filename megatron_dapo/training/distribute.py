@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.config.derived import critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.batching import CostModel, Outcome, TrainSample, assemble, mini_batches
+from megatron_dapo.data.batching import CostModel, SampleReward, TrainSample, assemble, mini_batches
 from megatron_dapo.data.packing import Bins, MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -22,12 +22,12 @@ class StepShard:
     """This rank's part of a rollout step.
 
     mini_batches: one list of micro-batches per optimizer step; critic_mini_batches: the same samples as the critic goes
-    through them, where there is one. outcomes: of ALL samples, by sample_id, where the
+    through them, where there is one. rewards: of ALL samples, by sample_id, where the
     advantages wait for what the models say of the tokens (see `estimate_advantages`).
     """
 
     mini_batches: list[list[MicroBatch]]
-    outcomes: dict[int, Outcome]
+    rewards: dict[int, SampleReward]
     critic_mini_batches: list[list[MicroBatch]] = field(default_factory=list)
 
     def with_mini_batches(self, mini_batches: list[list[MicroBatch]]) -> "StepShard":
@@ -54,8 +54,8 @@ class StepDistributor:
         outgoing = self._cut(step, groups) if groups is not None else None
         mine: list = [None]
         dist.scatter_object_list(mine, outgoing, src=0, group=self._layout.cpu_group)
-        actors, critics, outcomes = mine[0]
-        return StepShard(self._collated(actors), outcomes, self._collated(critics))
+        actors, critics, rewards = mine[0]
+        return StepShard(self._collated(actors), rewards, self._collated(critics))
 
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
         packed = self._config.actor_rollout_ref.model.use_remove_padding
@@ -65,7 +65,7 @@ class StepDistributor:
         ]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
-        """Per global rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic, outcomes of all
+        """Per global rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic, rewards of all
         samples where needed)."""
         config = self._config
         shaping = config.algorithm.dapo.overlong_reward_shaping
@@ -79,10 +79,10 @@ class StepDistributor:
         seed = f"{config.trainer.seed}:{step}" if actor.shuffle else None
         schedules = [self._schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
         waits = uses_kl_in_reward(config) or config.algorithm.adv_estimator in TOKEN_ESTIMATORS
-        outcomes = {sample.sample_id: sample.outcome for sample in samples} if waits else {}
+        rewards = {sample.sample_id: sample.earned for sample in samples} if waits else {}
         critics = self._critic_schedules(samples, schedules, seed) if uses_critic(config) else []
         return [
-            ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], outcomes)
+            ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], rewards)
             for dp_rank in self._dp_rank_of
         ]
 

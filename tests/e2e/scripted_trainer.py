@@ -22,7 +22,7 @@ from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.rollout.errors import Interrupted, RolloutError
 from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
 from megatron_dapo.rollout.group_filter import by_correctness
-from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
+from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.telemetry.telemetry import Telemetry
 from tests.synthetic import synthetic_groups
 
@@ -58,16 +58,17 @@ class ScriptedRollout:
                     self.interrupt(step)
                 if is_to_stop():
                     raise Interrupted("as the script has it")
-                self._queue.finish(_group(draw, weight_version))
+                self._queue.add_finished(_group(draw, weight_version))
             judged = self._queue.close_gen_batch()
             if self._pool is not None:
                 self._pool.record(judged)
         taken = self._queue.take()
+        queue = self._queue.state_dict()
         metrics = {
             "rollout/num_gen_batches": float(taken.num_gen_batches),
             "rollout/num_surplus_used": float(taken.num_surplus_used),
-            "rollout/num_surplus": float(self._queue.num_surplus),
-            "rollout/num_drawn": float(self._queue.num_drawn),
+            "rollout/num_surplus": float(len(queue["kept"])),
+            "rollout/num_drawn": float(queue["num_drawn"]),
             "rollout/num_filtered": float(taken.filtered.total()),
         }
         if self._pool is not None:
@@ -101,7 +102,7 @@ def _prompt(number: int) -> Prompt:
     return Prompt(number, f"key{number}", tokens, "", "scripted", "0")
 
 
-def _group(draw: Draw, weight_version: int) -> Group:
+def _group(draw: Group, weight_version: int) -> Group:
     (group,) = synthetic_groups(VOCABULARY, num_groups=1, n=GROUP_SIZE, seed=int(draw.uid.partition("-")[0]))
     samples = [
         replace(
@@ -112,8 +113,7 @@ def _group(draw: Draw, weight_version: int) -> Group:
         )
         for sample in group.samples
     ]
-    replayed = [draw.replayed] if draw.replayed else []
-    return Group(draw.uid, draw.prompt, (*replayed, *samples[len(replayed) :]))
+    return replace(draw, samples=(*draw.samples, *samples[len(draw.samples) :]))
 
 
 def signal_after(step: int, name: str) -> None:

@@ -10,7 +10,6 @@ from megatron_dapo.rewards.exact import exact_number
 from megatron_dapo.rewards.registry import judge
 from megatron_dapo.rewards.symbolic import math_verify
 from megatron_dapo.rewards.text import math_dapo
-from megatron_dapo.rewards.types import RewardRequest
 
 pytestmark = pytest.mark.unit
 
@@ -200,11 +199,11 @@ def with_acc(data_source, response, ground_truth, extra_info, **verdict):
     ],
 )
 def test_acc_of_a_verdict_decides_correctness_as_in_verl(score, verdict, correct):
-    result = judge(f"{__name__}:with_acc", {}, RewardRequest("", score, "", verdict))
+    result = judge(f"{__name__}:with_acc", {}, "", score, "", verdict)
     assert (result.score, result.correct) == (float(score), correct)
 
 
 @pytest.mark.parametrize("accuracy", [None, float("nan"), "high"])
 def test_an_acc_that_is_no_number_is_no_verdict(accuracy):
     with pytest.raises(ValueError):
-        judge(f"{__name__}:with_acc", {}, RewardRequest("", "1", "", {"acc": accuracy}))
+        judge(f"{__name__}:with_acc", {}, "", "1", "", {"acc": accuracy})

@@ -84,7 +84,7 @@ def test_equal_rewards_have_no_advantage_despite_rounding():
 
 def test_new_rewards_give_new_advantages():
     samples = assemble([make_group("a", [1, 0]), make_group("b", [0, 1])])
-    lowered = {s.sample_id: s.outcome._replace(reward=s.reward - 2.0 * s.sample_id) for s in samples}
+    lowered = {s.sample_id: s.earned._replace(reward=s.reward - 2.0 * s.sample_id) for s in samples}
     again = group_estimates(lowered, "grpo", normalize_by_std=False)
     assert again == pytest.approx({0: 1.5, 1: -1.5, 2: 0.5, 3: -0.5})
 

@@ -16,7 +16,6 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform import sglang_cpu
 from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.types import RewardRequest
 from megatron_dapo.rollout.supervisor import sglang_command
 from tests.helpers import REPOSITORY
 
@@ -59,7 +58,7 @@ def test_a_reward_process_has_one_thread_and_reads_utf_8_whatever_the_user_set(t
         pool = RewardPool("threads_of:score", {}, num_workers=1, timeout_s=30.0, memory_limit_mb=2048)
         await pool.start()
         try:
-            return await pool.score(RewardRequest("mine", "5", "5", {}))
+            return await pool.score("mine", "5", "5", {})
         finally:
             await pool.close()
 

@@ -71,7 +71,7 @@ def scored(layout, model_path, *overrides: str) -> tuple[Critic, StepShard]:
 def test_without_gae_a_step_has_no_micro_batches_of_a_critic(layout, model_path):
     config = load_config(None, [*SMALL[:-2], f"actor_rollout_ref.model.path={model_path}"])
     shard = StepDistributor(config, layout, read_model_spec(model_path))(0, synthetic_groups(64, num_groups=2))
-    assert shard.mini_batches and not shard.critic_mini_batches and not shard.outcomes
+    assert shard.mini_batches and not shard.critic_mini_batches and not shard.rewards
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

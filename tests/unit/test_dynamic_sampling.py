@@ -46,8 +46,13 @@ def run_gen_batch(queue, first, outcomes, backwards=False, version=1):
     queue.open_gen_batch(prompts(first, len(outcomes)))
     finished = [make_group(draw, outcome, version) for draw, outcome in zip(queue.missing(), outcomes, strict=True)]
     for group in reversed(finished) if backwards else finished:
-        queue.finish(group)
+        queue.add_finished(group)
     return queue.close_gen_batch()
+
+
+def num_waiting(queue):
+    """Kept groups; between two steps these are the surplus."""
+    return len(queue.state_dict()["kept"])
 
 
 def indices(groups):
@@ -62,7 +67,7 @@ def test_kept_filtered_and_surplus_are_counted_exactly():
     result = queue.take()
     assert indices(result.groups) == [0, 2]
     assert dict(result.filtered) == {"all_correct": 1, "all_incorrect": 2}
-    assert queue.num_surplus == 0
+    assert num_waiting(queue) == 0
 
     metrics = step_metrics(result, weight_version=1, num_retries=0, seconds=2.0)
     assert metrics["dapo/num_kept_groups"] == 3
@@ -105,18 +110,18 @@ def test_surplus_is_used_first_and_counted_in_the_next_step_where_it_may_be_a_ve
     metrics = step_metrics(result, weight_version=2, num_retries=0, seconds=1.0)
     assert metrics["rollout/num_surplus_groups_used"] == 1
     assert metrics["rollout/staleness_max"] == 1
-    assert queue.num_surplus == 1
+    assert num_waiting(queue) == 1
 
 
 def test_surplus_stays_as_long_as_its_age_allows():
     queue = make_queue(train=1, gen=5, max_staleness=2)
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED] * 5)
-    assert [queue.take().num_discarded, queue.num_surplus] == [0, 4]
+    assert [queue.take().num_discarded, num_waiting(queue)] == [0, 4]
     queue.begin(2, weight_version=2)
-    assert [queue.take().num_discarded, queue.num_surplus] == [0, 3]
+    assert [queue.take().num_discarded, num_waiting(queue)] == [0, 3]
     queue.begin(3, weight_version=3)
-    assert [queue.take().num_discarded, queue.num_surplus] == [2, 0]
+    assert [queue.take().num_discarded, num_waiting(queue)] == [2, 0]
 
 
 def test_a_groups_age_is_that_of_its_oldest_new_token():
@@ -125,14 +130,14 @@ def test_a_groups_age_is_that_of_its_oldest_new_token():
     queue.open_gen_batch(prompts(0, 2))
     mixed, replayed = (make_group(draw, MIXED, version=6) for draw in queue.missing())
     samples = (replace(mixed.samples[0], weight_versions=(6, 5, 6)), mixed.samples[1])
-    queue.finish(replace(mixed, samples=samples))
+    queue.add_finished(replace(mixed, samples=samples))
     # a replayed sample is off-policy by design, and has a loss of its own
     borrowed = replace(replayed.samples[0], weight_versions=(1,) * 3, exp_mask=True)
-    queue.finish(replace(replayed, samples=(borrowed, replayed.samples[1])))
+    queue.add_finished(replace(replayed, samples=(borrowed, replayed.samples[1])))
     queue.close_gen_batch()
     assert staleness(replace(mixed, samples=samples), 7) == 2
     taken = queue.take()
-    assert indices(taken.groups) == [0] and taken.num_discarded == 0 and queue.num_surplus == 1
+    assert indices(taken.groups) == [0] and taken.num_discarded == 0 and num_waiting(queue) == 1
 
 
 def test_groups_of_a_saved_state_that_are_too_old_are_discarded_or_sampled_again():
@@ -142,16 +147,16 @@ def test_groups_of_a_saved_state_that_are_too_old_are_discarded_or_sampled_again
     run_gen_batch(before, 0, [MIXED] * 3, version=3)
     before.take()
     before.open_gen_batch(prompts(3, 2))
-    before.finish(make_group(before.missing()[0], MIXED, version=3))
+    before.add_finished(make_group(before.missing()[0], MIXED, version=3))
     state = json.loads(json.dumps(before.state_dict()))
     del state["step"]  # unknown to that program
 
     queue = make_queue(train=1, gen=3)
     queue.load_state_dict(state)
     queue.begin(5, weight_version=4)
-    assert queue.num_surplus == 0 and len(queue.missing()) == 2
+    assert num_waiting(queue) == 0 and len(queue.missing()) == 2
     for draw in queue.missing():
-        queue.finish(make_group(draw, MIXED, version=4))
+        queue.add_finished(make_group(draw, MIXED, version=4))
     queue.close_gen_batch()
     taken = queue.take()
     assert indices(taken.groups) == [3] and taken.num_surplus_used == 0
@@ -189,7 +194,7 @@ def test_a_step_that_goes_on_from_its_saved_state_reports_what_it_would_have_rep
                     queue = make_queue(train=2, gen=4)
                     queue.load_state_dict(state)
                     queue.begin(3, weight_version=1)
-                queue.finish(make_group(draw, outcome))
+                queue.add_finished(make_group(draw, outcome))
                 number += 1
             queue.close_gen_batch()
         assert not queue.wants_gen_batch()
@@ -236,7 +241,7 @@ def test_a_gen_batch_is_not_judged_before_its_last_group():
     queue = make_queue(train=1, gen=2)
     queue.begin(1, weight_version=1)
     queue.open_gen_batch(prompts(0, 2))
-    queue.finish(make_group(queue.missing()[1], MIXED))
+    queue.add_finished(make_group(queue.missing()[1], MIXED))
     with pytest.raises(AssertionError):
         queue.close_gen_batch()
 
@@ -248,7 +253,7 @@ def test_the_filter_looks_at_correctness_not_at_shaped_rewards():
     (draw,) = queue.missing()
     group = make_group(draw, WRONG)
     shaped = tuple(Sample(**{**vars(sample), "reward": -0.1 * i}) for i, sample in enumerate(group.samples))
-    queue.finish(Group(group.uid, group.prompt, shaped))
+    queue.add_finished(Group(group.uid, group.prompt, shaped))
     queue.close_gen_batch()
     with pytest.raises(UserError, match="all_incorrect 1"):
         queue.wants_gen_batch()
@@ -283,11 +288,11 @@ def test_going_on_with_an_open_step_keeps_finished_groups_and_counts():
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [WRONG, WRONG, MIXED])
     queue.open_gen_batch(prompts(3, 3))
-    queue.finish(make_group(queue.missing()[1], MIXED))
+    queue.add_finished(make_group(queue.missing()[1], MIXED))
     queue.begin(1, weight_version=1)
     assert [draw.prompt.index for draw in queue.missing()] == [3, 5]
     for draw in queue.missing():
-        queue.finish(make_group(draw, RIGHT))
+        queue.add_finished(make_group(draw, RIGHT))
     queue.close_gen_batch()
     result = queue.take()
     assert indices(result.groups) == [2, 4]
@@ -305,7 +310,7 @@ def test_truncation_counts_and_penalties():
         dict(reward=-0.125),  # of the soft interval: not truncated
     ]
     for draw, overrides in zip(queue.missing(), how, strict=True):
-        queue.finish(make_group(draw, (False,), **overrides))
+        queue.add_finished(make_group(draw, (False,), **overrides))
     queue.close_gen_batch()
     metrics = step_metrics(queue.take(), weight_version=1, num_retries=4, seconds=1.0)
     assert metrics["dapo/num_truncated_samples"] == 2
@@ -320,7 +325,7 @@ def test_a_step_without_truncated_responses_has_no_mean_penalty():
     queue = make_queue(train=1, gen=1, mode="none")
     queue.begin(1, weight_version=1)
     queue.open_gen_batch(prompts(0, 1))
-    queue.finish(make_group(queue.missing()[0], (False,), reward=-0.125))
+    queue.add_finished(make_group(queue.missing()[0], (False,), reward=-0.125))
     queue.close_gen_batch()
     metrics = step_metrics(queue.take(), weight_version=1, num_retries=0, seconds=1.0)
     assert metrics["dapo/num_truncated_samples"] == 0 and "dapo/avg_truncation_penalty_applied" not in metrics
@@ -331,7 +336,7 @@ def test_reward_errors_are_counted_by_kind():
     queue.begin(1, weight_version=1)
     queue.open_gen_batch(prompts(0, 4))
     for draw, error in zip(queue.missing(), ["timeout", "crash", "exception: ValueError", None], strict=True):
-        queue.finish(make_group(draw, (False,), reward_error=error))
+        queue.add_finished(make_group(draw, (False,), reward_error=error))
     queue.close_gen_batch()
     metrics = step_metrics(queue.take(), weight_version=1, num_retries=0, seconds=1.0)
     assert [metrics[f"reward/num_{kind}"] for kind in ("timeouts", "crashes", "exceptions")] == [1, 1, 1]
@@ -366,7 +371,7 @@ def test_every_prompt_drawn_is_handed_out_filtered_discarded_waiting_or_open(run
         step = queue.state_dict()["step"] or {"filtered": {}, "num_discarded": 0}
         out = len(handed_out) + num_filtered + sum(step["filtered"].values()) + num_discarded + step["num_discarded"]
         num_open = len(queue.state_dict()["open"])
-        assert out + queue.num_surplus + num_open == drawn == queue.num_drawn
+        assert out + num_waiting(queue) + num_open == drawn == queue.state_dict()["num_drawn"]
 
     for step in range(num_steps):
         queue.begin(step, weight_version=step)
@@ -376,7 +381,7 @@ def test_every_prompt_drawn_is_handed_out_filtered_discarded_waiting_or_open(run
                     queue.open_gen_batch(prompts(drawn, queue.limits.gen_batch_size))
                     drawn += queue.limits.gen_batch_size
                 while missing := queue.missing():
-                    queue.finish(make_group(random.choice(missing), random.choice([MIXED, RIGHT, WRONG]), step))
+                    queue.add_finished(make_group(random.choice(missing), random.choice([MIXED, RIGHT, WRONG]), step))
                     check_accounts()
                     if random.random() < 0.1:
                         queue = reloaded(queue, make) if random.random() < 0.5 else queue
@@ -384,7 +389,7 @@ def test_every_prompt_drawn_is_handed_out_filtered_discarded_waiting_or_open(run
                 queue.close_gen_batch()
                 check_accounts()
         except UserError:
-            assert queue.num_surplus == 0
+            assert num_waiting(queue) == 0
             return
         result = queue.take()
         assert 1 <= len(result.groups) <= size
@@ -394,7 +399,7 @@ def test_every_prompt_drawn_is_handed_out_filtered_discarded_waiting_or_open(run
         num_discarded += result.num_discarded
         check_accounts()
         if not max_staleness:
-            assert queue.num_surplus == result.num_surplus_used == 0
+            assert num_waiting(queue) == result.num_surplus_used == 0
         queue = reloaded(queue, make)
     assert handed_out == sorted(set(handed_out))  # once each, in the order drawn
 
@@ -406,12 +411,12 @@ def test_state_saved_in_the_middle_of_a_gen_batch_goes_on_where_it_was(num_finis
     queue.begin(1, weight_version=1)
     queue.open_gen_batch(prompts(0, 3))
     for draw in queue.missing()[:num_finished]:
-        queue.finish(make_group(draw, MIXED))
+        queue.add_finished(make_group(draw, MIXED))
     other = make_queue(train=3, gen=3)
     other.load_state_dict(queue.state_dict())
     other.begin(1, weight_version=1)
     assert [draw.prompt.index for draw in other.missing()] == list(range(num_finished, 3))
     for draw in other.missing():
-        other.finish(make_group(draw, MIXED))
+        other.add_finished(make_group(draw, MIXED))
     other.close_gen_batch()
     assert indices(other.take().groups) == [0, 1, 2]

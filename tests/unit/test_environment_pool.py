@@ -185,7 +185,7 @@ def test_every_trajectory_has_an_environment_of_its_own_that_is_closed(folder):
         await began.wait()
         work.cancel()
         await answer_of(pool, "well")
-        async with pool.session():  # the farewell to the one before is over
+        async with pool.session():  # the one before is closed
             pass
 
     run_pool(folder, use)

@@ -59,7 +59,7 @@ def shard_of(samples, packed: bool, sizes: list[list[int]]) -> StepShard:
         columns["values"] = torch.where(batch.loss_mask != 0, columns["values"], torch.nan)
         return replace(batch, **columns)
 
-    outcomes = {s.sample_id: s.outcome for s in samples}
+    outcomes = {s.sample_id: s.earned for s in samples}
     return StepShard([[filled(batch) for batch in mini] for mini in mini_batches], outcomes)
 
 

@@ -14,7 +14,13 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompts import PromptCursor
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.planner.validation import validate
-from megatron_dapo.rollout.experience_replay import ExperiencePool, ReplayRules, next_prompts, replay_metrics
+from megatron_dapo.rollout.experience_replay import (
+    ExperiencePool,
+    ReplayRules,
+    mean_entropy,
+    next_prompts,
+    replay_metrics,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -52,7 +58,7 @@ def of(prompt, num_right, n=N, **fields):
 
 
 def prompts_of(experiences):
-    return [experience.prompt for experience in experiences]
+    return [prompt for prompt, _ in experiences]
 
 
 # ---------------------------------------------------------------------------------------------------- what is recorded
@@ -71,8 +77,7 @@ def test_a_trajectory_comes_back_as_it_was_recorded():
     recorded = sample(True, log_probs=(-0.1, 0.0, -0.3), mask=(1, 0, 1), version=7, tag=9)
     pool = make_pool()
     record(pool, [group(3, recorded, sample(False))])
-    (experience,) = pool.draw(2)
-    assert experience.sample == recorded
+    assert pool.draw(2) == [(3, recorded)]
 
 
 def test_a_response_without_a_token_of_the_model_is_nothing_to_learn_from():
@@ -133,8 +138,7 @@ def test_of_a_prompt_the_trajectory_of_least_entropy_is_replayed():
     diluted = sample(True, log_probs=(-1.2, 0.0, 0.0, 0.0), mask=(1, 0, 0, 0), tag=12)
     sure = sample(True, log_probs=(-0.2, -0.6, -0.1), tag=13)
     record(pool, [group(0, unsure, diluted, sure, sample(False))])
-    (drawn,) = pool.draw(2)
-    assert drawn.sample == sure and drawn.entropy == pytest.approx(0.3)
+    assert pool.draw(2) == [(0, sure)] and mean_entropy(sure) == pytest.approx(0.3)
 
 
 def test_buckets_are_drawn_by_the_normal_density_around_half_the_group():
@@ -143,7 +147,7 @@ def test_buckets_are_drawn_by_the_normal_density_around_half_the_group():
     for seed in range(3000):
         pool = make_pool(seed, exp_ratio=0.25)
         record(pool, [of(0, 2), of(10, 1), of(11, 1), of(12, 1), of(20, 3)])
-        counts[min(pool.draw(4)[0].prompt // 10, 2)] += 1
+        counts[min(pool.draw(4)[0][0] // 10, 2)] += 1
     total = 1.0 + 2 * math.exp(-0.5)
     shares = [counts[bucket] / 3000 for bucket in range(3)]
     # four deviations of a share near 0.3 to 0.45: 4 * sqrt(0.25 / 3000) = 0.037
@@ -204,7 +208,7 @@ def test_of_a_prompt_the_newest_are_kept():
     record(pool, [group(0, best, sample(False))])
     record(pool, [group(0, sample(True, tag=2), sample(True, log_probs=(-0.4,), tag=3), sample(False))])
     assert pool.metrics()["replay/num_trajectories"] == 2
-    assert pool.draw(2)[0].sample.response_tokens == (3,)
+    assert pool.draw(2)[0][1].response_tokens == (3,)
 
 
 def test_beyond_the_tokens_what_was_recorded_first_leaves_first():
@@ -247,7 +251,7 @@ def test_bounds_hold_retired_prompts_stay_away_and_a_saved_pool_goes_on(history)
 
         assert len(drawn) <= int(rules["exp_ratio"] * size + 1e-9)
         assert len(set(prompts_of(drawn))) == len(drawn) and not solved & set(prompts_of(drawn))
-        assert all(each.sample.correct and each.sample in written for each in drawn)
+        assert all(each.correct and each in written for _, each in drawn)
 
         groups = []
         for prompt in chance.sample(range(6), chance.randint(1, 6)):

@@ -388,9 +388,9 @@ def test_a_data_set_without_prompts_is_an_error(tmp_path):
         load(write_jsonl(tmp_path / "long.jsonl", [verl_row("long")]), max_prompt_length=2)
 
 
-def test_the_data_sources_are_listed_once(write):
+def test_prompts_keep_their_data_sources(write):
     rows = [verl_row("a"), verl_row("b"), {**verl_row("c"), "data_source": "aime"}]
-    assert load(write(rows)).data_sources == ["aime", "math_dapo"]
+    assert {prompt.data_source for prompt in load(write(rows)).prompts} == {"aime", "math_dapo"}
 
 
 @given(st.integers(1, 30), st.integers(), st.booleans(), st.lists(st.integers(1, 50), max_size=12))

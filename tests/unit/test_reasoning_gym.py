@@ -16,7 +16,6 @@ from megatron_dapo.envs.types import Task
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.reasoning_gym import answer_score, reasoning_gym
 from megatron_dapo.rewards.registry import check_reward
-from megatron_dapo.rewards.types import RewardRequest
 
 pytestmark = pytest.mark.unit
 
@@ -112,7 +111,7 @@ def test_the_reward_workers_judge_by_data_source(tmp_path):
         pool = RewardPool("by_data_source", {}, 1, 20.0, 4096)
         await pool.start()
         try:
-            return [await pool.score(RewardRequest("reasoning_gym/gcd", text, truth, info)) for text in (truth, "x")]
+            return [await pool.score("reasoning_gym/gcd", text, truth, info) for text in (truth, "x")]
         finally:
             await pool.close()
 

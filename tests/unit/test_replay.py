@@ -14,15 +14,15 @@ from launch.local import main as launch_local
 from megatron_dapo.__main__ import main
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Group, RolloutBatch, Sample
+from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import validate
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
+from megatron_dapo.rollout.batch_replay import BatchReplay, start_rollout
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.group_queue import Draw, GroupQueue, QueueLimits
+from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.plain_data import group_to_plain
-from megatron_dapo.rollout.replay import Replay, start_rollout
 from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
@@ -57,7 +57,8 @@ def filled(kind: type, name: str = "") -> object:
 
 def test_no_field_of_a_group_is_lost_in_a_dump_or_in_a_checkpoint(tmp_path):
     """Whatever fields there are."""
-    group, draw = filled(Group), filled(Draw)
+    group, replayed = filled(Group), filled(Sample)
+    draw = Group("drawn", filled(Prompt), (replayed,))
     assert all(getattr(group.samples[0], field.name) != field.default for field in fields(Sample))
     write_batch(tmp_path, 1, RolloutBatch((group,), {}))
     assert read_batch(tmp_path, 1).groups == (group,)
@@ -68,7 +69,7 @@ def test_no_field_of_a_group_is_lost_in_a_dump_or_in_a_checkpoint(tmp_path):
     first, second = queue(), queue()
     first.load_state_dict(
         {"num_drawn": 1, "kept": [group_to_plain(group)], "finished": [group_to_plain(replace(group, uid=draw.uid))]}
-        | {"open": [{"uid": draw.uid, "prompt": vars(draw.prompt), "replayed": vars(draw.replayed)}]}
+        | {"open": [{"uid": draw.uid, "prompt": vars(draw.prompt), "replayed": vars(replayed)}]}
     )
     assert first._kept == [group] and first._open == {draw.uid: draw}
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -111,7 +112,7 @@ def test_a_damaged_batch_is_named(tmp_path, kind):
     path = batch_file(tmp_path, 3)
     path.write_bytes(damaged(path.read_bytes())[kind])
     with pytest.raises(UserError, match="step_000003.json.gz cannot be read"):
-        Replay(tmp_path, 64).next_batch(3, 2)
+        BatchReplay(tmp_path, 64).next_batch(3, 2)
 
 
 def test_a_batch_under_another_steps_name_is_refused(tmp_path):
@@ -125,13 +126,13 @@ def test_a_missing_batch_is_named_beside_those_that_are_there(tmp_path):
     for step in (1, 2, 4):
         write_batch(tmp_path, step, batch())
     with pytest.raises(UserError, match="step_000003.json.gz to replay; .* has those of steps 1 to 4 but for 1"):
-        Replay(tmp_path, 64).next_batch(3, 2)
+        BatchReplay(tmp_path, 64).next_batch(3, 2)
 
 
 def test_a_replay_has_every_call_that_the_trainer_makes_of_a_controller():
     calls = {name for name, _ in inspect.getmembers(RolloutHandle, inspect.isfunction) if not name.startswith("_")}
     for name in calls:
-        assert inspect.signature(getattr(Replay, name)).parameters.keys() == (
+        assert inspect.signature(getattr(BatchReplay, name)).parameters.keys() == (
             inspect.signature(getattr(RolloutHandle, name)).parameters.keys()
         ), name
 
@@ -185,7 +186,7 @@ def test_without_the_key_nothing_is_dumped(folder):
 def test_a_run_with_servers_does_not_go_on_from_a_replays_state(folder):
     controller = Controller(make_config(folder, ["http://127.0.0.1:9"]))
     with pytest.raises(UserError, match="replay of here, which drew no prompts"):
-        controller.load_state_dict(Replay("here", 64).state_dict())
+        controller.load_state_dict(BatchReplay("here", 64).state_dict())
 
 
 def mistakes(*overrides: str) -> list[str]:

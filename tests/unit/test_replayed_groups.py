@@ -16,10 +16,10 @@ from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
 from megatron_dapo.data.types import Prompt, RolloutBatch
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
+from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
-from megatron_dapo.rollout.replay import Replay
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.training.loss_config import loss_config
 from tests.fake_rollout import MIXED, RIGHT, WRONG, FakeServer, Script, make_config, write_files
@@ -179,7 +179,7 @@ def judged(num_right_of_7):
         replace(sample, uid=draw.uid, correct=i < num_right_of_7, weight_versions=(5,), response_tokens=(1,) * 6)
         for i, sample in enumerate(group.samples[1:])
     ]
-    queue.finish(replace(group, uid=draw.uid, samples=(draw.replayed, *new)))
+    queue.add_finished(replace(group, uid=draw.uid, samples=(draw.samples[0], *new)))
     queue.close_gen_batch()
     return queue, draw
 
@@ -188,7 +188,7 @@ def test_task_a_one_replayed_success_and_seven_failures_is_kept():
     queue, draw = judged(0)
     result = queue.take()
     assert result.filtered.total() == 0 and len(result.groups) == 1
-    assert draw.replayed.exp_mask and draw.replayed.uid == draw.uid
+    assert draw.samples[0].exp_mask and draw.samples[0].uid == draw.uid
     metrics = step_metrics(result, weight_version=5, num_retries=0, seconds=1.0)
     assert metrics["reward/accuracy"] == 0.0 and metrics["train/accuracy"] == 1 / 8
     assert metrics["response_length/mean"] == metrics["response_length/max"] == 6  # the replayed one was not generated
@@ -217,9 +217,9 @@ def test_dumped_batches_keep_which_samples_were_replayed(tmp_path):
     batch = RolloutBatch(tuple(with_one_replayed()), {})
     write_batch(tmp_path, 1, batch)
     assert read_batch(tmp_path, 1) == batch
-    assert Replay(tmp_path, 64, takes_experiences=True).next_batch(1, 0) == batch
+    assert BatchReplay(tmp_path, 64, takes_experiences=True).next_batch(1, 0) == batch
     with pytest.raises(UserError, match=f"step_000001.json.gz has samples .* set {REPLAY}.enable to true"):
-        Replay(tmp_path, 64).next_batch(1, 0)
+        BatchReplay(tmp_path, 64).next_batch(1, 0)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -22,7 +22,7 @@ from megatron_dapo.config.keys import known_keys, known_sections
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
 from megatron_dapo.platform.agreement import SingleRank
-from megatron_dapo.rollout.replay import Replay
+from megatron_dapo.rollout.batch_replay import BatchReplay
 from tests.checkpoint_run import SlowWrite, run, trainer_state
 
 pytestmark = pytest.mark.unit
@@ -196,8 +196,11 @@ def test_what_was_restored_of_the_rollout_is_what_it_holds_afterwards(tmp_path):
     _, new = restore_rollout(Rollout(**pool), {"queue": queue}, False)
     assert new == ["experiences to replay: the checkpoint has none"]
     lost = ["prompt cursor and groups that waited: this run has none"]
-    assert restore_rollout(Replay(tmp_path, 64), {"queue": queue}, False) == (["the place in the replay"], lost)
-    assert restore_rollout(Replay(tmp_path, 64), {"replay": "elsewhere"}, False) == (["the place in the replay"], [])
+    assert restore_rollout(BatchReplay(tmp_path, 64), {"queue": queue}, False) == (["the place in the replay"], lost)
+    assert restore_rollout(BatchReplay(tmp_path, 64), {"replay": "elsewhere"}, False) == (
+        ["the place in the replay"],
+        [],
+    )
 
 
 def test_other_prompts_begin_anew_only_where_that_is_accepted():

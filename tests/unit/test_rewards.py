@@ -12,7 +12,6 @@ from megatron_dapo.rewards.answers import final_answer, last_answer_line, last_b
 from megatron_dapo.rewards.registry import BUILTINS, DATA_SOURCES, check_reward, function_name, judge, wrong_score
 from megatron_dapo.rewards.symbolic import is_too_expensive, math_verify
 from megatron_dapo.rewards.text import exact_match, math_dapo
-from megatron_dapo.rewards.types import RewardRequest
 
 pytestmark = pytest.mark.unit
 
@@ -221,7 +220,7 @@ def test_each_data_source_has_its_verifier_and_unknown_ones_are_told():
 
 def test_the_score_of_a_wrong_answer_is_what_the_function_gives():
     for name in BUILTINS.keys() - {"reasoning_gym"}:  # test_reasoning_gym.py: it needs its package
-        wrong = judge(name, {}, RewardRequest("math_dapo", boxed("1"), "2"))
+        wrong = judge(name, {}, "math_dapo", boxed("1"), "2", {})
         assert wrong.score == wrong_score(name, "math_dapo")
     assert wrong_score("by_data_source", "math_dapo") == -1.0
     assert wrong_score("by_data_source", "openai/gsm8k") == 0.0

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.types import RewardRequest, RewardResult
+from megatron_dapo.rewards.types import RewardResult
 
 pytestmark = pytest.mark.unit
 
@@ -133,7 +133,7 @@ def run_pool(
 
 
 def request(response, ground_truth="yes", **extra_info):
-    return RewardRequest("test", response, ground_truth, extra_info)
+    return "test", response, ground_truth, extra_info
 
 
 BAD_RESPONSES = {
@@ -153,12 +153,12 @@ def test_each_bad_response_costs_one_sample_and_is_counted():
 
     async def use(pool):
         async def and_the_next(response):
-            return await pool.score(request(response)), await pool.score(request("yes"))
+            return await pool.score(*request(response)), await pool.score(*request("yes"))
 
         results = dict(zip(hanging, await asyncio.gather(*map(and_the_next, hanging)), strict=True))
         for response in BAD_RESPONSES.keys() - results.keys():
             results[response] = await and_the_next(response)
-        return results, await pool.score(request("no")), pool.stats()
+        return results, await pool.score(*request("no")), pool.stats()
 
     results, wrong, stats = run_pool(use, num_workers=len(hanging))
     for response, error in BAD_RESPONSES.items():
@@ -170,7 +170,7 @@ def test_each_bad_response_costs_one_sample_and_is_counted():
 def test_the_caller_waits_no_longer_than_the_limit_and_the_event_loop_not_at_all():
     async def use(pool):
         beats = 0
-        hang = asyncio.create_task(pool.score(request("spin in C")))
+        hang = asyncio.create_task(pool.score(*request("spin in C")))
         while not hang.done():
             await asyncio.sleep(0.02)
             beats += 1
@@ -182,9 +182,9 @@ def test_the_caller_waits_no_longer_than_the_limit_and_the_event_loop_not_at_all
 
 def test_one_hanging_response_does_not_stop_the_other_workers():
     async def use(pool):
-        hang = asyncio.create_task(pool.score(request("sleep")))
+        hang = asyncio.create_task(pool.score(*request("sleep")))
         await asyncio.sleep(0)
-        results = await asyncio.gather(*(pool.score(request("yes")) for _ in range(50)))
+        results = await asyncio.gather(*(pool.score(*request("yes")) for _ in range(50)))
         assert not hang.done()
         return [*results, await hang]
 
@@ -194,10 +194,10 @@ def test_one_hanging_response_does_not_stop_the_other_workers():
 
 def test_a_cancelled_request_does_not_answer_the_next_one():
     async def use(pool):
-        task = asyncio.create_task(pool.score(request("sleep")))
+        task = asyncio.create_task(pool.score(*request("sleep")))
         await asyncio.sleep(0.1)
         task.cancel()
-        return await pool.score(request("yes"))
+        return await pool.score(*request("yes"))
 
     assert run_pool(use, timeout_s=30) == RewardResult(1.0, True)
 
@@ -206,14 +206,14 @@ def test_a_worker_is_replaced_after_its_share_of_requests(monkeypatch):
     monkeypatch.setattr("megatron_dapo.rewards.pool._REQUESTS_PER_WORKER", 3)
 
     async def use(pool):
-        return [(await pool.score(request("pid"))).score for _ in range(4)]
+        return [(await pool.score(*request("pid"))).score for _ in range(4)]
 
     pids = run_pool(use)
     assert pids[0] == pids[1] == pids[2] != pids[3]
 
 
 def test_printing_and_reading_in_a_reward_function_is_harmless():
-    assert run_pool(lambda pool: pool.score(request("print"))) == RewardResult(1.0, True)
+    assert run_pool(lambda pool: pool.score(*request("print"))) == RewardResult(1.0, True)
 
 
 SECRETS = {
@@ -233,7 +233,7 @@ def test_workers_see_no_secrets_but_those_that_are_passed_on_by_name(tmp_path, m
 
     def seen(**settings):
         names = tmp_path / "names"
-        assert run_pool(lambda pool: pool.score(request("environment", file=str(names))), **settings).correct
+        assert run_pool(lambda pool: pool.score(*request("environment", file=str(names))), **settings).correct
         return {*names.read_text().split()} & {*SECRETS, *HARMLESS}
 
     assert seen() == set(HARMLESS)
@@ -243,7 +243,7 @@ def test_workers_see_no_secrets_but_those_that_are_passed_on_by_name(tmp_path, m
 def test_a_variable_to_pass_on_that_is_not_set_is_told_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     with pytest.raises(UserError, match=r"reward\.pass_env names JUDGE_API_KEY"):
-        run_pool(lambda pool: pool.score(request("")), pass_env=["JUDGE_API_KEY"])
+        run_pool(lambda pool: pool.score(*request("")), pass_env=["JUDGE_API_KEY"])
 
 
 def test_workers_start_without_the_heavy_libraries():
@@ -253,30 +253,30 @@ def test_workers_start_without_the_heavy_libraries():
 
 
 def test_keyword_arguments_and_dict_verdicts_reach_the_result():
-    assert run_pool(lambda pool: pool.score(request("no")), kwargs={"bonus": 0.5}) == RewardResult(0.5, True)
-    with_dict = run_pool(lambda pool: pool.score(request("", level=2)), "hostile_rewards:judge_with_dict")
+    assert run_pool(lambda pool: pool.score(*request("no")), kwargs={"bonus": 0.5}) == RewardResult(0.5, True)
+    with_dict = run_pool(lambda pool: pool.score(*request("", level=2)), "hostile_rewards:judge_with_dict")
     assert with_dict == RewardResult(0.25, False)
 
 
 def test_a_failure_scores_like_a_wrong_answer_of_that_function():
-    custom = run_pool(lambda pool: pool.score(request("")), "hostile_rewards:plus_minus")
+    custom = run_pool(lambda pool: pool.score(*request("")), "hostile_rewards:plus_minus")
     assert (custom.score, custom.error) == (-1.0, "exception: RuntimeError: test")
 
 
 def test_a_killed_worker_is_a_crash_of_its_sample_only():
     async def use(pool):
-        pid = int((await pool.score(request("pid"))).score)
-        task = asyncio.create_task(pool.score(request("sleep")))
+        pid = int((await pool.score(*request("pid"))).score)
+        task = asyncio.create_task(pool.score(*request("sleep")))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-        return await task, await pool.score(request("yes"))
+        return await task, await pool.score(*request("yes"))
 
     assert run_pool(use, timeout_s=30) == (RewardResult(0.0, False, "crash"), RewardResult(1.0, True))
 
 
 def test_what_a_reward_function_started_dies_with_its_worker(tmp_path):
     pid_file = tmp_path / "pid"
-    result = run_pool(lambda pool: pool.score(request("child", pid_file=str(pid_file))), timeout_s=1.0)
+    result = run_pool(lambda pool: pool.score(*request("child", pid_file=str(pid_file))), timeout_s=1.0)
     assert result.error == "timeout"
     assert ended_within(int(pid_file.read_text()), seconds=5)
 
@@ -285,7 +285,7 @@ def test_what_a_reward_function_started_dies_with_its_worker(tmp_path):
 def test_what_left_the_workers_session_ends_with_it_too(action, tmp_path):
     pid_file = tmp_path / "pid"
     timeout_s = 3.0 if "hang" in action else 20.0
-    run_pool(lambda pool: pool.score(request(action, pid_file=str(pid_file))), timeout_s=timeout_s)
+    run_pool(lambda pool: pool.score(*request(action, pid_file=str(pid_file))), timeout_s=timeout_s)
     assert ended_within(int(pid_file.read_text()), seconds=10)
 
 
@@ -295,12 +295,11 @@ def test_a_process_of_its_own_session_ends_with_the_pools_process(tmp_path):
         f"""
         import asyncio, os
         from megatron_dapo.rewards.pool import RewardPool
-        from megatron_dapo.rewards.types import RewardRequest
 
         async def main():
             pool = RewardPool("hostile_rewards:judge", {{}}, 1, 60.0, 1024)
             await pool.start()
-            await pool.score(RewardRequest("", "daemon", "", {{"pid_file": {str(pid_file)!r}}}))
+            await pool.score("", "daemon", "", {{"pid_file": {str(pid_file)!r}}})
             os._exit(0)
 
         asyncio.run(main())
@@ -317,7 +316,7 @@ def test_a_process_of_its_own_session_ends_with_the_pools_process(tmp_path):
 )
 def test_a_function_that_replaces_parts_of_the_worker_costs_samples_and_no_more(action, next_error):
     async def use(pool):
-        return [await pool.score(request(text)) for text in (action, "yes", "yes")]
+        return [await pool.score(*request(text)) for text in (action, "yes", "yes")]
 
     first, second, third = run_pool(use, timeout_s=20.0)
     assert first == RewardResult(1.0, True)
@@ -348,7 +347,7 @@ def test_what_a_function_imports_in_its_calls_does_not_take_the_time_of_the_firs
         )
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    result = run_pool(lambda pool: pool.score(request("yes")), "lazy_rewards:judge", timeout_s=1.5)
+    result = run_pool(lambda pool: pool.score(*request("yes")), "lazy_rewards:judge", timeout_s=1.5)
     assert result == RewardResult(1.0, True)
 
 
@@ -357,7 +356,7 @@ def test_the_verifiers_of_the_prompts_sources_are_loaded_before_the_first_respon
         pool = RewardPool("by_data_source", {}, 1, 0.5, 2048, data_sources=data_sources)
         await pool.start()
         try:
-            return await pool.score(RewardRequest("openai/gsm8k", "so \\boxed{5}", "5"))
+            return await pool.score("openai/gsm8k", "so \\boxed{5}", "5")
         finally:
             await pool.close()
 
@@ -366,12 +365,12 @@ def test_the_verifiers_of_the_prompts_sources_are_loaded_before_the_first_respon
 
 def test_what_a_function_left_behind_and_ended_leaves_no_zombie(tmp_path):
     async def use(pool):
-        await pool.score(request("daemon", pid_file=str(tmp_path / "pid")))
+        await pool.score(*request("daemon", pid_file=str(tmp_path / "pid")))
         pid = int((tmp_path / "pid").read_text())
         os.kill(pid, signal.SIGKILL)
         for _ in range(1000):
             if not os.path.exists(f"/proc/{pid}"):
-                return await pool.score(request("yes"))
+                return await pool.score(*request("yes"))
             await asyncio.sleep(0.02)
 
     assert run_pool(use, timeout_s=20.0) == RewardResult(1.0, True)
@@ -382,7 +381,7 @@ def test_a_worker_starts_under_any_limit_of_the_stack():
     usual = resource.getrlimit(resource.RLIMIT_STACK)
     try:
         resource.setrlimit(resource.RLIMIT_STACK, (4 << 30, usual[1]))
-        result = run_pool(lambda pool: pool.score(request("some memory")))
+        result = run_pool(lambda pool: pool.score(*request("some memory")))
     except ValueError:
         pytest.skip("no such limit may be set here")
     finally:
@@ -396,14 +395,13 @@ def test_workers_end_with_their_parent(action, tmp_path):
         f"""
         import asyncio, os, sys
         from megatron_dapo.rewards.pool import RewardPool
-        from megatron_dapo.rewards.types import RewardRequest
 
         async def main():
             pool = RewardPool("hostile_rewards:judge", {{}}, 1, 600.0, 1024)
             await pool.start()
-            print(int((await pool.score(RewardRequest("", "pid", ""))).score), flush=True)
+            print(int((await pool.score("", "pid", "")).score), flush=True)
             if {action!r} == "sleep":
-                task = asyncio.create_task(pool.score(RewardRequest("", "sleep", "")))
+                task = asyncio.create_task(pool.score("", "sleep", ""))
                 await asyncio.sleep(0.2)
             os._exit(0)
 
@@ -434,7 +432,7 @@ def test_a_reward_module_that_exits_at_import_is_told_as_what_it_is(tmp_path, mo
     (tmp_path / "exiting_rewards.py").write_text("import sys\nsys.exit('not like this')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError) as caught:
-        run_pool(lambda pool: pool.score(request("")), "exiting_rewards:judge")
+        run_pool(lambda pool: pool.score(*request("")), "exiting_rewards:judge")
     assert all(word in str(caught.value) for word in ("exiting_rewards", "sys.exit('not like this')", "__main__"))
 
 
@@ -451,7 +449,7 @@ def test_a_reward_module_that_exits_at_import_is_told_as_what_it_is(tmp_path, mo
 )
 def test_a_reward_that_cannot_work_is_told_at_the_start(function, kwargs, words):
     with pytest.raises(UserError) as caught:
-        run_pool(lambda pool: pool.score(request("")), function, kwargs)
+        run_pool(lambda pool: pool.score(*request("")), function, kwargs)
     assert all(word in str(caught.value) for word in words)
 
 
@@ -459,7 +457,7 @@ def test_closing_answers_the_requests_in_flight_and_refuses_those_that_wait():
     async def main():
         pool = RewardPool("hostile_rewards:judge", {}, 1, 600.0, 1024)
         await pool.start()
-        waiting = [asyncio.create_task(pool.score(request("sleep"))) for _ in range(3)]
+        waiting = [asyncio.create_task(pool.score(*request("sleep"))) for _ in range(3)]
         await asyncio.sleep(0.1)
         async with asyncio.timeout(5):
             await pool.close()
@@ -474,4 +472,4 @@ def test_closing_answers_the_requests_in_flight_and_refuses_those_that_wait():
 def test_scoring_outside_start_and_close_is_refused():
     pool = RewardPool("math_dapo", {}, 1, 1.0, 1024)
     with pytest.raises(RuntimeError, match="not started, or closed"):
-        asyncio.run(pool.score(request("")))
+        asyncio.run(pool.score(*request("")))

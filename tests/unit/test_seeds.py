@@ -253,7 +253,7 @@ def one_step(config: Config, *groups: tuple[str, ...]):
     queue.begin(1, weight_version=1)
     queue.open_gen_batch([Prompt(i, str(i), (1,), "", "test", "") for i in range(len(groups))])
     for draw, what in zip(queue.missing(), groups, strict=True):
-        queue.finish(replace(responses(draw.uid, *what, config=config), prompt=draw.prompt))
+        queue.add_finished(replace(responses(draw.uid, *what, config=config), prompt=draw.prompt))
     queue.close_gen_batch()
     return queue.take()
 

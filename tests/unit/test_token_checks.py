@@ -15,10 +15,10 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.huggingface.model_spec import read_vocab_size
 from megatron_dapo.rollout.batch_files import write_batch
+from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import RolloutError
-from megatron_dapo.rollout.replay import Replay
-from megatron_dapo.rollout.token_checks import HIGHEST_LOG_PROB, LOWEST_LOG_PROB, fault_of
+from megatron_dapo.rollout.token_checks import HIGHEST_LOG_PROB, LOWEST_LOG_PROB, find_fault
 from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
@@ -44,7 +44,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
 def test_a_number_that_cannot_be_is_named(kind):
     tokens, log_probs, words = IMPOSSIBLE[kind]
-    assert re.search(words, fault_of(tokens, log_probs, VOCABULARY))
+    assert re.search(words, find_fault(tokens, log_probs, VOCABULARY))
 
 
 @given(
@@ -54,10 +54,10 @@ def test_a_number_that_cannot_be_is_named(kind):
 )
 def test_one_wrong_id_is_found_among_any_right_ones(pairs, place, wrong):
     tokens, log_probs = [token for token, _ in pairs], [value for _, value in pairs]
-    assert fault_of(tokens, log_probs, VOCABULARY) is None
+    assert find_fault(tokens, log_probs, VOCABULARY) is None
     if pairs:
         tokens[place % len(pairs)] = wrong
-        assert f"token id {wrong}," in fault_of(tokens, log_probs, VOCABULARY)
+        assert f"token id {wrong}," in find_fault(tokens, log_probs, VOCABULARY)
 
 
 @pytest.mark.parametrize("scale", [0.1, 10.0, 100.0, 1000.0])
@@ -73,7 +73,7 @@ def test_what_is_drawn_from_logits_of_any_scale_is_within_the_bounds(scale, dtyp
     for log_probs in (by_softmax, by_difference):
         for values in (log_probs.gather(-1, drawn), log_probs[drawable]):
             values = values.flatten().tolist()
-            assert fault_of([3] * len(values), values, VOCABULARY) is None
+            assert find_fault([3] * len(values), values, VOCABULARY) is None
 
 
 def replayed(tmp_path, **changes):
@@ -81,7 +81,7 @@ def replayed(tmp_path, **changes):
     first, second, *others = synthetic_groups(VOCABULARY)
     samples = (*second.samples[:2], replace(second.samples[2], **changes), *second.samples[3:])
     write_batch(tmp_path, 3, RolloutBatch((first, replace(second, samples=samples), *others), {}))
-    return Replay(tmp_path, VOCABULARY).next_batch(3, 2)
+    return BatchReplay(tmp_path, VOCABULARY).next_batch(3, 2)
 
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)

@@ -1,4 +1,8 @@
-"""Training on dumped batches again, without servers: bugs reproduced, layouts compared."""
+"""Training on dumped batches again, without servers (`trainer.replay`): bugs reproduced, layouts compared.
+
+Not to be confused with experience replay (experience_replay.py), where groups of a run borrow right responses of its
+earlier steps.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,19 +14,19 @@ from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.huggingface.model_spec import read_vocab_size
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.rollout.handle import RolloutHandle
-from megatron_dapo.rollout.token_checks import fault_of_sample
+from megatron_dapo.rollout.token_checks import find_sample_fault
 from megatron_dapo.storage.run_folder import batch_file
 
 
-def start_rollout(config: Config) -> "RolloutHandle | Replay":
-    """Where the run's batches come from: dumped ones with `trainer.replay`, else a controller, which starts."""
+def start_rollout(config: Config) -> "RolloutHandle | BatchReplay":
+    """Return where the run's batches come from: dumped ones with `trainer.replay`, else a controller, which starts."""
     folder = config.trainer.replay
     if not folder:
         return RolloutHandle.start(config)
-    return Replay(folder, read_vocab_size(config.actor_rollout_ref.model.path), uses_experience_replay(config))
+    return BatchReplay(folder, read_vocab_size(config.actor_rollout_ref.model.path), uses_experience_replay(config))
 
 
-class Replay:
+class BatchReplay:
     """Dumped batches in place of a controller and its servers: the calls of RolloutHandle.
 
     A batch is found by its step, so a run that resumes at step 4 takes those of 4 and later, and there is no state.
@@ -30,16 +34,19 @@ class Replay:
     """
 
     def __init__(self, folder: str | Path, vocab_size: int, takes_experiences: bool = False) -> None:
-        self._folder, self._vocab_size, self._takes_experiences = Path(folder), vocab_size, takes_experiences
+        self._folder = Path(folder)
+        self._vocab_size = vocab_size
+        self._takes_experiences = takes_experiences
 
     def wait_ready(self) -> None:
-        """At once: nothing has to start."""
+        """Return at once: nothing has to start."""
 
     def next_batch(
         self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
     ) -> RolloutBatch:
-        """The step's groups and metrics as they were dumped. Raises UserError for a batch that is missing, damaged or
-        impossible.
+        """Return the step's groups and metrics as they were dumped.
+
+        Raises UserError for a batch that is missing, damaged or impossible.
 
         weight_version: not used; the tokens keep the versions of the weights that wrote them. Nor is is_to_stop: it
         takes no time.
@@ -54,30 +61,31 @@ class Replay:
         return batch
 
     def _check(self, batch: RolloutBatch, step: int) -> None:
-        """Raises UserError for the first sample with numbers that no server can have given."""
+        """Raise UserError for the first sample with numbers that no server can have given."""
         for group in batch.groups:
             for number, sample in enumerate(group.samples, 1):
-                if fault := fault_of_sample(sample, self._vocab_size):
+                if fault := find_sample_fault(sample, self._vocab_size):
                     raise UserError(
                         f"Batch {batch_file(self._folder, step)}, group {group.uid}, sample {number} {fault}; dump it "
                         f"again, with the model of actor_rollout_ref.model.path, or replay other batches."
                     )
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """{}: held-out prompts need a server."""
+        """Return {}: held-out prompts need a server."""
         return {}
 
     def refuse_batch(self) -> None:
-        """A resumed run reads it again in any case."""
+        """Do nothing: a resumed run reads the batch again in any case."""
 
     def state_dict(self) -> dict:
+        """Return which batches are trained on again."""
         return {"replay": str(self._folder)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Whatever rollout wrote the state: a replay goes on with the batch of the next step."""
+        """Do nothing, whatever rollout wrote the state: a replay goes on with the batch of the next step."""
 
     def dump_stacks(self) -> None:
-        """There is no process that could hang."""
+        """Do nothing: there is no process that could hang."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
