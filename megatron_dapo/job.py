@@ -86,7 +86,7 @@ class Job:
     def _weight_sync(self) -> WeightSync:
         return WeightSync(
             self.policy.weight_source(),
-            ServerList.of(self.config.actor_rollout_ref.rollout).now,
+            ServerList.of_config(self.config.actor_rollout_ref.rollout).read_or_keep,
             partial(SGLangClient, api_key=given_server_key(self.config)),
             self.layout,
             self.config.weight_sync,

@@ -285,7 +285,7 @@ class Preflight:
         if self._nodes.index not in self._trainers or self._config.trainer.replay:
             return
         try:
-            urls = ServerList.of(self._config.actor_rollout_ref.rollout).read()
+            urls = ServerList.of_config(self._config.actor_rollout_ref.rollout).read()
             key = given_server_key(self._config)
         except UserError as error:
             self._add("HTTP", machine.Result("fails", str(error)))

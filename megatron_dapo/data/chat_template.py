@@ -1,4 +1,4 @@
-"""Render chat messages with a model's Jinja template, in the environment that templates are written for.
+"""Renders chat messages with a model's Jinja template, in the environment that templates are written for.
 
 The names and settings (sandbox, trimmed blocks, `raise_exception`, `strftime_now`, `tojson`, break and continue, the
 `generation` block) are those of transformers' chat templates; a test holds the rendering equal.
@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def compile_template(source: str, special_tokens: Mapping[str, str]) -> Callable[[Sequence[dict[str, Any]]], str]:
-    """A function messages -> text, ready for the model's answer. Both raise jinja2.TemplateError.
+    """Return a function messages -> text, ready for the model's answer. Both raise jinja2.TemplateError.
 
     special_tokens: what the template knows as bos_token, eos_token ...
     """

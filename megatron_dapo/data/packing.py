@@ -1,8 +1,9 @@
-"""From data-parallel shards to micro-batches: bins under a hard token cap, and the tensors of one micro-batch."""
+"""The way from data-parallel shards to micro-batches: bins under a hard token cap, the tensors of one micro-batch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def schedule(
     num_microbatches_multiple: int = 1,
     cost: CostModel | None = None,
 ) -> list[Bins]:
-    """Which samples of a mini-batch go into which micro-batch of which rank: [dp_size][num_microbatches] lists.
+    """Return which samples of a mini-batch go into which micro-batch of which rank: [dp_size][num_microbatches] lists.
 
     Every sample occurs exactly once. Every micro-batch holds at most max_tokens tokens, padding included. All ranks
     have the same number of micro-batches, a multiple of num_microbatches_multiple: the largest number that first-fit-
@@ -55,7 +56,10 @@ def schedule_shards(
     cost: CostModel | None = None,
     cap_key: str = ACTOR_CAP,
 ) -> list[Bins]:
-    """As `schedule`, where it is decided already which rank has which samples. cap_key: the key of max_tokens."""
+    """Return the same as `schedule`, where it is decided already which rank has which samples.
+
+    cap_key: the config key of max_tokens.
+    """
     check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
     cost = cost or CostModel()
     bins_of_rank = [first_fit_decreasing(shard, max_tokens, pad_multiple, packed) for shard in shards]
@@ -73,7 +77,7 @@ def schedule_shards(
 def check_lengths(
     samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1, cap_key: str = ACTOR_CAP
 ) -> None:
-    """Raises UserError if a sample, padded, does not fit into a micro-batch."""
+    """Raise UserError if a sample, padded, does not fit into a micro-batch."""
     longest = max((sample.length for sample in samples), default=0)
     if round_up(longest, pad_multiple) > max_tokens:
         raise UserError(
@@ -85,7 +89,7 @@ def check_lengths(
 def first_fit_decreasing(
     samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1, packed: bool = True
 ) -> Bins:
-    """The longest sample first, each into the first bin where it fits. No sample may be longer than the cap."""
+    """Return bins: the longest sample first, each in the first bin where it fits. No sample is longer than the cap."""
     bins: Bins = []
     sizes: list[int] = []
     for sample in longest_first(samples):
@@ -101,8 +105,10 @@ def first_fit_decreasing(
 
 
 def _balance(samples: Sequence[TrainSample], num_bins: int, capacity: int, cost: CostModel) -> Bins | None:
-    """num_bins bins of about equal cost, the costliest sample first into the cheapest bin with room for it; None if it
-    does not work out: the cap is hard, and only first-fit-decreasing is known to need no more bins."""
+    """Return num_bins bins of about equal cost, the costliest sample first into the cheapest bin with room for it.
+
+    None if it does not work out: the cap is hard, and only first-fit-decreasing is known to need no more bins.
+    """
     bins: Bins = [[] for _ in range(num_bins)]
     tokens, costs = [0] * num_bins, [0.0] * num_bins
     for sample in longest_first(samples):
@@ -117,7 +123,7 @@ def _balance(samples: Sequence[TrainSample], num_bins: int, capacity: int, cost:
 
 
 def _split(bins: Bins, num_bins: int, cost: CostModel) -> Bins:
-    """num_bins bins made by halving the costliest; empty ones once every sample has its own."""
+    """Return num_bins bins made by halving the costliest; empty ones once every sample has its own."""
     bins = list(bins)
     while len(bins) < num_bins and any(len(bin_) > 1 for bin_ in bins):
         largest = max((bin_ for bin_ in bins if len(bin_) > 1), key=lambda bin_: _cost(bin_, cost))
@@ -178,12 +184,13 @@ class MicroBatch:
         return self.cu_seqlens is not None
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same with all tensors on `device`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+        """Return the same with all tensors on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
+        return MicroBatch(**moved)
 
     def with_log_probs(self, *, old: Tensor | None = None, ref: Tensor | None = None) -> "MicroBatch":
-        """The same with old or reference log-probs, of the shape of `tokens`; None leaves them as they are."""
+        """Return the same with old or reference log-probs, of the shape of `tokens`; None leaves them as they are."""
         return replace(
             self,
             old_log_probs=self.old_log_probs if old is None else old,
@@ -191,33 +198,41 @@ class MicroBatch:
         )
 
     def with_recorded_log_probs(self) -> "MicroBatch":
-        """The same with the server's log-probs as the old ones of replayed samples: the policy that wrote them is not
-        the one that was asked. Where there are no old log-probs nothing changes."""
+        """Return the same with the server's log-probs as the old ones of replayed samples.
+
+        The policy that wrote those is not the one that was asked. Where there are no old log-probs nothing changes.
+        """
         if self.old_log_probs is None:
             return self
         return self.with_log_probs(old=torch.where(self.exp_mask != 0, self.rollout_log_probs, self.old_log_probs))
 
     def by_sample(self, values: Tensor) -> dict[int, Tensor]:
-        """Cuts values of the shape of `tokens` into {sample_id: [L]}."""
+        """Return values of the shape of `tokens` cut into {sample_id: [L]}."""
         flat = values.reshape(-1)
-        return {i: flat[start : start + length] for i, start, length in self._places()}
+        return {i: flat[start : start + length] for i, start, length in self._spans()}
 
     def from_samples(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Inverse of by_sample: {sample_id: [L]} (others are ignored) to the shape of `tokens`, 0 in the padding."""
+        """Return {sample_id: [L]} in the shape of `tokens`, 0 in the padding: the inverse of by_sample.
+
+        Samples of other micro-batches are ignored.
+        """
         flat = torch.zeros(self.tokens.numel(), dtype=torch.float32, device=self.tokens.device)
-        for i, start, length in self._places():
+        for i, start, length in self._spans():
             flat[start : start + length] = values[i]
         return flat.view_as(self.tokens)
 
-    def _places(self) -> list[tuple[int, int, int]]:
-        """(sample_id, start in the flat tensors, length) of every sample."""
+    def _spans(self) -> list[tuple[int, int, int]]:
+        """Return (sample_id, start in the flat tensors, length) of every sample."""
         rows = self.lengths if self.is_packed else (self.tokens.size(1),) * len(self.lengths)
         starts = [0, *accumulate(rows)][:-1]
         return list(zip(self.sample_ids, starts, self.lengths, strict=True))
 
 
 def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bool = True) -> MicroBatch:
-    """The micro-batch of these samples, in order, T or S padded to pad_multiple; of no samples a dummy without loss."""
+    """Return the micro-batch of these samples, in order, T or S padded to pad_multiple.
+
+    Of no samples it is a dummy without loss.
+    """
     if packed:
         widths = [sample.length for sample in samples]
         padding = round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
@@ -241,10 +256,10 @@ def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bo
 
 
 def _row(sample: TrainSample | None, width: int, segment: int) -> dict[str, np.ndarray]:
-    """One segment of `width` tokens: a sample padded at its right, or nothing but padding."""
+    """Return one segment of `width` tokens: a sample padded at its right, or nothing but padding."""
 
     def padded(values: np.ndarray, dtype: type) -> np.ndarray:
-        row = np.zeros(width, dtype=dtype)
+        row: np.ndarray = np.zeros(width, dtype=dtype)
         row[: len(values)] = values
         return row
 

@@ -1,5 +1,4 @@
-"""Reads the rows of prompt files, .jsonl and .parquet: what is damaged, too large or not JSON is named by file and
-row."""
+"""The reader of prompt files, .jsonl and .parquet: what is damaged, too large or not JSON is named by file and row."""
 
 import json
 from collections import Counter
@@ -27,8 +26,10 @@ _OTHER_KINDS = {
 
 
 def read_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
-    """(number, row) of each row, counted from 1; of a parquet file these columns alone, of which the first one must be
-    there. Raises UserError."""
+    """Yield (number, row) of each row, counted from 1; of a parquet file these columns alone.
+
+    The first one of the columns must be there. Raises UserError.
+    """
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise UserError(f"prompt file {str(path)!r} is of no known kind; use {' or '.join(_READERS)}.")
@@ -38,8 +39,10 @@ def read_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, Any]]
 
 
 def rows_of(batch: "pyarrow.RecordBatch", path: Path, num_before: int) -> list[dict[str, Any]]:
-    """The rows of a parquet file's batch. num_before: rows of the file before it. Raises UserError, naming the row,
-    for one above MAX_ROW_BYTES and for text that is not UTF-8."""
+    """Return the rows of a parquet file's batch. num_before: rows of the file before it.
+
+    Raises UserError, naming the row, for one above MAX_ROW_BYTES and for text that is not UTF-8.
+    """
     if (offset := _oversized(batch)) is not None:
         raise _too_large(path, num_before + offset + 1)
     try:
@@ -50,6 +53,7 @@ def rows_of(batch: "pyarrow.RecordBatch", path: Path, num_before: int) -> list[d
 
 
 def no_column(place: str, column: str, columns: list[str]) -> UserError:
+    """Return the error of a file without the prompts' column."""
     some = ", ".join(columns[:12])
     return UserError(f"{place}: column {column!r} is missing (columns here: {some}); name yours with data.prompt_key.")
 
@@ -99,11 +103,11 @@ def _row_of(line: bytes, place: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} occurs twice in one object")
-    return made
+    return members
 
 
 def _not_a_number(name: str) -> None:
@@ -114,8 +118,12 @@ _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_not_a_number
 
 
 def _depth(value: Any) -> int:
-    """Of nested lists and objects; 0 for anything else. Without recursion, whose limit is what is guarded here."""
-    depth, level = 0, [value]
+    """Return the depth of nested lists and objects; 0 for anything else.
+
+    Without recursion, whose limit is what is guarded here.
+    """
+    depth = 0
+    level = [value]
     while level := [item for item in level if isinstance(item, list | dict)]:
         depth += 1
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
@@ -142,20 +150,21 @@ def _read_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, A
 
 
 def _oversized(batch: "pyarrow.RecordBatch") -> int | None:
-    """The first row above MAX_ROW_BYTES, found by halves: a batch below it has none."""
+    """Return the first row above MAX_ROW_BYTES, found by halves: a batch below it has none."""
     if _num_bytes(batch) <= MAX_ROW_BYTES:
         return None
     if batch.num_rows == 1:
         return 0
     half = batch.num_rows // 2
-    found = _oversized(batch.slice(0, half))
-    if found is None and (found := _oversized(batch.slice(half))) is not None:
-        found += half
-    return found
+    in_first_half = _oversized(batch.slice(0, half))
+    if in_first_half is not None:
+        return in_first_half
+    in_second_half = _oversized(batch.slice(half))
+    return None if in_second_half is None else half + in_second_half
 
 
 def _num_bytes(batch: "pyarrow.RecordBatch") -> int:
-    """Of its rows alone: the slice of a dictionary column (pandas' category) has the values of all other rows, too."""
+    """Return the bytes of its rows alone: the slice of a dictionary column (pandas' category) has all values, too."""
     import pyarrow
 
     return sum(

@@ -5,7 +5,7 @@ equal to those of transformers' AutoTokenizer.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 class Tokenizer:
-    """Text to tokens and back. Make it with `load_tokenizer`.
+    """A model's tokenizer: text to tokens and back. Make it with `load_tokenizer`.
 
     eos_token_ids: every token that ends a response, by generation_config.json, config.json and the tokenizer.
     num_tokens: size of the vocabulary, added tokens included.
@@ -40,10 +40,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the model comes with one."""
         return self._render is not None
 
     def encode_prompt(self, prompt: str | Messages, apply_chat_template: bool) -> tuple[tuple[int, ...], str]:
-        """(tokens, rendered text) of a prompt.
+        """Return (tokens, rendered text) of a prompt.
 
         With the chat template a string becomes one user message, and the text ends where the assistant begins.
         Without it the messages' contents are joined as they are, and the tokenizer's own special tokens (such as BOS)
@@ -57,7 +58,7 @@ class Tokenizer:
         return tuple(self._backend.encode(text, add_special_tokens=not apply_chat_template).ids), text
 
     def encode_turn(self, messages: Messages, last_token: int | None, apply_chat_template: bool) -> tuple[int, ...]:
-        """Tokens that an environment's messages add to a conversation that ends with a model's turn.
+        """Return the tokens that an environment's messages add to a conversation that ends with a model's turn.
 
         With the chat template: what it puts between an assistant's last word and the next one's first, when the
         messages stand between them; less the end-of-turn token, and white space before it, where the model wrote it
@@ -77,7 +78,7 @@ class Tokenizer:
         return tuple(tokens[end + 1 :] if is_written else tokens)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens, exactly: no clean-up of spaces."""
+        """Return the text of tokens, exactly: no clean-up of spaces."""
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def _rendered(self, messages: Messages) -> str:
@@ -92,24 +93,25 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
-    def _compile(self, template: str | None):
+    def _compile(self, template: str | None) -> Callable[[Messages], str] | None:
+        """Return the function that renders messages, None without a template."""
         try:
             return None if template is None else compile_template(template, self._special_tokens)
         except jinja2.TemplateError as error:
             raise UserError(f"{_KEY}: the chat template in {str(self._folder)!r} does not compile: {error}.") from error
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        found: list[int] = []
+        tokens: list[int | None] = []
         for name in ("generation_config.json", "config.json"):
             ids = _read_json(self._folder / name).get("eos_token_id")
-            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+            tokens += ids if isinstance(ids, list) else [ids]
         if "eos_token" in self._special_tokens:
-            found.append(self._backend.token_to_id(self._special_tokens["eos_token"]))
-        return tuple(dict.fromkeys(token for token in found if token is not None))
+            tokens.append(self._backend.token_to_id(self._special_tokens["eos_token"]))
+        return tuple(dict.fromkeys(token for token in tokens if token is not None))
 
 
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face checkpoint folder; no network. Raises UserError where the folder has none."""
+    """Return the tokenizer of a Hugging Face checkpoint folder; no network. Raises UserError where there is none."""
     return Tokenizer(Path(model_path))
 
 
@@ -130,7 +132,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """{} where the file does not exist."""
+    """Return the content of a JSON file, {} where it does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -140,13 +142,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Name -> text; older files hold each token as an object."""
+    """Return name -> text; older files hold each token as an object."""
     tokens = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's; of several named templates the default one."""
+    """Return the template of chat_template.jinja, else of tokenizer_config.json, of several the one named default."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

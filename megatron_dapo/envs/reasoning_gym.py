@@ -5,13 +5,16 @@ from megatron_dapo.rewards import reasoning_gym
 
 
 class ReasoningGym:
-    """Reward 1 for a right answer, on whichever attempt; else 0. The task is the data source, `reasoning_gym/TASK`.
+    """Tasks of the package: reward 1 for a right answer, on whichever attempt; else 0.
+
+    The task is the data source, `reasoning_gym/TASK`.
 
     attempts: answers per trajectory. discount: factor of the reward for every wrong answer before the right one.
     """
 
     def __init__(self, attempts: int = 3, discount: float = 1.0) -> None:
-        self._attempts, self._discount = attempts, discount
+        self._attempts = attempts
+        self._discount = discount
         self._num_wrong = 0
         self._task: Task | None = None
 
@@ -20,9 +23,9 @@ class ReasoningGym:
         return Observation()
 
     async def step(self, response: str) -> Observation:
-        verdict = reasoning_gym.reasoning_gym(
-            self._task.data_source, response, self._task.ground_truth, self._task.extra_info
-        )
+        task = self._task
+        assert task is not None, "reset() comes before step()"
+        verdict = reasoning_gym.reasoning_gym(task.data_source, response, task.ground_truth, task.extra_info)
         if verdict["correct"]:
             return Observation(done=True, reward=self._discount**self._num_wrong, correct=True)
         self._num_wrong += 1

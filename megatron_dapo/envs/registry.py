@@ -17,7 +17,7 @@ ENVIRONMENTS = {
 
 
 def check_environment(name: str) -> None:
-    """Raises UserError for a name that is neither in the table nor an import path. Imports nothing."""
+    """Raise UserError for a name that is neither in the table nor an import path. Imports nothing."""
     if name in ENVIRONMENTS or ":" in name:
         return
     near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
@@ -26,7 +26,10 @@ def check_environment(name: str) -> None:
 
 
 def make(name: str, kwargs: dict[str, Any]) -> Environment:
-    """A new environment. Raises UserError where it cannot be imported or does not take these keyword arguments."""
+    """Return a new environment.
+
+    Raises UserError where it cannot be imported or does not take these keyword arguments.
+    """
     module_name, _, attribute = ENVIRONMENTS.get(name, name).partition(":")
     try:
         factory: Callable[..., Environment] = getattr(importlib.import_module(module_name), attribute)

@@ -15,7 +15,7 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Scene:
-    """What a game says. commands: those it would understand now. won: the task is done."""
+    """A game's words. commands: those it would understand now. won: the task is done."""
 
     text: str
     commands: tuple[str, ...]
@@ -24,7 +24,7 @@ class Scene:
 
 
 class TextGame(Protocol):
-    """A game that was started."""
+    """A game that was started: `reset` begins it, `step` does a command, `close` ends it."""
 
     def reset(self) -> Scene: ...
 
@@ -40,7 +40,8 @@ class TextGameEnvironment:
     """
 
     def __init__(self, start: Callable[[Task], TextGame], show_commands: bool = True) -> None:
-        self._start, self._show_commands = start, show_commands
+        self._start = start
+        self._show_commands = show_commands
         self._game: TextGame | None = None
 
     async def reset(self, task: Task) -> Observation:
@@ -48,6 +49,7 @@ class TextGameEnvironment:
         return self._observation(self._game.reset())
 
     async def step(self, response: str) -> Observation:
+        assert self._game is not None, "reset() comes before step()"
         return self._observation(self._game.step(command_of(response)))
 
     async def close(self) -> None:
@@ -61,7 +63,7 @@ class TextGameEnvironment:
 
 
 def command_of(response: str) -> str:
-    """The last <action>, or without one the last line that is not empty, without a leading ">"."""
+    """Return the last <action>, or without one the last line that is not empty, without a leading ">"."""
     actions = _ACTION.findall(response)
     lines = [line for line in response.splitlines() if line.strip()]
     return (actions or lines or [""])[-1].strip().removeprefix(">").strip()

@@ -1,4 +1,4 @@
-"""Tools: the model writes a call, the environment answers with its result, until the model answers without a call."""
+"""Tools: the model writes a call and reads the result that the environment gives, until it answers without a call."""
 
 import inspect
 import json
@@ -11,7 +11,7 @@ Tool = Callable[..., str]
 
 
 class ToolEnvironment:
-    """Runs the calls between `call_open` and `call_close`; a turn without one is the answer, and ends the trajectory.
+    """Tools, called between `call_open` and `call_close`; a turn without a call is the answer, and ends the trajectory.
 
     A call is a JSON object with name and arguments, as Qwen and Hermes models write it, or, where there is one tool,
     the bare text of its one argument. result: what the model reads, with {} for the tool's answer; role: as what.
@@ -29,8 +29,10 @@ class ToolEnvironment:
         if not (call_open and call_close and "{}" in result):
             raise ValueError("call_open and call_close need text, and result a {}")
         self._tools = tools
-        self._call_open, self._call_close = call_open, call_close
-        self._result, self._role = result, role
+        self._call_open = call_open
+        self._call_close = call_close
+        self._result = result
+        self._role = role
 
     async def reset(self, task: Task) -> Observation:
         return Observation()
@@ -45,7 +47,7 @@ class ToolEnvironment:
         """Nothing is open."""
 
     def _run(self, call: str) -> str:
-        """The tool's answer, or what was wrong with the call: the model can read it and try again."""
+        """Return the tool's answer, or what was wrong with the call: the model can read it and try again."""
         try:
             name, arguments = self._parsed(call)
             if name not in self._tools:
@@ -68,5 +70,5 @@ class ToolEnvironment:
 
 
 def find_calls(text: str, call_open: str, call_close: str) -> list[str]:
-    """What stands between the marks, in order; a call that is not closed reaches to the end."""
+    """Return what stands between the marks, in order; a call that is not closed reaches to the end."""
     return [part.partition(call_close)[0] for part in text.split(call_open)[1:]]

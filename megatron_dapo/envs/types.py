@@ -20,7 +20,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers to the start or to a turn of the model.
+    """An environment's answer to the start or to a turn of the model.
 
     messages: what the model reads next; after `reset` they stand behind the prompt, before the model's first turn.
     done: the trajectory ends here. reward: what this turn earned; the trajectory's is the sum, and where no turn named
@@ -34,12 +34,13 @@ class Observation:
     correct: bool | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no trajectory can hold."""
+        """Raise ValueError for what no trajectory can hold."""
         for message in self.messages:
-            texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-            if not all(isinstance(text, str) for text in texts):
+            fields: dict = message if isinstance(message, dict) else {}
+            role, content = fields.get("role"), fields.get("content")
+            if not (isinstance(role, str) and isinstance(content, str)):
                 raise ValueError(f"an environment's message needs a role and a content of text, not {message!r:.80}")
-            "".join(texts).encode()  # half a surrogate pair, as JSON from a model may hold, has no tokens
+            f"{role}{content}".encode()  # half a surrogate pair, as JSON from a model may hold, has no tokens
         if self.correct is not None and self.reward is None:
             raise ValueError("an environment that says correct names a reward with it, which may be 0")
         if self.reward is not None and not isfinite(self.reward):
@@ -57,7 +58,7 @@ class Environment(Protocol):
         """Begin. The messages, if any, open the conversation after the prompt's own."""
 
     async def step(self, response: str) -> Observation:
-        """The model's turn, as text without special tokens."""
+        """Answer the model's turn, which is text without special tokens."""
 
     async def close(self) -> None:
-        """The trajectory is over, whatever ended it; not called where the process had to be killed."""
+        """End: the trajectory is over, whatever ended it. Not called where the process had to be killed."""

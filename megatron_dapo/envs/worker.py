@@ -5,7 +5,6 @@ answered by an observation, and {"close": true}.
 """
 
 import asyncio
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,31 +16,37 @@ from megatron_dapo.rewards.worker_process import Message, serve
 
 
 def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
-    host = Host(settings["environment"], settings["kwargs"])
+    """Return the greeting, and the function that answers a request."""
+    host = EnvironmentHost(settings["environment"], settings["kwargs"])
     try:
         host.check()
     except UserError as error:
         return {"user_error": error.sentences}, host.answer
-    import_ahead(ENVIRONMENTS.get(settings["environment"], settings["environment"]))
+    name: str = settings["environment"]
+    import_ahead(ENVIRONMENTS.get(name, name))
     return {}, host.answer
 
 
-class Host:
-    """Holds the environment of one trajectory after the other."""
+class EnvironmentHost:
+    """The host of one trajectory's environment after the other."""
 
     def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
-        self._name, self._kwargs = name, kwargs
+        self._name = name
+        self._kwargs = kwargs
         self._environment: Environment | None = None
         self._loop = asyncio.new_event_loop()
 
     def check(self) -> None:
-        """Raises UserError where no environment can be made."""
+        """Raise UserError where no environment can be made."""
         make(self._name, self._kwargs)
 
     def answer(self, message: Message) -> Message:
+        """Answer a request of the pool."""
+        environment = self._environment
         if "step" in message:
-            return _plain(self._loop.run_until_complete(self._environment.step(message["step"])))
-        environment, self._environment = self._environment, None
+            assert environment is not None, "a trajectory begins with reset"
+            return _plain(self._loop.run_until_complete(environment.step(message["step"])))
+        self._environment = None
         if environment is not None:
             self._loop.run_until_complete(environment.close())
         if "reset" not in message:
@@ -51,6 +56,7 @@ class Host:
 
 
 def _plain(observation: Observation) -> Message:
+    """Return an observation as plain data. Raises TypeError for what is none."""
     if not isinstance(observation, Observation):
         raise TypeError(f"an environment answers with an Observation, not {type(observation).__name__}")
     return {
@@ -62,4 +68,4 @@ def _plain(observation: Observation) -> Message:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(get_ready))
+    serve(get_ready)

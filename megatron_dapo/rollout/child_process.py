@@ -18,7 +18,7 @@ LOG_TAIL_LINES = 15
 
 
 class ChildProcess:
-    """One started program and everything it starts.
+    """A started program and everything it starts.
 
     It runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: we end it in order. Where we
     are killed, the kernel kills it, as soon as the thread that made it is gone; its descendants have to see to that
@@ -33,11 +33,17 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         show_stdout: bool = False,
     ) -> None:
-        """Starts the command; its output is appended to log_file. environment: all of it; none = ours.
+        """Start the command.
 
-        show_stdout: standard output goes where ours goes (a terminal stays one), only standard error to the log.
+        Args:
+            name: what messages call it.
+            command: the program and its arguments.
+            log_file: its output is appended there.
+            environment: all of its variables; None = ours.
+            show_stdout: standard output goes where ours goes (a terminal stays one), only standard error to the log.
         """
-        self.name, self.log_file = name, log_file
+        self.name = name
+        self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as output:
             self._process = subprocess.Popen(
@@ -54,20 +60,24 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
+        """The program's process."""
         return self._process.pid
 
     def pids(self) -> list[int]:
-        """Its own and its descendants', as far as `poll` has learnt of them."""
+        """Return its own process and its descendants, as far as `poll` has learnt of them."""
         return [process.pid for process in self._family]
 
     def poll(self) -> int | None:
-        """Exit code, none while it runs. To be called every second or so: it also learns which descendants there are,
-        and one whose parent died first is found in no other way."""
+        """Return the exit code, None while it runs.
+
+        To be called every second or so: it also learns which descendants there are, and one whose parent died first is
+        found in no other way.
+        """
         self._learn_family()
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit code, none if it still runs after timeout_s."""
+        """Return the exit code, None if it still runs after timeout_s."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -80,7 +90,7 @@ class ChildProcess:
             self._process.terminate()
 
     def stop(self, grace_s: float) -> int:
-        """`terminate`, and after grace_s SIGKILL to what is left of it and its descendants. Returns the exit code."""
+        """Send SIGTERM, and after grace_s SIGKILL to what is left of it and its descendants; return the exit code."""
         self.terminate()
         if self.wait(grace_s) is None:
             log.warning("%s (pid %d) did not end within %.0f s of SIGTERM; it is killed", self.name, self.pid, grace_s)
@@ -93,10 +103,11 @@ class ChildProcess:
         return self._process.wait()
 
     def describe_end(self) -> str:
-        """How it ended, where its log is, and the last lines of that."""
+        """Return how it ended, where its log is, and the last lines of that."""
         return f"{self.name} {exit_phrase(self._process.returncode)}; its log is {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
+        """Return the last lines of its log."""
         lines = (
             self.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if self.log_file.exists() else []
         )
@@ -108,8 +119,8 @@ class ChildProcess:
         others = {process for process in psutil.process_iter(["ppid"])} - self._family
         while True:
             pids = {process.pid for process in self._family}
-            found = {process for process in others if process.info["ppid"] in pids}
-            if not found:
+            children = {process for process in others if process.info["ppid"] in pids}
+            if not children:
                 return
-            self._family |= found
-            others -= found
+            self._family |= children
+            others -= children

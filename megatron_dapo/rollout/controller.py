@@ -32,7 +32,7 @@ from megatron_dapo.rollout.group_filter import filter_in_words, make_queue
 from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, run_all
 from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool, State
+from megatron_dapo.rollout.server_pool import ServerPool, ServerState
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
@@ -74,7 +74,7 @@ class Controller:
         self._queue = make_queue(config)
         self._pool = make_pool(config)
         self._servers = ServerPool(
-            ServerList.of(rollout),
+            ServerList.of_config(rollout),
             max_concurrency=rollout.max_concurrency,
             down_timeout_s=rollout.server.startup_timeout_s,
             probe_interval_s=PROBE_INTERVAL_S,
@@ -217,11 +217,11 @@ class Controller:
         await self._servers.expect(weight_version)
         if not self._seconds:  # the step begins, it does not go on after a push
             self._servers.mean_num_current()  # of what was before
-        if self._servers.urls(State.CURRENT):
+        if self._servers.urls(ServerState.CURRENT):
             self._num_futile_syncs = 0
         while self._queue.wants_gen_batch():
             # one push for each that came back, so that none holds up the others again and again
-            if stale := set(self._servers.urls(State.STALE)) - self._asked_for:
+            if stale := set(self._servers.urls(ServerState.STALE)) - self._asked_for:
                 self._asked_for |= stale
                 raise NeedsSync(f"not at work with weight version {weight_version}: {', '.join(sorted(stale))}")
             if not self._queue.has_open_gen_batch:
@@ -290,7 +290,7 @@ class Controller:
     def _overdue(self, what: str, missing: str) -> str:
         """Return the message of a step that is not done in time."""
         in_flight = ", ".join(f"{url} ({num} requests)" for url, num in self._servers.in_flight().items()) or "none"
-        down = ", ".join(self._servers.urls(State.DOWN)) or "none"
+        down = ", ".join(self._servers.urls(ServerState.DOWN)) or "none"
         return (
             f"{what} is not done after {self._rollout.step_timeout_s:g} s (actor_rollout_ref.rollout.step_timeout_s): "
             f"{missing}; servers with requests in flight: {in_flight}; servers down: {down}."

@@ -1,4 +1,4 @@
-"""Which groups carry no signal, by the words of the config; and the bookkeeping that acts on it."""
+"""The rules by which groups carry signal or not, by the names of the config; and the queue that acts on them."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,29 +37,30 @@ FILTER_METRICS: dict[str, str] = {
 
 
 def has_spread(values: Sequence[float]) -> bool:
-    """Whether a group's metric tells its responses apart (its standard deviation is not 0). A group of one always
-    passes, as in verl. Equality, not a computed deviation: that of equal numbers can differ from 0 by rounding."""
+    """Return whether a group's metric tells its responses apart (its standard deviation is not 0).
+
+    A group of one always passes, as in verl. Equality, not a computed deviation: that of equal numbers can differ from
+    0 by rounding.
+    """
     return len(values) == 1 or any(value != values[0] for value in values)
 
 
 def by_correctness(mode: str) -> FilterReason:
-    """`dapo.dynamic_sampling.filter_mode`: the reason is all_correct or all_incorrect."""
+    """Return the rule of a `dapo.dynamic_sampling.filter_mode`; its reason is all_correct or all_incorrect."""
     return lambda samples: FILTER_MODES[mode]([sample.correct for sample in samples])
 
 
 def by_spread(metric: str) -> FilterReason:
-    """`filter_groups.metric`: the reason is uniform, where the metric has a standard deviation of 0."""
+    """Return the rule of a `filter_groups.metric`; its reason is uniform, where the metric's deviation is 0."""
     name = FILTER_METRICS[metric]
     return lambda samples: None if has_spread([getattr(sample, name) for sample in samples]) else "uniform"
 
 
 def make_queue(config: Config) -> GroupQueue:
-    """The bookkeeping that the config asks for: without dynamic sampling one gen batch of which nothing is dropped."""
-    size, dynamic, groups = (
-        config.data.train_batch_size,
-        config.algorithm.dapo.dynamic_sampling,
-        config.algorithm.filter_groups,
-    )
+    """Return the queue that the config asks for: without dynamic sampling one gen batch of which nothing is dropped."""
+    size = config.data.train_batch_size
+    dynamic = config.algorithm.dapo.dynamic_sampling
+    groups = config.algorithm.filter_groups
     max_staleness = config.actor_rollout_ref.rollout.max_staleness
     if not uses_dynamic_sampling(config):
         return GroupQueue(QueueLimits(size, size), by_correctness("none"))
@@ -75,6 +76,7 @@ def make_queue(config: Config) -> GroupQueue:
 
 
 def filter_in_words(config: Config) -> str:
-    """How groups are judged, as the log says it: "strict mode"."""
-    groups, dynamic = config.algorithm.filter_groups, config.algorithm.dapo.dynamic_sampling
+    """Return how groups are judged, as the log says it: "strict mode"."""
+    groups = config.algorithm.filter_groups
+    dynamic = config.algorithm.dapo.dynamic_sampling
     return f"filter_groups metric {groups.metric}" if groups.enable else f"{dynamic.filter_mode} mode"

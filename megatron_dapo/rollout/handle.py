@@ -30,11 +30,11 @@ _GRACE_S = 60.0  # on top of the controller's own deadlines, whose errors say mo
 _POLL_S = 0.5
 _CLOSE_S = 10.0
 _COMMANDS = ("next_batch", "evaluate", "state_dict", "load_state_dict")
-_STOP = "stop"  # not a command: it is heard during one, and not answered
+_STOP = "stop"  # not a command: it is received during one, and not answered
 
 
 class RolloutHandle:
-    """The controller in a child process. Calls block, one at a time; each has a deadline.
+    """The trainer's handle on the controller in a child process. Calls block, one at a time; each has a deadline.
 
     An error in the controller is raised here with its message (UserError and RolloutError keep their class);
     a controller that died is reported with its exit code and log file. One that missed a deadline is asked no more: its
@@ -57,20 +57,23 @@ class RolloutHandle:
 
     @classmethod
     def start(cls, config: Config) -> "RolloutHandle":
-        """Start the controller and return at once; it waits for the servers by itself (`wait_ready`)."""
+        """Start the controller; return at once. It waits for the servers by itself (`wait_ready`)."""
         log_file = RunFolder.of(config.trainer).log("controller").absolute()
         log_file.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")  # never fork a process that holds CUDA or process groups
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_main, args=(config, theirs, str(log_file)), name="rollout-controller")
+        connection, controllers_end = context.Pipe()
+        process = context.Process(
+            target=_main, args=(config, controllers_end, str(log_file)), name="rollout-controller"
+        )
         process.start()
-        theirs.close()  # so that the controller's end is the only one, and its death is seen here as end of file
-        handle = cls(config, process, ours, log_file)
+        controllers_end.close()  # so that only the controller has it, and its death is seen here as end of file
+        handle = cls(config, process, connection, log_file)
         atexit.register(handle.close)  # runs before multiprocessing's own, which waits for children without a deadline
         return handle
 
     @property
     def pid(self) -> int:
+        """The controller's process."""
         return self._process.pid
 
     def wait_ready(self) -> None:
@@ -87,26 +90,35 @@ class RolloutHandle:
     def next_batch(
         self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
     ) -> RolloutBatch:
-        """Groups for one rollout step; see Controller.next_batch. Raises Interrupted soon after is_to_stop says so."""
+        """Return the groups of one rollout step; see Controller.next_batch.
+
+        Raises Interrupted soon after is_to_stop says so.
+        """
         batch = self._call("next_batch", step, weight_version, is_to_stop=is_to_stop)
         if not batch.needs_sync:
             state = self._call("state_dict")
-            self._state_before, self._state = self._state, state
+            self._state_before = self._state
+            self._state = state
         return batch
 
     def refuse_batch(self) -> None:
-        """The last batch is not trained on: `state_dict` is that before it from now on, so that a resumed run draws its
-        prompts again. No further batch may be asked for."""
+        """Leave the last batch out of training: `state_dict` is that before it from now on.
+
+        So a resumed run draws its prompts again. No further batch may be asked for.
+        """
         self._was_refused = True
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Metrics of the held-out prompts, {} without val_files; raises NeedsSync; see Controller.evaluate."""
+        """Return the metrics of the held-out prompts; see Controller.evaluate. Raises NeedsSync."""
         return self._call("evaluate", step, weight_version)
 
     def state_dict(self) -> dict:
-        """Prompt cursor, groups that wait, counters; plain data. Where the controller does not answer any more, it is
-        that after the last step."""
+        """Return the prompt cursor, groups that wait and counters, as plain data.
+
+        Where the controller does not answer any more, it is the state after the last step.
+        """
         if self._was_refused:
+            assert self._state_before is not None, "no step is done before the first batch: nothing is saved"
             return self._state_before
         try:
             return self._call("state_dict")
@@ -117,11 +129,12 @@ class RolloutHandle:
             return self._state
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on where a saved controller stood."""
         self._call("load_state_dict", state)
         self._state = state
 
     def dump_stacks(self) -> None:
-        """Have the controller write what its threads and tasks are doing to its log; returns at once."""
+        """Have the controller write what its threads and tasks are doing to its log; return at once."""
         if self._process.is_alive():
             os.kill(self.pid, signal.SIGUSR2)
 
@@ -143,10 +156,11 @@ class RolloutHandle:
         return self._receive(command, self._call_timeout_s, is_to_stop)
 
     def _receive(self, command: str, timeout_s: float, is_to_stop: Callable[[], bool] = lambda: False) -> Any:
-        deadline, was_told = time.monotonic() + timeout_s, False
+        deadline = time.monotonic() + timeout_s
+        has_sent_stop = False
         while not self._connection.poll(_POLL_S):
-            if not was_told and is_to_stop():
-                was_told = True
+            if not has_sent_stop and is_to_stop():
+                has_sent_stop = True
                 with suppress(OSError):  # it died, which is seen below
                     self._connection.send((_STOP, ()))
             if not self._process.is_alive() and not self._connection.poll(0):
@@ -188,7 +202,8 @@ def _main(config: Config, connection: Connection, log_file: str) -> None:
 
 async def _serve(config: Config, connection: Connection, log_file: str) -> None:
     """Answer commands until the trainer closes the pipe or dies: then also work under way is dropped."""
-    commands, stop_asked = asyncio.Queue(), asyncio.Event()
+    commands: asyncio.Queue[tuple[str, tuple]] = asyncio.Queue()
+    stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
     loop.add_signal_handler(signal.SIGUSR2, _dump_tasks)
@@ -211,8 +226,16 @@ def _dump_tasks() -> None:
 def _read_commands(
     connection: Connection, loop: Any, commands: asyncio.Queue, stop_asked: asyncio.Event, gone: asyncio.Future
 ) -> None:
-    """In a thread of its own, since a pipe is not awaited: so the trainer's death, and its request to stop, are seen in
-    the middle of a step. A request that came too late for one command does not stop the next."""
+    """Hand on what the trainer sends, in a thread of its own, since a pipe is not awaited.
+
+    So the trainer's death, and its request to stop, are seen in the middle of a step. A request that came too late for
+    one command does not stop the next.
+    """
+
+    def note_the_end() -> None:
+        if not gone.done():
+            gone.set_result("the trainer closed the pipe")
+
     try:
         while True:
             command = connection.recv()
@@ -223,7 +246,7 @@ def _read_commands(
                 loop.call_soon_threadsafe(commands.put_nowait, command)
     except (EOFError, OSError):
         with suppress(RuntimeError):  # the loop is closed: all is over
-            loop.call_soon_threadsafe(lambda: gone.done() or gone.set_result("the trainer closed the pipe"))
+            loop.call_soon_threadsafe(note_the_end)
     time.sleep(_CLOSE_S)
     os._exit(1)  # where code of the user's holds the loop; a trainer that lives kills us by now, one that died cannot
 
@@ -257,7 +280,7 @@ async def _answer(method: Any, arguments: tuple, log_file: str) -> tuple[str, An
 
 
 def _portable(error: Exception, log_file: str) -> Exception:
-    """The error as the trainer raises it; the traceback stays in the log."""
+    """Return the error as the trainer raises it; the traceback stays in the log."""
     log.error("%s: %s", type(error).__name__, error, exc_info=error)
     if isinstance(error, UserError | RolloutError):
         return error

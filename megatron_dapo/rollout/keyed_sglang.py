@@ -25,11 +25,12 @@ class KeyGuard:
     """ASGI middleware: whoever does not bring the key gets 401, whatever is asked for."""
 
     def __init__(self, app: App, key: str) -> None:
-        self._app, self._wanted = app, f"Bearer {key}".encode()
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
-        brought = dict(scope.get("headers") or []).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or secrets.compare_digest(brought, self._wanted):
+        sent = dict(scope.get("headers") or []).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or secrets.compare_digest(sent, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
@@ -40,6 +41,7 @@ class KeyGuard:
 
 
 def main() -> int:
+    """Run the server until it ends; return the exit code."""
     key_file, *arguments = sys.argv[1:]
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -66,7 +68,7 @@ def main() -> int:
 
 
 def _check_reach(settings: Any) -> None:
-    """Raises UserError for arguments with which something would listen that our middleware does not stand before, or
+    """Raise UserError for arguments with which something would listen that our middleware does not stand before, or
     that hold a key of their own."""
     wrong = {
         "--api-key": settings.api_key,
@@ -79,11 +81,12 @@ def _check_reach(settings: Any) -> None:
         "--use-ray": settings.use_ray,
         "SGLANG_RUST_SERVER (in the environment)": os.environ.get("SGLANG_RUST_SERVER"),
     }
-    found = ", ".join(option for option, value in wrong.items() if value)
-    if found:
+    options = ", ".join(option for option, value in wrong.items() if value)
+    if options:
         raise UserError(
-            f"The server is given {found} (actor_rollout_ref.rollout.server.extra_args), with which not every request "
-            f"to it would have to bring the run's key; leave it out, or start such servers yourself, and give URLs."
+            f"The server is given {options} (actor_rollout_ref.rollout.server.extra_args), with which not every "
+            f"request to it would have to bring the run's key; leave it out, or start such servers yourself, and give "
+            f"URLs."
         )
 
 

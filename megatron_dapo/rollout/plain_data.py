@@ -8,24 +8,29 @@ _PER_TOKEN = ("prompt_tokens", "response_tokens", "rollout_log_probs", "loss_mas
 
 
 def prompt_to_plain(prompt: Prompt) -> dict:
+    """Return a prompt as plain data."""
     return dict(vars(prompt))
 
 
 def prompt_from_plain(plain: dict) -> Prompt:
+    """Return what `prompt_to_plain` described."""
     return Prompt(**{**plain, "tokens": tuple(plain["tokens"])})
 
 
 def sample_to_plain(sample: Sample) -> dict:
+    """Return a sample as plain data."""
     return dict(vars(sample))
 
 
 def sample_from_plain(plain: dict) -> Sample:
+    """Return what `sample_to_plain` described."""
     return Sample(
         **{**plain, **{name: tuple(plain[name]) for name in _PER_TOKEN}, "servers": tuple(plain.get("servers", ()))}
     )
 
 
 def group_to_plain(group: Group) -> dict:
+    """Return a group as plain data."""
     return {
         "uid": group.uid,
         "prompt": prompt_to_plain(group.prompt),
@@ -36,6 +41,7 @@ def group_to_plain(group: Group) -> dict:
 
 
 def group_from_plain(plain: dict) -> Group:
+    """Return what `group_to_plain` described."""
     return Group(
         uid=plain["uid"],
         prompt=prompt_from_plain(plain["prompt"]),

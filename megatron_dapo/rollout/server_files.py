@@ -1,4 +1,4 @@
-"""What an SGLang server keeps outside the run folder, and how it is removed: a server removes nothing when it ends.
+"""Removes what an SGLang server keeps outside the run folder: a server removes nothing when it ends.
 
 Its sockets (`tmp01234567` in TMPDIR) get a folder that no other server has. Its shared memory (/dev/shm/sglang_loads_*)
 has a random name, which only its own processes know: it is looked up among their open files, and written down in that
@@ -17,7 +17,7 @@ from megatron_dapo.common.child_environment import cache_folder, has_room_for_so
 
 _PREFIX = "dapo-server-"
 _SHARED_MEMORY = ".shared_memory"  # in the folder: paths, one per line
-_KIND = "/dev/shm/sglang_loads_"
+_SHARED_MEMORY_PATHS = "/dev/shm/sglang_loads_"
 
 
 class ServerFiles:
@@ -25,12 +25,12 @@ class ServerFiles:
     however it ended, the next one may remove it."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """environment: the server's; the folder is made where it would keep its temporary files."""
-        place = Path(environment.get("TMPDIR") or tempfile.gettempdir())
-        if not has_room_for_sockets(place / f"{_PREFIX}01234567"):
-            place = Path("/tmp")
-        _remove_abandoned(place)
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+        """Make the folder where the server of this environment would keep its temporary files."""
+        parent = Path(environment.get("TMPDIR") or tempfile.gettempdir())
+        if not has_room_for_sockets(parent / f"{_PREFIX}01234567"):
+            parent = Path("/tmp")
+        _remove_abandoned(parent)
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock: int | None = _locked(self._folder)
         self._noted: set[str] = set()
         self._list = self._folder / _SHARED_MEMORY
@@ -38,27 +38,28 @@ class ServerFiles:
         self.variables = {"TMPDIR": str(self._folder)}
         # as it comes it is in TMPDIR, and would be built at each start
         if "TORCHINDUCTOR_CACHE_DIR" not in environment:
-            self.variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder({"TMPDIR": str(place)}) / "torchinductor")
+            self.variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder({"TMPDIR": str(parent)}) / "torchinductor")
 
     def note(self, pids: Iterable[int]) -> None:
         """Look for the shared memory of the server's processes. To be called while they live."""
-        found = {path for pid in pids for path in _open_files(pid) if path.startswith(_KIND)} - self._noted
-        if found:
-            self._noted |= found
+        paths = {path for pid in pids for path in _open_files(pid) if path.startswith(_SHARED_MEMORY_PATHS)}
+        new = paths - self._noted
+        if new:
+            self._noted |= new
             with self._list.open("a", encoding="utf-8") as file:
-                file.writelines(f"{path}\n" for path in sorted(found))
+                file.writelines(f"{path}\n" for path in sorted(new))
 
     def remove(self) -> None:
-        """After the server's end. Can be called twice."""
+        """Remove the folder and the shared memory, after the server's end. Can be called twice."""
         if self._lock is not None:
             _remove(self._folder)
             os.close(self._lock)
             self._lock = None
 
 
-def _remove_abandoned(place: Path) -> None:
-    """Of this user's servers whose supervisor is gone, and could not do it."""
-    for folder in place.glob(f"{_PREFIX}*"):
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the files of this user's servers whose supervisor is gone, and could not do it."""
+    for folder in parent.glob(f"{_PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid() or not (folder / _SHARED_MEMORY).exists():
                 continue
@@ -70,7 +71,7 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """An open file that holds the lock on a folder. Raises OSError where another process has it."""
+    """Return an open file that holds the lock on a folder. Raises OSError where another process has it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +84,7 @@ def _locked(folder: Path) -> int:
 def _remove(folder: Path) -> None:
     with suppress(OSError):
         for path in (folder / _SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
-            if path.startswith(_KIND):
+            if path.startswith(_SHARED_MEMORY_PATHS):
                 Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

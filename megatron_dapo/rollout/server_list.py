@@ -1,4 +1,4 @@
-"""Which servers a run has: URLs that never change, or the lines of a file that is read again and again."""
+"""The list of a run's servers: URLs that never change, or the lines of a file that is read again and again."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _FILE = "actor_rollout_ref.rollout.server_urls_file"
 
 
 class ServerList:
-    """The URLs of the servers, as they are now. Whoever writes the file may do so at any time."""
+    """The URLs of the servers at any time. Whoever writes the file may do so at any time."""
 
     def __init__(self, urls: Sequence[str] = (), file: str | Path | None = None) -> None:
         self._urls = [url.rstrip("/") for url in urls]
@@ -22,11 +22,15 @@ class ServerList:
         self._complaint = ""
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> "ServerList":
+    def of_config(cls, rollout: RolloutConfig) -> "ServerList":
+        """Return the list that the config names."""
         return cls(rollout.server_urls, rollout.server_urls_file)
 
     def read(self) -> list[str]:
-        """The URLs, each once; none where the file is missing or empty. Raises UserError naming a malformed line."""
+        """Return the URLs, each once; none where the file is missing or empty.
+
+        Raises UserError naming a malformed line.
+        """
         if self._file is not None:
             try:
                 self._urls = self._parsed(self._file)
@@ -34,9 +38,12 @@ class ServerList:
                 self._urls = []
         return list(self._urls)
 
-    def now(self) -> list[str]:
-        """As `read`, in a run that goes on: of a file that is gone, cannot be read or has a malformed line the log
-        complains, once, and the last good list stays."""
+    def read_or_keep(self) -> list[str]:
+        """Return the URLs in a run that goes on.
+
+        Of a file that is gone, cannot be read or has a malformed line the log complains, once, and the last good list
+        stays.
+        """
         complaint = ""
         if self._file is not None:
             try:
@@ -51,7 +58,10 @@ class ServerList:
         return list(self._urls)
 
     def _parsed(self, file: Path) -> list[str]:
-        """Raises FileNotFoundError, or UserError for a file that cannot be read or has a malformed line."""
+        """Return the file's URLs.
+
+        Raises FileNotFoundError, or UserError for a file that cannot be read or has a malformed line.
+        """
         try:
             text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -61,13 +71,13 @@ class ServerList:
         return parse_urls(text, str(file))
 
     def __str__(self) -> str:
-        """Where it comes from, and what it holds."""
+        """Return what the list holds, and where it comes from."""
         urls = ", ".join(self._urls) or "none"
         return f"{urls} (from {self._file})" if self._file is not None else urls
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """One URL per line; empty lines and what follows # do not count, nor does a repetition."""
+    """Return the URLs of a text, one per line; empty lines and what follows # do not count, nor does a repetition."""
     urls: dict[str, None] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         url = line.partition("#")[0].strip()

@@ -1,4 +1,4 @@
-"""Which server a request goes to: the least loaded one that is up and holds the current weights."""
+"""The servers of a run, and the choice among them: the least loaded one that is up and holds the current weights."""
 
 import asyncio
 import logging
@@ -24,7 +24,9 @@ PAUSE_S = 30.0
 """How long a server with requests may be paused by others: the trainer pauses it between two rollout steps only."""
 
 
-class State(Enum):
+class ServerState(Enum):
+    """What a server is good for now."""
+
     DOWN = "down"  # does not answer
     STALE = "stale"  # answers, but needs a push: it holds other weights than the trainer's, or was left paused by one
     CURRENT = "current"
@@ -32,11 +34,14 @@ class State(Enum):
 
 @dataclass
 class Server:
-    """num_in_flight: requests that hold a place. num_misses: health checks that failed in a row. paused_since: when it
-    was first seen paused with the requests that it has. is_ill: it takes no requests though it is not paused."""
+    """One server, and what is known of it.
+
+    num_in_flight: requests that hold a slot. num_misses: health checks that failed in a row. paused_since: when it was
+    first seen paused with the requests that it has. is_ill: it takes no requests though it is not paused.
+    """
 
     client: SGLangClient
-    state: State = State.DOWN
+    state: ServerState = ServerState.DOWN
     num_in_flight: int = 0
     num_misses: int = 0
     paused_since: float | None = None
@@ -45,10 +50,11 @@ class Server:
 
     @property
     def url(self) -> str:
+        """Its URL, which names it."""
         return self.client.url
 
     async def generate(self, tokens: Sequence[int], params: SamplingParams, timeout_s: float) -> Generation:
-        """The client's answer; ServerError at once where the server is found to be lost meanwhile."""
+        """Return the client's answer; raise ServerError at once where the server is found to be lost meanwhile."""
         request = asyncio.create_task(self.client.generate(tokens, params, timeout_s))
         self._requests.add(request)
         try:
@@ -61,6 +67,7 @@ class Server:
             request.cancel()
 
     def drop_requests(self) -> None:
+        """End what is in flight, with a ServerError."""
         for request in self._requests:
             request.cancel()
 
@@ -89,7 +96,9 @@ class ServerPool:
     ) -> None:
         self.servers: list[Server] = []
         self.version: int | None = None
-        self._listed, self._connect, self._report_unresponsive = listed, connect, report_unresponsive
+        self._listed = listed
+        self._connect = connect
+        self._report_unresponsive = report_unresponsive
         self._known: dict[str, Server] = {}  # those that were listed once: their clients are closed in the end
         self._max_concurrency = max_concurrency
         self._down_timeout_s = down_timeout_s
@@ -100,16 +109,19 @@ class ServerPool:
         self._waiters: deque[asyncio.Future] = deque()
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
-        self._capacity = _Mean()
+        self._capacity = MeanOverTime()
 
     async def start(self, timeout_s: float) -> None:
-        """Wait until every listed server is healthy, and for a list with a server. Raises RolloutError naming those
-        that are not after timeout_s, UserError for a list with a mistake, and at once for a key that is refused."""
+        """Wait until every listed server is healthy, and for a list with a server; then watch them.
+
+        Raises RolloutError naming those that are not healthy after timeout_s, UserError for a list with a mistake, and
+        at once for a key that is refused.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             self._take_list(self._listed.read())
-            await self._probe(self.urls(State.DOWN))
-            missing = self.urls(State.DOWN)
+            await self._probe(self.urls(ServerState.DOWN))
+            missing = self.urls(ServerState.DOWN)
             if self.servers and not missing:
                 break
             if time.monotonic() >= deadline:
@@ -125,31 +137,34 @@ class ServerPool:
         self._follow()
 
     async def expect(self, version: int) -> None:
-        """From now on only samples of this weight version count. Asks every server for its own."""
+        """Count only samples of this weight version from now on. Asks every server for its own."""
         self.version = version
         self._failure = None
         self._all_down_since = None
-        self._take_list(self._listed.now())
+        self._take_list(self._listed.read_or_keep())
         self._follow()
         await self._probe([server.url for server in self.servers if not server.is_ill])
         self._account()  # of a world without servers too
 
     def mean_num_current(self) -> float:
-        """Servers that took requests with the current weights, averaged over the time since this was asked last."""
+        """Return how many servers took requests with the current weights: the mean since the last call."""
         self._account()
         return self._capacity.take()
 
-    def urls(self, state: State) -> list[str]:
+    def urls(self, state: ServerState) -> list[str]:
+        """Return the listed servers in a state."""
         return [server.url for server in self.servers if server.state is state]
 
     def in_flight(self) -> dict[str, int]:
-        """url -> requests in flight, where there are any."""
+        """Return url -> requests in flight, where there are any."""
         return {server.url: server.num_in_flight for server in self.servers if server.num_in_flight}
 
     @asynccontextmanager
     async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
-        """A place on a current server: one outside `avoid` if such a one is free; of those `prefer`, which knows the
-        beginning of the text, or else the least loaded.
+        """Hold a slot of a current server.
+
+        One outside `avoid` if such a one is free; of those `prefer`, which knows the beginning of the text, or else the
+        least loaded.
 
         Waits while all are full, or down. Raises NeedsSync if the only servers that answer are stale, RolloutError
         if all have been down for down_timeout_s.
@@ -166,14 +181,14 @@ class ServerPool:
             self._wake(1)
 
     def mark_down(self, server: Server, reason: str) -> None:
-        if server.state is not State.DOWN:
+        if server.state is not ServerState.DOWN:
             log.warning("server %s is down: %s", server.url, reason)
-        self._set_state(server, State.DOWN)
+        self._set_state(server, ServerState.DOWN)
 
     def mark_stale(self, server: Server, reason: str) -> None:
-        if server.state is not State.STALE:
+        if server.state is not ServerState.STALE:
             log.warning("server %s needs a push of the weights: %s", server.url, reason)
-        self._set_state(server, State.STALE)
+        self._set_state(server, ServerState.STALE)
 
     async def close(self) -> None:
         watches = [*self._watches.values(), *filter(None, [self._watch])]
@@ -186,8 +201,8 @@ class ServerPool:
     def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
         if failure := self._watch_failure or self._failure:
             raise failure
-        current = [server for server in self.servers if server.state is State.CURRENT]
-        if not current and (stale := self.urls(State.STALE)):
+        current = [server for server in self.servers if server.state is ServerState.CURRENT]
+        if not current and (stale := self.urls(ServerState.STALE)):
             raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(stale)}")
         free = [server for server in current if server.num_in_flight < self._max_concurrency]
         return min(
@@ -204,7 +219,7 @@ class ServerPool:
                 waiter.set_result(None)
                 num_waiters = None if num_waiters is None else num_waiters - 1
 
-    def _set_state(self, server: Server, state: State) -> None:
+    def _set_state(self, server: Server, state: ServerState) -> None:
         is_news = server.state is not state
         self._account()
         server.state = state
@@ -213,15 +228,15 @@ class ServerPool:
             self._wake()
 
     def _account(self) -> None:
-        """Note how many servers are current from now on, and since when all are down."""
-        self._capacity.add(len(self.urls(State.CURRENT)))
-        if any(server.state is not State.DOWN for server in self.servers):
+        """Note how many servers are current now, and since when all are down."""
+        self._capacity.add(len(self.urls(ServerState.CURRENT)))
+        if any(server.state is not ServerState.DOWN for server in self.servers):
             self._all_down_since = None
         elif self._all_down_since is None:
             self._all_down_since = time.monotonic()
 
     def _take_list(self, urls: Collection[str]) -> None:
-        """From now on these are the servers. One that is listed anew is down until it was asked."""
+        """Take these servers for the listed ones. One that is listed anew is down until it was asked."""
         before = {server.url for server in self.servers}
         if set(urls) == before:
             return
@@ -229,7 +244,7 @@ class ServerPool:
             if url not in self._known:
                 self._known[url] = Server(self._connect(url))
             if url not in before:
-                self._known[url].state = State.DOWN
+                self._known[url].state = ServerState.DOWN
         self.servers = [self._known[url] for url in urls]
         if before:
             for words, some in (("new", set(urls) - before), ("no longer listed", before - set(urls))):
@@ -239,7 +254,7 @@ class ServerPool:
         self._wake()
 
     def _follow(self) -> None:
-        """One watch per server that is listed, or still has requests."""
+        """Watch every server that is listed, or still has requests."""
         listed = {server.url: server for server in self.servers}
         for url in self._watches.keys() - listed.keys():
             if not self._known[url].num_in_flight:
@@ -248,7 +263,7 @@ class ServerPool:
             self._watches[url] = self._keep_watching(self._watch_one(listed[url]))
 
     def _keep_watching(self, watch: Coroutine) -> asyncio.Task:
-        """A task that goes on until it is cancelled: what else ends it fails the run."""
+        """Return a task that goes on until it is cancelled: what else ends it fails the run."""
         task = asyncio.create_task(watch)
         task.add_done_callback(self._note_end)
         return task
@@ -279,17 +294,17 @@ class ServerPool:
         self._judge(server, version, is_paused)
 
     async def _ask(self, server: Server) -> tuple[int, bool]:
-        """Its weight version, and whether it is paused. Raises ServerError where it is not well."""
+        """Return its weight version, and whether it is paused. Raises ServerError where it is not well."""
         if server.is_ill:
             await server.client.check_generation(_PROBE_TIMEOUT_S)
             server.is_ill = False
-        elif server.state is State.DOWN:
+        elif server.state is ServerState.DOWN:
             await server.client.check_health(_PROBE_TIMEOUT_S)
         is_paused = await server.client.is_paused(_PROBE_TIMEOUT_S)
         return await server.client.weight_version(_PROBE_TIMEOUT_S), is_paused
 
     async def _resume(self, server: Server) -> None:
-        """Where it takes no requests and no push is under way. Raises ServerError where it is not paused but ill."""
+        """Have it take requests again while no push is under way. Raises ServerError where it is not paused but ill."""
         log.warning("server %s is paused, or ill: it is told to continue", server.url)
         server.paused_since = None
         try:
@@ -304,7 +319,7 @@ class ServerPool:
         elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
             self.mark_stale(server, "it is paused: it takes no requests")
         else:
-            self._set_state(server, State.CURRENT)
+            self._set_state(server, ServerState.CURRENT)
 
     async def _watch_one(self, server: Server) -> None:
         while True:
@@ -312,8 +327,10 @@ class ServerPool:
             await self._look_after(server)
 
     async def _look_after(self, server: Server) -> None:
-        """Whether it is up, with which weights. One that was up may miss a check. What is in flight on one that is lost
-        is lost too, and on one that was started again."""
+        """Ask whether it is up, with which weights. One that was up may miss a check.
+
+        What is in flight on a server that is lost is lost too, and on one that was started again.
+        """
         try:
             version, is_paused = await self._ask(server)
         except ServerError as error:
@@ -327,7 +344,7 @@ class ServerPool:
         server.num_misses = 0
         # at work, a pause or a newer version than is asked for is a push under way, before `expect` is told of it
         is_newer = self.version is not None and version > self.version
-        if is_newer and server.state is not State.DOWN:
+        if is_newer and server.state is not ServerState.DOWN:
             return
         if self._is_paused_by_others(server, version, is_paused):
             try:
@@ -336,20 +353,23 @@ class ServerPool:
                 self.mark_down(server, str(error))
                 server.drop_requests()
                 return
-        self._judge(server, version, is_paused and server.state is not State.CURRENT)
+        self._judge(server, version, is_paused and server.state is not ServerState.CURRENT)
         if version != self.version:
             server.drop_requests()
 
     def _is_paused_by_others(self, server: Server, version: int, is_paused: bool) -> bool:
-        """Whether it had requests and took none for PAUSE_S."""
-        is_stuck = is_paused and server.num_in_flight > 0 and version == self.version
-        server.paused_since = (server.paused_since or time.monotonic()) if is_stuck else None
-        return is_stuck and time.monotonic() - server.paused_since >= PAUSE_S
+        """Return whether it had requests and took none for PAUSE_S."""
+        if not (is_paused and server.num_in_flight > 0 and version == self.version):
+            server.paused_since = None
+            return False
+        if server.paused_since is None:
+            server.paused_since = time.monotonic()
+        return time.monotonic() - server.paused_since >= PAUSE_S
 
     async def _watch_all(self) -> None:
         while True:
             await asyncio.sleep(self._probe_interval_s)
-            self._take_list(self._listed.now())
+            self._take_list(self._listed.read_or_keep())
             self._follow()
             since = self._all_down_since
             if since is not None and time.monotonic() - since > self._down_timeout_s:
@@ -360,20 +380,26 @@ class ServerPool:
                 self._wake()
 
 
-class _Mean:
+class MeanOverTime:
     """The mean of a number over time."""
 
     def __init__(self) -> None:
-        self._value, self._since, self._sum, self._seconds = 0, time.monotonic(), 0.0, 0.0
+        self._value = 0
+        self._since = time.monotonic()
+        self._sum = 0.0
+        self._seconds = 0.0
 
     def add(self, value: int) -> None:
-        """From now on it is this one."""
+        """Note that the number is this one from now on."""
         now = time.monotonic()
         self._sum += self._value * (now - self._since)
         self._seconds += now - self._since
-        self._value, self._since = value, now
+        self._value = value
+        self._since = now
 
     def take(self) -> float:
+        """Return the mean, and begin anew."""
         mean = self._sum / self._seconds if self._seconds else float(self._value)
-        self._sum = self._seconds = 0.0
+        self._sum = 0.0
+        self._seconds = 0.0
         return mean

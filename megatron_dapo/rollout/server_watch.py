@@ -1,4 +1,4 @@
-"""Whether a server that runs still works: its processes may live, and its HTTP side answer, while nothing is generated.
+"""Watches whether a server still works: its processes may live, and its HTTP side answer, while nothing is generated.
 
 Those who meet a server that does not answer (the trainer in a push, the controller) are not those who can start it
 again: they leave a note in the run folder, and the server's supervisor looks into it.
@@ -33,15 +33,16 @@ PUSH_MARGIN_S = 60.0
 def report_unresponsive(run: RunFolder, why: Mapping[str, str]) -> None:
     """Have the supervisors of these servers (URL -> what was seen) look after them. Never raises."""
     for url, text in why.items():
+        note = run.unresponsive(url)
         try:
-            (note := run.unresponsive(url)).parent.mkdir(exist_ok=True)
+            note.parent.mkdir(exist_ok=True)
             write_whole(note, f"{text}\n")
         except OSError as error:
             log.warning("%s does not answer, and its supervisor cannot be told: %s", url, error)
 
 
 class ServerWatch:
-    """Asks one server every few seconds, from a thread of its own, until `stop`.
+    """A thread that asks one server every few seconds how it is, until `stop`.
 
     `/server_info` is answered by the scheduler, `/health_generate` by whatever scheduler and detokenizer did meanwhile;
     the second is asked only of a server that is not paused: a paused one generates nothing. Neither disturbs a server
@@ -65,30 +66,36 @@ class ServerWatch:
             HealthCheck.SCHEDULER_ANSWERS: silent_limit_s,
             HealthCheck.GENERATED_LATELY: GENERATE_LIMIT_S,
         }
-        self._is_ill = self._is_suspect = False
-        self._num_misses, self._answered_at = 0, time.monotonic()
+        self._is_ill = False
+        self._is_suspect = False
+        self._num_misses = 0
+        self._answered_at = time.monotonic()
         self._unanswered = HealthCheck.SCHEDULER_ANSWERS
         self._ended = threading.Event()
         self._remove_note()  # it became healthy after it was written
         threading.Thread(target=self._run, name="server-watch", daemon=True).start()
 
     def failure(self) -> str | None:
-        """What it has not answered for too long, in words; none while it works."""
+        """Return what it has not answered for too long, in words; None while it works."""
         if self._num_misses < MIN_MISSES:
             return None
-        silence_s, limit_s = time.monotonic() - self._answered_at, self._limits[self._unanswered]
+        silence_s = time.monotonic() - self._answered_at
+        limit_s = self._limits[self._unanswered]
         if self._is_suspect:
             limit_s = min(limit_s, SUSPECT_LIMIT_S)
         return f"has not answered {self._unanswered} for {silence_s:.0f} s" if silence_s > limit_s else None
 
     def stop(self) -> None:
+        """End the thread."""
         self._ended.set()
 
     def _run(self) -> None:
         due = time.monotonic() + ASK_INTERVAL_S
         while not self._ended.wait(POLL_INTERVAL_S):
             if not self._is_suspect and self._note.exists():
-                self._is_suspect, self._num_misses, self._answered_at = True, 0, time.monotonic()
+                self._is_suspect = True
+                self._num_misses = 0
+                self._answered_at = time.monotonic()
             if self._is_suspect or time.monotonic() >= due:
                 self._look()
                 due = time.monotonic() + ASK_INTERVAL_S
@@ -103,7 +110,8 @@ class ServerWatch:
         if self._is_ill:
             self._miss(HealthCheck.GENERATED_LATELY)
             return
-        self._num_misses, self._answered_at = 0, asked_at
+        self._num_misses = 0
+        self._answered_at = asked_at
         if self._is_suspect and not is_paused:
             self._is_suspect = False
             self._remove_note()

@@ -1,4 +1,4 @@
-"""Starts a config's SGLang servers on this machine, keeps them alive, and stops them."""
+"""The supervisor of a config's SGLang servers on this machine: it starts them, keeps them alive, and stops them."""
 
 import json
 import logging
@@ -47,13 +47,70 @@ class ServerCommand:
 ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
 
 
-class ServerSupervisor:
-    """The servers of `actor_rollout_ref.rollout.server`. URLs are known from construction on and survive restarts,
-    and so does the key that they demand of everyone, which lies in `key_file`.
+class ServerStart:
+    """One start of a server: its process, what that keeps outside the run folder, and its watch once it is healthy."""
 
-    first_gpu: GPUs of this machine before it belong to others (the trainer). first_port: the servers listen on it and
-    the ports after it; none = free ports. name: of the servers and their log files, before their number. One thread
-    owns a supervisor: it calls `start`, then `check` every second or so, and `stop` in the end.
+    def __init__(self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float) -> None:
+        self._started = time.monotonic()
+        self.deadline = self._started + startup_timeout_s
+        self.files = ServerFiles(command.environment)
+        self.process = ChildProcess(name, command.command, log_file, command.environment | self.files.variables)
+        self.watch: ServerWatch | None = None  # from when it is healthy: then it and the process tell how it is
+
+    def age_s(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._started
+
+    def stop_process(self, grace_s: float) -> None:
+        """End the process and all that it started."""
+        if self.watch is not None:
+            self.watch.stop()
+        self.process.stop(grace_s)
+
+
+class SupervisedServer:
+    """One server over all its starts.
+
+    current: its last start, None before the first one and after the server was given up or stopped. starts_again_at:
+    when that start ended and the next one waits.
+    """
+
+    def __init__(self, name: str, url: str, key: str, command: ServerCommand, log_file: Path) -> None:
+        self.name = name
+        self.url = url
+        self.command = command
+        self.log_file = log_file
+        self.current: ServerStart | None = None
+        self.num_restarts = 0
+        self.num_failed_starts = 0  # in a row
+        self.starts_again_at: float | None = None
+        self._headers = key_header(key)
+
+    def start(self, startup_timeout_s: float) -> None:
+        """Start its process, the first time or again."""
+        if self.current is not None:
+            self.current.files.remove()
+        self.starts_again_at = None
+        self.current = ServerStart(self.name, self.command, self.log_file, startup_timeout_s)
+        log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.current.process.pid, self.log_file)
+
+    def forget(self) -> None:
+        """Remove what is left of it after the end of all its processes."""
+        if self.current is not None:
+            self.current.files.remove()
+        self.current = None
+
+    def status_of(self, check: HealthCheck, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
+        """Return the status of its answer; None without one."""
+        return health_status(self.url, check, self._headers, timeout_s)
+
+
+class ServerSupervisor:
+    """The servers of `actor_rollout_ref.rollout.server`.
+
+    URLs are known from construction on and survive restarts, and so does the key that the servers demand of everyone,
+    which lies in `key_file`. One thread owns a supervisor: it calls `start`, then `check` every second or so, and
+    `stop` in the end.
     """
 
     def __init__(
@@ -66,6 +123,16 @@ class ServerSupervisor:
         name: str = "server",
         command_of: ServerCommandMaker | None = None,
     ) -> None:
+        """Prepare the servers: reserve their ports, make their key.
+
+        Args:
+            config: of the run.
+            log_dir: folder of their log files.
+            first_gpu: GPUs of this machine before it belong to others (the trainer).
+            first_port: the servers listen on it and the ports after it; None = free ports.
+            name: of the servers and their log files, before their number.
+            command_of: how a server is started; None = `sglang_command`.
+        """
         server = config.actor_rollout_ref.rollout.server
         self._settings = server
         self.key_file = make_server_key(config)
@@ -80,7 +147,7 @@ class ServerSupervisor:
         make = command_of or sglang_command
         self.were_healthy = False  # all of them, at some time
         self._servers = [
-            _Server(
+            SupervisedServer(
                 f"{name}-{i}",
                 url,
                 key,
@@ -91,86 +158,95 @@ class ServerSupervisor:
         ]
 
     def overrides(self) -> list[str]:
-        """What names these servers in a trainer's config."""
+        """Return what names these servers in a trainer's config."""
         keys = {"server_urls": self.urls, "server_api_key_file": str(self.key_file)}
         return [f"actor_rollout_ref.rollout.{key}={json.dumps(value)}" for key, value in keys.items()]
 
     def start(self) -> None:
-        """Start all of them; does not wait."""
+        """Start all of them; do not wait."""
         for server in self._servers:
             server.start(self._settings.startup_timeout_s)
 
     def wait_healthy(self) -> None:
-        """Until every server takes requests. Raises ServerFailure at the deadline or where one is beyond restarting."""
+        """Wait until every server takes requests.
+
+        Raises ServerFailure at the deadline, or where one is beyond restarting.
+        """
         while not self.check():
             time.sleep(POLL_INTERVAL_S)
 
     def check(self) -> bool:
-        """Look at every server once, restart those that are dead or do not work any more. True if all are healthy, but
-        for those that were given up.
+        """Look at every server once, restart those that are dead or do not work any more.
 
-        A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up. Raises
-        ServerFailure when none is left, or where that happens before all were healthy once: then it is a mistake.
+        A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up. Returns True
+        if all are healthy, but for those that were given up. Raises ServerFailure when none is left, or where one would
+        be given up before all were healthy once: then it is a mistake.
         """
-        running = [server for server in self._servers if server.process is not None]
+        running = self._running()
         assert running, "start() comes before check(), and stop() after it"
-        healthy = all([self._check_one(server) for server in running])
+        healthy = all([self._check_one(server, current) for server, current in running])
         self.were_healthy |= healthy
         return healthy
 
     def pids(self) -> list[int]:
-        return [server.process.pid for server in self._servers if server.process is not None]
+        """Return the processes that were started for the servers."""
+        return [current.process.pid for _, current in self._running()]
 
     def stop(self) -> None:
-        """End all of them, at the same time; returns when none of their processes is left. Can be called twice."""
-        running = [server for server in self._servers if server.process is not None]
-        for server in running:
-            server.process.terminate()
-            server.files.note(server.process.pids())
+        """End all of them, at the same time; return when none of their processes is left. Can be called twice."""
+        running = self._running()
+        for _, current in running:
+            current.process.terminate()
+            current.files.note(current.process.pids())
         deadline = time.monotonic() + STOP_GRACE_S
-        for server in running:
-            server.stop(max(0.0, deadline - time.monotonic()))
+        for server, current in running:
+            current.stop_process(max(0.0, deadline - time.monotonic()))
             server.forget()
         for port in self._ports:
             port.release()
 
-    def _check_one(self, server: "_Server") -> bool:
+    def _running(self) -> list[tuple[SupervisedServer, ServerStart]]:
+        """Return the servers that were not given up, with their last starts."""
+        return [(server, server.current) for server in self._servers if server.current is not None]
+
+    def _check_one(self, server: SupervisedServer, current: ServerStart) -> bool:
         if server.starts_again_at is not None:
             if time.monotonic() >= server.starts_again_at:
                 server.start(self._settings.startup_timeout_s)
             return False
-        code = server.process.poll()
+        code = current.process.poll()
         if code is not None:
-            self._restart(server, exit_phrase(code))
+            self._restart(server, current, exit_phrase(code))
             return False
-        if server.is_healthy:
-            if failure := server.watch.failure():
-                self._restart(server, f"{failure}, and is killed")
+        if current.watch is not None:
+            failure = current.watch.failure()
+            if failure:
+                self._restart(server, current, f"{failure}, and is killed")
             return failure is None
-        is_up = server.probe()
-        server.files.note(server.process.pids())
+        is_up = server.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
+        current.files.note(current.process.pids())
         if is_up:
-            server.watch = ServerWatch(server.status_of, self._silent_limit_s, self._run.unresponsive(server.url))
-            log.info("%s is healthy at %s after %.0f s", server.name, server.url, server.age_s())
+            current.watch = ServerWatch(server.status_of, self._silent_limit_s, self._run.unresponsive(server.url))
+            log.info("%s is healthy at %s after %.0f s", server.name, server.url, current.age_s())
             return True
-        if time.monotonic() > server.deadline:
-            self._give_up(
-                server,
+        if time.monotonic() > current.deadline:
+            why = (
                 f"{server.name} at {server.url} was not healthy within {self._settings.startup_timeout_s:g} s "
                 f"(actor_rollout_ref.rollout.server.startup_timeout_s); its log is {server.log_file}\n"
-                f"{server.process.log_tail()}",
+                f"{current.process.log_tail()}"
             )
+            self._give_up(server, current, why)
         return False
 
-    def _restart(self, server: "_Server", why: str) -> None:
-        server.stop(0.0)  # the rest of its family
-        end = f"{server.name} {why}; its log is {server.log_file}\n{server.process.log_tail()}"
+    def _restart(self, server: SupervisedServer, current: ServerStart, why: str) -> None:
+        current.stop_process(0.0)  # the rest of its family
+        end = f"{server.name} {why}; its log is {server.log_file}\n{current.process.log_tail()}"
         if server.num_restarts >= self._settings.max_restarts:
             times = f"after {server.num_restarts} restarts (actor_rollout_ref.rollout.server.max_restarts)"
-            self._give_up(server, f"{server.url}: {times}: {end}")
+            self._give_up(server, current, f"{server.url}: {times}: {end}")
             return
         server.num_restarts += 1
-        server.num_failed_starts = 0 if server.is_healthy else server.num_failed_starts + 1
+        server.num_failed_starts = 0 if current.watch is not None else server.num_failed_starts + 1
         delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)  # 0, 1, 3, 7, ...
         log.error(
             "%s at %s %s; restart %d of %d%s",
@@ -182,19 +258,19 @@ class ServerSupervisor:
         else:
             server.start(self._settings.startup_timeout_s)
 
-    def _give_up(self, server: "_Server", why: str) -> None:
+    def _give_up(self, server: SupervisedServer, current: ServerStart, why: str) -> None:
         if not self.were_healthy:
             raise ServerFailure(why)
-        server.stop(0.0)
+        current.stop_process(0.0)
         server.forget()
-        num_left = sum(server.process is not None for server in self._servers)
+        num_left = len(self._running())
         if not num_left:
             raise ServerFailure(f"none is left; the last one: {why}")
         log.error("%s is given up, %d of %d servers are left. %s", server.name, num_left, len(self._servers), why)
 
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
-    """How an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
+    """Return how an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
     from megatron_dapo.platform import nccl
     from megatron_dapo.platform.device import is_gpu, model_dtype  # imports torch, which the controller does without
 
@@ -215,7 +291,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most, per log-prob
         arguments.append("--enable-fp32-lm-head")
-        arguments += _given(
+        arguments += _words_of_options(
             ("--max-total-tokens", settings.max_total_tokens),
             ("--max-running-requests", settings.max_running_requests),
             ("--mem-fraction-static", settings.mem_fraction_static),
@@ -232,68 +308,22 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
 
 
 def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:
-    """Our Python's programs come first, as where its environment is activated: a GPU server compiles kernels when it
-    starts, and runs `ninja` for that."""
+    """Return a PATH where our Python's programs come first, as where its environment is activated.
+
+    A GPU server compiles kernels when it starts, and runs `ninja` for that.
+    """
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])}
 
 
 def _no_proxy(environment: Mapping[str, str], host: str) -> dict[str, str]:
-    """A server asks itself for its first answer, and ends if none comes: not through the cluster's proxy, please."""
-    given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    if given.strip() == "*":  # alone it means all hosts
+    """Return variables that keep a server's requests to itself away from the cluster's proxy.
+
+    A server asks itself for its first answer, and ends if none comes.
+    """
+    hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    if hosts.strip() == "*":  # alone it means all hosts
         return {}
-    return {"no_proxy": ",".join([*filter(None, [given]), *dict.fromkeys(["127.0.0.1", "localhost", "::1", host])])}
-
-
-class _Server:
-    """One server's process and its fortunes."""
-
-    def __init__(self, name: str, url: str, key: str, command: ServerCommand, log_file: Path) -> None:
-        self.name, self.url, self.command, self.log_file = name, url, command, log_file
-        self._headers = key_header(key)
-        self.process: ChildProcess | None = None
-        self.files: ServerFiles | None = None
-        self.watch: ServerWatch | None = None  # from when it is healthy
-        self.num_restarts = 0
-        self.num_failed_starts = 0  # in a row
-        self.starts_again_at: float | None = None
-        self.is_healthy = False
-        self.deadline = 0.0
-        self._started = 0.0
-
-    def start(self, startup_timeout_s: float) -> None:
-        if self.files is not None:  # of its last life
-            self.files.remove()
-        self.files = ServerFiles(self.command.environment)
-        environment = self.command.environment | self.files.variables
-        self._started = time.monotonic()
-        self.deadline = self._started + startup_timeout_s
-        self.is_healthy = False
-        self.starts_again_at = None
-        self.process = ChildProcess(self.name, self.command.command, self.log_file, environment)
-        log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.process.pid, self.log_file)
-
-    def stop(self, grace_s: float) -> None:
-        if self.watch is not None:
-            self.watch.stop()
-        self.process.stop(grace_s)
-
-    def forget(self) -> None:
-        """After the end of all its processes: what is left of them goes."""
-        self.process = None
-        self.files.remove()
-
-    def age_s(self) -> float:
-        return time.monotonic() - self._started
-
-    def probe(self) -> bool:
-        """Ask for health, and remember it: from then on its process and its watch tell."""
-        self.is_healthy = self.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
-        return self.is_healthy
-
-    def status_of(self, check: HealthCheck, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
-        """Return the status of its answer; none without one."""
-        return health_status(self.url, check, self._headers, timeout_s)
+    return {"no_proxy": ",".join([*filter(None, [hosts]), *dict.fromkeys(["127.0.0.1", "localhost", "::1", host])])}
 
 
 class ReservedPort:
@@ -316,31 +346,36 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
+        """Give the port back."""
         self._socket.close()
 
 
 def _reachable(host: str) -> str:
-    """What others call a server that binds to `host`. Raises UserError where that is nothing that leads here."""
+    """Return what others call a server that binds to `host`. Raises UserError where that is nothing that leads here."""
     if host in ("0.0.0.0", "::"):
-        given, host = host, node_name()  # as a job's plan has it
+        bound_to = host
+        host = node_name()  # as a job's plan has it
         try:
             socket.getaddrinfo(host, None)
         except OSError as error:
             raise UserError(
-                f"actor_rollout_ref.rollout.server.host = {given}: the servers would be called by this machine's name, "
-                f"{host}, which does not resolve here ({error.strerror}); give an address of this machine instead."
+                f"actor_rollout_ref.rollout.server.host = {bound_to}: the servers would be called by this machine's "
+                f"name, {host}, which does not resolve here ({error.strerror}); give an address of this machine "
+                f"instead."
             ) from error
     return f"[{host}]" if ":" in host else host
 
 
-def _given(*options: tuple[str, object]) -> list[str]:
-    """Command-line words of the options that have a value."""
+def _words_of_options(*options: tuple[str, object]) -> list[str]:
+    """Return the command-line words of the options that have a value."""
     return [word for name, value in options if value is not None for word in (name, str(value))]
 
 
 def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
-    """Per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; nothing on a CPU.
-    Raises UserError where there are too few, or none that torch can use."""
+    """Return per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; none on a CPU.
+
+    Raises UserError where there are too few, or none that torch can use.
+    """
     from megatron_dapo.platform.device import is_gpu, require_usable_gpus
 
     require_usable_gpus()
@@ -358,7 +393,7 @@ def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list
 
 
 def visible_gpus() -> list[str]:
-    """This machine's GPUs as CUDA_VISIBLE_DEVICES names them."""
+    """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -82,6 +82,8 @@ def rank_main(
             return DeadlyClient(url, key, *deadly[url]) if url in deadly else SGLangClient(url, key)
 
         source, keys = WeightSource(model, layout), WeightSyncConfig(**config)
-        return WeightSync(source, ServerList.of(given.actor_rollout_ref.rollout).now, connect, layout, keys, device())
+        return WeightSync(
+            source, ServerList.of_config(given.actor_rollout_ref.rollout).read_or_keep, connect, layout, keys, device()
+        )
 
     serve_orders(pipe, open_sync, set_version)

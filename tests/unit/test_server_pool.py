@@ -9,7 +9,7 @@ import pytest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool, State
+from megatron_dapo.rollout.server_pool import ServerPool, ServerState
 from tests.fake_rollout import make_config, run_with_controller, write_files
 
 pytestmark = pytest.mark.unit
@@ -177,14 +177,14 @@ def test_a_server_that_comes_back_paused_gets_no_request_until_the_next_step(fol
         paused, other = servers
         await controller.next_batch(1, 1)
         await paused.stop()
-        await until(lambda: controller._servers.urls(State.DOWN) == [paused.url])
+        await until(lambda: controller._servers.urls(ServerState.DOWN) == [paused.url])
         paused.is_paused = True
         await paused.start()
-        await until(lambda: controller._servers.urls(State.STALE) == [paused.url])
+        await until(lambda: controller._servers.urls(ServerState.STALE) == [paused.url])
         await asyncio.sleep(0.15)
-        assert controller._servers.urls(State.CURRENT) == [other.url] and paused.is_paused
+        assert controller._servers.urls(ServerState.CURRENT) == [other.url] and paused.is_paused
         paused.is_paused = False
-        await until(lambda: len(controller._servers.urls(State.CURRENT)) == 2)
+        await until(lambda: len(controller._servers.urls(ServerState.CURRENT)) == 2)
 
     run(folder, scenario)
 
@@ -226,12 +226,12 @@ def test_a_server_that_is_ill_counts_as_lost_until_it_is_well(folder, monkeypatc
         batch = await asyncio.wait_for(pending, 20)
         assert numbers(batch) == [4, 5, 6, 7] and not batch.needs_sync
         assert batch.metrics["rollout/num_retries"] == (4 if when == "in a step" else 0)
-        assert controller._servers.urls(State.DOWN) == [ill.url]
+        assert controller._servers.urls(ServerState.DOWN) == [ill.url]
         num_requests = len(ill.requests)
         assert not (await controller.next_batch(3, 1)).needs_sync and len(ill.requests) == num_requests
         ill.hold.set()
         ill.is_ill = False
-        await until(lambda: len(controller._servers.urls(State.CURRENT)) == 2)
+        await until(lambda: len(controller._servers.urls(ServerState.CURRENT)) == 2)
 
     run(folder, scenario, overrides=["actor_rollout_ref.rollout.request_timeout_s=50.0"])
 
@@ -243,7 +243,7 @@ def test_a_server_that_comes_back_with_newer_weights_is_up(folder):
         (server,) = servers
         await controller.next_batch(1, 1)
         await server.stop()
-        await until(lambda: controller._servers.urls(State.DOWN))
+        await until(lambda: controller._servers.urls(ServerState.DOWN))
         server.version = 2
         await server.start()
         assert (await asyncio.wait_for(controller.next_batch(2, 1), 5)).needs_sync
@@ -253,7 +253,7 @@ def test_a_server_that_comes_back_with_newer_weights_is_up(folder):
         pending = asyncio.create_task(controller.next_batch(2, 1))
         await until(lambda: server.num_open == 8)
         await server.stop()
-        await until(lambda: controller._servers.urls(State.DOWN))
+        await until(lambda: controller._servers.urls(ServerState.DOWN))
         server.version = 2
         server.hold.set()
         await server.start()
@@ -284,10 +284,10 @@ def test_a_watch_that_ends_by_an_error_ends_the_step_with_it(folder, caplog):
     async def scenario(controller, servers, listed):
         for server in servers:
             server.hold.clear()
-        controller._servers._listed.now = None
+        controller._servers._listed.read_or_keep = None
         await until(lambda: controller._servers._watch.done())
         with pytest.raises(RolloutError, match="watch over the servers ended with TypeError: 'NoneType'"):
-            controller._servers._listed.now = controller._servers._listed.read
+            controller._servers._listed.read_or_keep = controller._servers._listed.read
             await asyncio.wait_for(controller.next_batch(1, 1), 5)
 
     run(folder, scenario)
@@ -301,7 +301,7 @@ def test_the_mean_of_current_servers_is_over_the_step_alone(folder):
         await controller._servers.expect(2)  # as a validation does
         await asyncio.sleep(0.1)
         servers[1].version = 2
-        await until(lambda: len(controller._servers.urls(State.CURRENT)) == 2)
+        await until(lambda: len(controller._servers.urls(ServerState.CURRENT)) == 2)
         assert num_servers(await controller.next_batch(2, 2)) == (2, 2)
 
     run(folder, scenario)
