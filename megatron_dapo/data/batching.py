@@ -185,7 +185,8 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
 
 def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bool) -> TrainSample:
     assert sample.prompt_tokens, f"sample {sample.uid}: without a prompt nothing predicts the first token"
-    num_prompt, num_response = len(sample.prompt_tokens), len(sample.response_tokens)
+    num_prompt = len(sample.prompt_tokens)
+    num_response = len(sample.response_tokens)
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == num_response, (
         f"sample {sample.uid}: lengths differ"
     )

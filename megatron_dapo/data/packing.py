@@ -110,7 +110,8 @@ def _balance(samples: Sequence[TrainSample], num_bins: int, capacity: int, cost:
     None if it does not work out: the cap is hard, and only first-fit-decreasing is known to need no more bins.
     """
     bins: Bins = [[] for _ in range(num_bins)]
-    tokens, costs = [0] * num_bins, [0.0] * num_bins
+    tokens = [0] * num_bins
+    costs = [0.0] * num_bins
     for sample in longest_first(samples):
         with_room = [i for i in range(num_bins) if tokens[i] + sample.length <= capacity]
         if not with_room:
@@ -181,6 +182,7 @@ class MicroBatch:
 
     @property
     def is_packed(self) -> bool:
+        """Whether its samples stand one after the other in one row."""
         return self.cu_seqlens is not None
 
     def to(self, device: torch.device | str) -> "MicroBatch":

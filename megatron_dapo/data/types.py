@@ -44,10 +44,12 @@ class Sample:
 
     @property
     def num_response_tokens(self) -> int:
+        """Tokens of the response, an environment's included."""
         return len(self.response_tokens)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
         return len(self.prompt_tokens) + len(self.response_tokens)
 
 

@@ -48,6 +48,7 @@ def write_prompt_file(path: Path, make_rows: Callable[[], list[dict]]) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    """Write the file that the command line asks for; return the exit code."""
     options = _parser().parse_args(arguments)
     return write_prompt_file(
         options.output,

@@ -19,10 +19,12 @@ class ReasoningGym:
         self._task: Task | None = None
 
     async def reset(self, task: Task) -> Observation:
+        """Begin the task."""
         self._task = task
         return Observation()
 
     async def step(self, response: str) -> Observation:
+        """Answer a turn of the model."""
         task = self._task
         assert task is not None, "reset() comes before step()"
         verdict = reasoning_gym.reasoning_gym(task.data_source, response, task.ground_truth, task.extra_info)

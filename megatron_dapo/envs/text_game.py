@@ -45,14 +45,17 @@ class TextGameEnvironment:
         self._game: TextGame | None = None
 
     async def reset(self, task: Task) -> Observation:
+        """Begin the task."""
         self._game = self._start(task)
         return self._observation(self._game.reset())
 
     async def step(self, response: str) -> Observation:
+        """Answer a turn of the model."""
         assert self._game is not None, "reset() comes before step()"
         return self._observation(self._game.step(command_of(response)))
 
     async def close(self) -> None:
+        """End the game."""
         if self._game is not None:
             self._game.close()
 

@@ -35,9 +35,11 @@ class ToolEnvironment:
         self._role = role
 
     async def reset(self, task: Task) -> Observation:
+        """Begin the task."""
         return Observation()
 
     async def step(self, response: str) -> Observation:
+        """Answer a turn of the model."""
         calls = find_calls(response, self._call_open, self._call_close)
         answers = (self._result.replace("{}", self._run(call)) for call in calls)
         messages = tuple({"role": self._role, "content": answer} for answer in answers)

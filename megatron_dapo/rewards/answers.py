@@ -65,18 +65,18 @@ _TEX_FORMS = (
 
 
 def last_answer_line(text: str) -> str | None:
-    """What follows the last `Answer:` up to the end of its line, or None."""
+    """Return what follows the last `Answer:` up to the end of its line, or None."""
     matches = _ANSWER_LINE.findall(text)
     return matches[-1] if matches else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` or `\fbox{...}` whose braces close, or None. In one pass."""
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` whose braces close, or None. In one pass."""
     return _last_boxed_with_position(text)[0]
 
 
 def final_answer(text: str) -> tuple[str, str] | None:
-    """(kind, answer) of the last answer in a response: "boxed" or "line", whichever begins later; None without one."""
+    """Return (kind, answer) of the last answer: "boxed" or "line", whichever begins later; None without one."""
     boxed, boxed_at = _last_boxed_with_position(text)
     lines = list(_ANSWER_LINE.finditer(text))
     if boxed is not None and (not lines or boxed_at >= lines[-1].start()):
@@ -85,7 +85,7 @@ def final_answer(text: str) -> tuple[str, str] | None:
 
 
 def _whole_display(text: str, line: re.Match[str]) -> str:
-    r"""The answer of a line; where it opens a display (`\[`, `$$`) that it does not close, up to the line that does."""
+    r"""Return the answer of a line; of one that opens a display (`\[`, `$$`), up to the line that closes it."""
     answer = line.group(1)
     for begin, end in _DISPLAYS:
         if answer.startswith(begin) and end not in answer[len(begin) :]:
@@ -96,7 +96,7 @@ def _whole_display(text: str, line: re.Match[str]) -> str:
 
 
 def normalize(answer: str) -> str:
-    """The Minerva normal form of an answer. Two answers are equal when their normal forms are the same string."""
+    """Return the Minerva normal form of an answer. Answers are equal when their normal forms are the same string."""
     answer = answer.split("=")[-1]
     for before, after in _SUBSTITUTIONS:
         answer = answer.replace(before, after)
@@ -112,12 +112,12 @@ def normalize(answer: str) -> str:
 def _last_boxed_with_position(text: str) -> tuple[str | None, int]:
     openings = {match.end() - 1: match.start() for match in _BOXED.finditer(text)}
     stack: list[int] = []
-    found: tuple[str | None, int] = (None, -1)
+    last: tuple[str | None, int] = (None, -1)
     for position, character in enumerate(text):
         if character == "{":
             stack.append(position)
         elif character == "}" and stack:
             brace = stack.pop()
-            if openings.get(brace, -1) > found[1]:
-                found = text[brace + 1 : position], openings[brace]
-    return found
+            if openings.get(brace, -1) > last[1]:
+                last = text[brace + 1 : position], openings[brace]
+    return last

@@ -28,7 +28,7 @@ _MIN_MARKED_LETTERS = 2  # of what LaTeX calls text; one letter is a choice, whi
 
 
 def without_delimiters(answer: str) -> str:
-    """An answer without the marks of mathematics, of bold text and of a sentence's end around it."""
+    """Return an answer without the marks of mathematics, of bold text and of a sentence's end around it."""
     answer = answer.strip(" \t\r\n*`")
     for begin, end in _DELIMITERS:
         inner = answer.removesuffix(".").removeprefix(begin).removesuffix(end)
@@ -38,27 +38,29 @@ def without_delimiters(answer: str) -> str:
 
 
 def without_units(answer: str) -> str:
-    """An answer without the words for units behind its number that math-verify takes for products of letters."""
+    """Return an answer without the words for units behind its number that math-verify takes for products of letters."""
     return _UNITS.sub("", without_delimiters(answer))
 
 
 def as_written(answer: str) -> str:
-    """The answer without what has no meaning: delimiters, fonts, idle white space. Equal strings are equal answers."""
+    """Return the answer without delimiters, fonts and idle white space. Equal strings are equal answers."""
     plain = _TEXT.sub(r"\1", without_delimiters(answer).replace("\\left", "").replace("\\right", ""))
     return _IDLE_SPACE.sub("", _OVERLINE.sub(r"\1", plain))
 
 
 def exact_number(answer: str) -> Fraction | None:
-    """The value of an integer, a decimal or a fraction of integers that is written out; None for all else."""
+    """Return the value of an integer, a decimal or a fraction of integers that is written out; None for all else."""
     match = _NUMBER.fullmatch(without_delimiters(answer))
     if match is None:
         return None
     part = match.groupdict()
-    numerator, denominator = part["over"] or part["top"], part["under"] or part["bottom"]
+    numerator = part["over"] or part["top"]
+    denominator = part["under"] or part["bottom"]
     if numerator is not None:
         value = None if int(denominator) == 0 else Fraction(int(numerator), int(denominator))
     elif part["whole"] or part["decimals"]:
-        whole, decimals = _SEPARATORS.sub("", part["whole"] or "0"), part["decimals"] or ""
+        whole = _SEPARATORS.sub("", part["whole"] or "0")
+        decimals = part["decimals"] or ""
         value = Fraction(int(whole + decimals), 10 ** len(decimals)) * Fraction(10) ** int(part["exponent"] or 0)
     else:
         value = None
@@ -66,13 +68,13 @@ def exact_number(answer: str) -> Fraction | None:
 
 
 def words(answer: str) -> str | None:
-    r"""The words of an answer that is words and nothing else (a day, a name, `\text{yes}`); None for all else."""
+    r"""Return the words of an answer that is words alone (a day, a name, `\text{yes}`); None for all else."""
     text = _text(without_delimiters(answer))
     return text.casefold() if _WORDS.fullmatch(text) else None
 
 
 def is_words(truth: str) -> bool:
-    """Whether a truth is to be compared as words: as mathematics, `listen` and `silent` are the same product."""
+    """Return whether a truth is to be compared as words: as mathematics, `listen` and `silent` are the same product."""
     plain = without_delimiters(truth)
     text = _text(plain)
     longest = max(map(len, text.split()), default=0)

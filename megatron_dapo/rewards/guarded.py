@@ -24,8 +24,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def run_guarded(work: Callable[[], None], pipe: int) -> None:
-    """Does the work in a child process; returns there, and ends this process when the child has ended, the other side
-    of `pipe` is closed or SIGTERM came, whichever is first, after all descendants. Single-threaded callers only."""
+    """Do the work in a child process; return there.
+
+    This process ends when the child has ended, the other side of `pipe` is closed or SIGTERM came, whichever is first,
+    after all descendants. Single-threaded callers only.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     awake, wake = os.pipe()  # numbers of the signals that came
     os.set_blocking(wake, False)
@@ -49,7 +52,7 @@ def run_guarded(work: Callable[[], None], pipe: int) -> None:
 
 
 def _wait(worker: int, pipe: int, awake: int) -> int | None:
-    """The worker's exit code, none where it is to be ended. Descendants that ended meanwhile leave no zombies."""
+    """Return the worker's exit code, None where it is to be ended. Descendants that end meanwhile leave no zombies."""
     watch = select.poll()
     watch.register(awake, select.POLLIN)
     watch.register(pipe, 0)  # hang-up is always reported; the data are the worker's
@@ -61,7 +64,7 @@ def _wait(worker: int, pipe: int, awake: int) -> int | None:
 
 
 def _end_all(worker: int, code: int | None) -> int:
-    """Kills what there is, then what that leaves to us, until there is nothing more. The worker's exit code."""
+    """Kill what there is, then what that leaves to us, until there is nothing more; return the worker's exit code."""
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline and (children := psutil.Process().children()):
         for child in children:
@@ -73,7 +76,7 @@ def _end_all(worker: int, code: int | None) -> int:
 
 
 def _reap(worker: int) -> int | None:
-    """Takes leave of the children that ended. The worker's exit code where it is one of them."""
+    """Reap the children that ended; return the worker's exit code where it is one of them."""
     code = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

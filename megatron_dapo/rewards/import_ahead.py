@@ -10,7 +10,7 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def import_ahead(path: str) -> None:
-    """Imports what `package.module:name`, a function or class, and what it uses of its module import in their calls.
+    """Import what `package.module:name`, a function or class, and what it uses of its module import in their calls.
 
     What cannot be imported is left to the call, which may not need it.
     """
@@ -19,13 +19,13 @@ def import_ahead(path: str) -> None:
         module = importlib.import_module(module_name)
         tree = ast.parse(inspect.getsource(module))
         for node in _used_definitions(tree, name):
-            for wanted in _imports(node):
+            for name_to_import in _imports(node):
                 with suppress(Exception, SystemExit):
-                    importlib.import_module(importlib.util.resolve_name(wanted, module.__package__ or None))
+                    importlib.import_module(importlib.util.resolve_name(name_to_import, module.__package__ or None))
 
 
 def _used_definitions(tree: ast.Module, name: str) -> list[_Definition]:
-    """The definition of that name and, in turn, those of the module whose names it mentions."""
+    """Return the definition of that name and, in turn, those of the module whose names it mentions."""
     known = {node.name: node for node in tree.body if isinstance(node, _Definition)}
     used: dict[str, _Definition] = {}
     to_do = [name]
@@ -38,7 +38,7 @@ def _used_definitions(tree: ast.Module, name: str) -> list[_Definition]:
 
 
 def _imports(definition: _Definition) -> Iterator[str]:
-    """Names of what may be modules, relative ones with their dots."""
+    """Yield the names of what may be modules, relative ones with their dots."""
     for node in ast.walk(definition):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

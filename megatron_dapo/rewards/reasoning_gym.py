@@ -18,7 +18,9 @@ _RIGHT = 0.99  # tasks give credit for parts, and compute in floats
 def reasoning_gym(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, partial_credit: bool = False
 ) -> dict[str, float | bool]:
-    """1 where the task of `reasoning_gym/TASK` calls the answer right, 0 elsewhere; partial_credit: the task's score.
+    """Return 1 where the task of `reasoning_gym/TASK` calls the answer right, 0 elsewhere.
+
+    partial_credit: the task's score instead.
 
     The answer is the last <answer>...</answer>, or without one the whole response. extra_info: seed, size, index and
     config of the problem, as `megatron_dapo.envs.prompts` writes them.
@@ -28,7 +30,7 @@ def reasoning_gym(
 
 
 def answer_score(data_source: str, response: str, extra_info: dict) -> float:
-    """The task's own score, 0 to 1."""
+    """Return the task's own score, 0 to 1."""
     task = data_source.removeprefix(SOURCE_PREFIX)
     config = json.dumps(extra_info.get("config") or {}, sort_keys=True)
     tasks, problem = _problem(task, extra_info["seed"], extra_info["size"], config, extra_info["index"])
@@ -40,7 +42,10 @@ def answer_score(data_source: str, response: str, extra_info: dict) -> float:
 
 
 def create(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:
-    """The package's data set: `size` problems. Raises UserError where package, task or a key of config is unknown."""
+    """Return the package's data set of `size` problems.
+
+    Raises UserError where package, task or a key of config is unknown.
+    """
     try:
         from reasoning_gym import create_dataset
     except ImportError as error:
@@ -56,6 +61,6 @@ def create(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _problem(task: str, seed: int, size: int, config: str, index: int) -> tuple[Any, dict]:
-    """config: in JSON, since some tasks' settings are lists."""
+    """Return a task and one of its problems. config: in JSON, since some tasks' settings are lists."""
     tasks = create(task, seed, size, json.loads(config))
     return tasks, tasks[index]

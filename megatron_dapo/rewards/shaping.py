@@ -14,7 +14,7 @@ TRUNCATION_MODES: dict[str, Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class OverlongShaping:
-    """What `shape` needs to know. buffer_len > 0: linear soft punishment; 0: truncated responses alone.
+    """Settings of `shape`. buffer_len > 0: linear soft punishment; 0: truncated responses alone.
 
     expected_len: None = max_response_length - buffer_len. Lengths in tokens; penalty_factor >= 0.
     """
@@ -28,7 +28,7 @@ class OverlongShaping:
 
 
 def overlong_penalty(num_tokens: int, expected_len: int, buffer_len: int, penalty_factor: float) -> float:
-    """0 up to expected_len, then linear to -penalty_factor at expected_len + buffer_len, and that beyond.
+    """Return 0 up to expected_len, then linear to -penalty_factor at expected_len + buffer_len, and that beyond.
 
     DAPO (arXiv 2503.14476) eq. 13, where expected_len = max_response_length - buffer_len. buffer_len > 0.
     """
@@ -39,7 +39,10 @@ def overlong_penalty(num_tokens: int, expected_len: int, buffer_len: int, penalt
 def shape(
     raw_reward: float, num_tokens: int, is_truncated: bool, shaping: OverlongShaping | None
 ) -> tuple[float, float]:
-    """(reward after shaping, what shaping added) for a response of num_tokens; shaping None: the reward as it is."""
+    """Return (reward after shaping, what shaping added) for a response of num_tokens.
+
+    shaping: None leaves the reward as it is.
+    """
     if shaping is None:
         return raw_reward, 0.0
     if shaping.buffer_len:

@@ -43,7 +43,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 def math_verify(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, time_limit_s: float = 2.0
 ) -> dict[str, float | bool]:
-    r"""1 where the response's final answer equals the ground truth as mathematics, 0 elsewhere.
+    r"""Return 1 where the response's final answer equals the ground truth as mathematics, 0 elsewhere.
 
     The final answer is the last `\boxed{...}` or `Answer: ...`, or what math-verify finds in the last 1000 characters.
     Numbers that are written out are compared exactly, but for a decimal beside a fraction, which math-verify rounds to
@@ -57,39 +57,45 @@ def math_verify(
 
 
 def _is_equal(response: str, ground_truth: str, time_limit_s: float) -> bool:
-    found, ground_truth = final_answer(response[-_TAIL_CHARS:]), without_units(ground_truth)
+    final = final_answer(response[-_TAIL_CHARS:])
+    ground_truth = without_units(ground_truth)
     truth = exact_number(ground_truth)
-    if found is not None:
-        found = found[0], without_units(found[1])
-        answer = exact_number(found[1])
-        if answer is not None and truth is not None and (answer == truth or not _is_rounding(found[1], ground_truth)):
-            return answer == truth
-        if answer is None and truth is None and as_written(found[1]) == as_written(ground_truth):
+    if final is not None:
+        kind, answer = final[0], without_units(final[1])
+        final = kind, answer
+        number = exact_number(answer)
+        if number is not None and truth is not None and (number == truth or not _is_rounding(answer, ground_truth)):
+            return number == truth
+        if number is None and truth is None and as_written(answer) == as_written(ground_truth):
             return True
         if is_words(ground_truth):
-            return words(found[1]) == words(ground_truth)
-        if _SEVERAL_NUMBERS.fullmatch(found[1]) or (truth is not None and _LIST_WITH_DOTS.search(found[1])):
+            return words(answer) == words(ground_truth)
+        if _SEVERAL_NUMBERS.fullmatch(answer) or (truth is not None and _LIST_WITH_DOTS.search(answer)):
             return False
-    text = _for_sympy(response, found)
+    text = _for_sympy(response, final)
     if is_too_expensive(text):
         return False
     with _time_limit(time_limit_s):
-        gold, parsed = _parse_truth(ground_truth), sympy_verify.parse(text, parsing_timeout=None)
+        gold = _parse_truth(ground_truth)
+        parsed = sympy_verify.parse(text, parsing_timeout=None)
         return sympy_verify.verify(gold, parsed, float_rounding=_decimal_places(truth), timeout_seconds=None)
 
 
 def _is_rounding(answer: str, truth: str) -> bool:
-    """Whether one is a decimal and the other a fraction, of which it may be a rounding; all else is exact."""
+    """Return whether one is a decimal and the other a fraction, of which it may be a rounding; all else is exact."""
     return ("." in answer) != ("." in truth) and ("/" in answer + truth or "frac" in answer + truth)
 
 
 def _decimal_places(truth: Fraction | None) -> int:
-    """To which math-verify rounds where a decimal is compared: six, and of a small truth six digits that count."""
+    """Return the decimal places to which math-verify rounds where a decimal is compared.
+
+    Six, and of a small truth six digits that count.
+    """
     return max(6, 5 - math.floor(math.log10(abs(truth)))) if truth else 6
 
 
 def is_too_expensive(text: str) -> bool:
-    """True where sympy could take seconds: length, nesting, number of elements, exponents, factorials."""
+    """Return True where sympy could take seconds: length, nesting, number of elements, exponents, factorials."""
     return (
         len(text) > _SYMPY_CHARS
         or text.count(",") > _MAX_COMMAS
@@ -98,18 +104,18 @@ def is_too_expensive(text: str) -> bool:
     )
 
 
-def _for_sympy(response: str, found: tuple[str, str] | None) -> str:
-    """The text math-verify looks at. It needs LaTeX to stand between delimiters."""
-    if found is None:
+def _for_sympy(response: str, final: tuple[str, str] | None) -> str:
+    """Return the text math-verify looks at. It needs LaTeX to stand between delimiters."""
+    if final is None:
         return response[-_SYMPY_CHARS:]
-    kind, answer = found
+    kind, answer = final
     if kind == "line" and _is_prose(answer):
         return answer
     return f"\\boxed{{{answer}}}"
 
 
 def _is_prose(line: str) -> bool:
-    r"""Whether an answer line has words around its mathematics: `5 apples`, `the root is $\sqrt 2$`."""
+    r"""Return whether an answer line has words around its mathematics: `5 apples`, `the root is $\sqrt 2$`."""
     return any(mark in line for mark in ("$", "\\(", "\\[")) or _PROSE.search(_TEXT.sub("", line)) is not None
 
 
@@ -122,7 +128,8 @@ def _parse_truth(ground_truth: str) -> list:
 
 
 def _nesting(text: str) -> int:
-    depth = deepest = 0
+    depth = 0
+    deepest = 0
     for character in text:
         if character in "{([":
             depth += 1
@@ -138,7 +145,7 @@ class _TimeUp(BaseException):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the main thread once `seconds` of wall time are over."""
+    """Raise TimeoutError in the main thread once `seconds` of wall time are over."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -12,7 +12,7 @@ _MINERVA_TAIL_CHARS = 300  # the longest answer of MATH-500 has 159
 def math_dapo(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, boxed_fallback: bool = False
 ) -> dict[str, float | bool]:
-    r"""+1 for the right final answer, -1 for any other: the rule of the DAPO recipe (arXiv 2503.14476).
+    r"""Return +1 for the right final answer, -1 for any other: the rule of the DAPO recipe (arXiv 2503.14476).
 
     The last `Answer: ...` line of the response's last 300 characters, in Minerva's normal form, must be the string that
     the ground truth becomes; an integer that a table wrote as 034 or 34.0 is 34, too. boxed_fallback: where no such
@@ -33,7 +33,7 @@ def _as_integer(ground_truth: str) -> str | None:
 
 
 def environment(data_source: str, response: str, ground_truth: str, extra_info: dict) -> dict[str, float | bool]:
-    """0: with multi-turn rollouts the environment gives the reward, and a trajectory without one has earned none."""
+    """Return 0: with several turns the environment gives the reward; a trajectory without one has earned none."""
     return {"score": 0.0, "correct": False}
 
 
@@ -47,16 +47,18 @@ def exact_match(
     strip: bool = True,
     ignore_case: bool = False,
 ) -> dict[str, float | bool]:
-    """1 where the response is the ground truth, 0 elsewhere.
+    """Return 1 where the response is the ground truth, 0 elsewhere.
 
     marker: compare what follows the last marker instead of the whole response; a response without it is wrong.
     strip: ignore white space around both. ignore_case: compare case-folded.
     """
-    _, found, tail = response.rpartition(marker) if marker else ("", True, response)
-    answer, truth = tail, ground_truth
+    _, has_marker, answer = response.rpartition(marker) if marker else ("", True, response)
+    truth = ground_truth
     if strip:
-        answer, truth = answer.strip(), truth.strip()
+        answer = answer.strip()
+        truth = truth.strip()
     if ignore_case:
-        answer, truth = answer.casefold(), truth.casefold()
-    correct = bool(found) and answer == truth
+        answer = answer.casefold()
+        truth = truth.casefold()
+    correct = bool(has_marker) and answer == truth
     return {"score": 1.0 if correct else 0.0, "correct": correct}

@@ -19,7 +19,7 @@ _PASSWORD_IN_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@")
 
 
 def worker_environment(environment: Mapping[str, str], pass_env: Sequence[str], key: str) -> dict[str, str]:
-    """Without secrets, but for those of `pass_env`; one thread; our import paths, for code by import path.
+    """Return the environment without secrets, but for those of `pass_env`; one thread; our import paths.
 
     Raises UserError for a name of `pass_env`, the value of the config's `key`, that is not set.
     """
@@ -35,5 +35,5 @@ def worker_environment(environment: Mapping[str, str], pass_env: Sequence[str], 
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable looks like a secret: by its name, or as a URL with a password."""
+    """Return whether a variable looks like a secret: by its name, or as a URL with a password."""
     return any(fnmatchcase(name.upper(), pattern) for pattern in _SECRETS) or bool(_PASSWORD_IN_URL.search(value))

@@ -50,6 +50,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
+        """The process, None where it does not run."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:

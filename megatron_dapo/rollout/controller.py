@@ -64,7 +64,8 @@ class Controller:
         self._config = config
         self._rollout = rollout
         self._folder = RunFolder.of(config.trainer)
-        self._tokenizer = tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
+        tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
+        self._tokenizer = tokenizer
         vocab_size = read_vocab_size(config.actor_rollout_ref.model.path)
         self._prompts = load_prompts(data.train_files, config, tokenizer)
         self._val_prompts = load_prompts(data.val_files, config, tokenizer) if data.val_files else []

@@ -176,7 +176,8 @@ class GroupQueue:
             if reason is None or self.limits.masks:
                 self._kept.append(replace(group, keep=reason is None))
         self._step.num_gen_batches += 1
-        self._open, self._finished = {}, {}
+        self._open = {}
+        self._finished = {}
         return judged
 
     def take(self) -> RolloutStep:
@@ -219,7 +220,8 @@ class GroupQueue:
         return staleness(group, weight_version) <= self.limits.max_staleness
 
     def _exhausted(self) -> str:
-        limits, step = self.limits, self._step
+        limits = self.limits
+        step = self._step
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(step.filtered.items())) or "none dropped"
         return (
             f"{limits.section}.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "

@@ -181,16 +181,19 @@ class ServerPool:
             self._wake(1)
 
     def mark_down(self, server: Server, reason: str) -> None:
+        """Send it no requests until a health check passes."""
         if server.state is not ServerState.DOWN:
             log.warning("server %s is down: %s", server.url, reason)
         self._set_state(server, ServerState.DOWN)
 
     def mark_stale(self, server: Server, reason: str) -> None:
+        """Send it no requests until it got a push."""
         if server.state is not ServerState.STALE:
             log.warning("server %s needs a push of the weights: %s", server.url, reason)
         self._set_state(server, ServerState.STALE)
 
     async def close(self) -> None:
+        """End the watches, and close the connections to all servers."""
         watches = [*self._watches.values(), *filter(None, [self._watch])]
         for watch in watches:
             watch.cancel()

@@ -274,7 +274,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     from megatron_dapo.platform import nccl
     from megatron_dapo.platform.device import is_gpu, model_dtype  # imports torch, which the controller does without
 
-    rollout, model = config.actor_rollout_ref.rollout, ModelFolder.of(config.actor_rollout_ref.model.path)
+    rollout = config.actor_rollout_ref.rollout
+    model = ModelFolder.of(config.actor_rollout_ref.model.path)
     settings = rollout.server
     dtype = str(model_dtype(config.actor_rollout_ref.actor.megatron.dtype)).removeprefix("torch.")
     arguments = [
