@@ -52,7 +52,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,tests with several processes)
 	@$(PYTEST) $(TWO_AT_A_TIME) tests/distributed
 	$(call LAYER,tests with a real SGLang server)
-	@$(PYTEST) $(TWO_AT_A_TIME) tests/e2e
+	@$(PYTEST) $(TWO_AT_A_TIME) --no-loadscope-reorder tests/e2e
 	$(call LAYER,jobs on a Slurm of virtual nodes)
 	@$(PYTEST) -n 2 --dist loadscope tests/slurm
 
