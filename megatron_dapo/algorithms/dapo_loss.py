@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms.kl import FULL_KL, kl_penalty
-from megatron_dapo.algorithms.metrics import token_mean
+from megatron_dapo.algorithms.metrics import Sums, token_mean
 from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
 from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy, policy_loss
 
@@ -85,8 +85,10 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
     log_probs = torch.where(counted, outputs.log_probs, 0)
     old_log_probs = log_probs if batch.old_log_probs is None else batch.old_log_probs
 
-    importance, tis_sums, is_off_policy = None, {}, None
+    importance = is_off_policy = None
+    tis_sums: Sums = {}
     if config.tis_cap is not None:
+        assert batch.rollout_log_probs is not None, "weights against the server need its log-probs"
         importance, tis_sums = truncated_importance(old_log_probs, batch.rollout_log_probs, counted, config.tis_cap)
     if config.off_policy is not None and batch.exp_mask is not None:
         assert batch.old_log_probs is not None, "replayed tokens need the log-probs of the policy that wrote them"
@@ -105,17 +107,21 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
     sums[ENTROPY_SAMPLED] = token_mean(-log_probs, counted)
     sums |= tis_sums
     if config.report_entropy:
+        assert outputs.entropy is not None, "the caller computes the entropy that is reported"
         entropy = torch.where(counted, outputs.entropy, 0)
         loss_sum = loss_sum - config.entropy_coef * (batch.weights * entropy).sum()
         sums[ENTROPY] = token_mean(entropy, counted)
     if config.use_kl_loss:
         if config.use_full_kl:
+            assert outputs.kl is not None, "the caller computes the KL over the whole vocabulary"
             kl = torch.where(counted, outputs.kl, 0)
         else:
+            assert batch.ref_log_probs is not None, "a KL loss needs the reference's log-probs"
             kl = kl_penalty(config.kl_loss_type, log_probs, torch.where(counted, batch.ref_log_probs, 0))
         loss_sum = loss_sum + config.kl_loss_coef * (batch.weights * kl).sum()
         sums["actor/kl_loss"] = ((batch.weights * kl).detach().sum(dtype=torch.float64), batch.count.double())
     if config.report_mismatch:
+        assert batch.rollout_log_probs is not None, "the comparison with the server needs its log-probs"
         compared = counted if batch.is_current is None else counted & batch.is_current
         mismatch, mismatch_maxima = mismatch_sums(old_log_probs, batch.rollout_log_probs, compared)
         sums, maxima = {**sums, **mismatch}, {**maxima, **mismatch_maxima}

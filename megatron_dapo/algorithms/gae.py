@@ -57,13 +57,28 @@ class TokenRewards(NamedTuple):
     lam: float = 1.0
 
 
+def _gae(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+    assert tokens.values is not None, "a critic has scored these tokens"
+    return gae(
+        tokens.rewards,
+        tokens.values,
+        gamma=tokens.gamma,
+        lam=tokens.lam,
+        mask=tokens.counted,
+        done=tokens.is_end,
+    )
+
+
+def _reinforce_plus_plus(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+    values = torch.zeros_like(tokens.rewards)
+    return gae(tokens.rewards, values, gamma=tokens.gamma, lam=1.0, mask=tokens.counted, done=tokens.is_end)
+
+
 # algorithm.adv_estimator -> (advantages per token before whitening, returns). reinforce_plus_plus: discounted returns
 # (arXiv 2501.03262), which are GAE without a critic and with lam = 1.
 TOKEN_ESTIMATORS: dict[str, Callable[[TokenRewards], tuple[Tensor, Tensor]]] = {
-    "gae": lambda t: gae(t.rewards, t.values, gamma=t.gamma, lam=t.lam, mask=t.counted, done=t.is_end),
-    "reinforce_plus_plus": lambda t: gae(
-        t.rewards, torch.zeros_like(t.rewards), gamma=t.gamma, lam=1.0, mask=t.counted, done=t.is_end
-    ),
+    "gae": _gae,
+    "reinforce_plus_plus": _reinforce_plus_plus,
 }
 
 

@@ -46,7 +46,7 @@ class _LinearFullKL(torch.autograd.Function):
         for start in range(0, hidden.size(0), chunk_size):
             rows = slice(start, start + chunk_size)
             stats = _statistics(pair, hidden[rows], ref_hidden[rows], inv_temperature[rows])
-            of_both.append(tuple(merge_over(own, group) for own in stats))
+            of_both.append((merge_over(stats[0], group), merge_over(stats[1], group)))
             kl[rows] = pair[0].divergence(pair[1], *of_both[-1])
         kl = sum_over(kl, group)
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, inv_temperature, kl)
@@ -75,7 +75,10 @@ class _LinearFullKL(torch.autograd.Function):
 def _pair(hidden: Tensor, weight: Tensor, ref_weight: Tensor, settings: tuple) -> tuple[ChunkBackend, ChunkBackend]:
     num_valid, chunk_size, _, triton = settings
     num_used = min(chunk_size, hidden.size(0))
-    return tuple(chunk_backend(w[:num_valid], chunk_size, num_used, triton) for w in (weight, ref_weight))
+    return (
+        chunk_backend(weight[:num_valid], chunk_size, num_used, triton),
+        chunk_backend(ref_weight[:num_valid], chunk_size, num_used, triton),
+    )
 
 
 def _statistics(
@@ -83,7 +86,7 @@ def _statistics(
 ) -> tuple[Tensor, Tensor]:
     """Of the same rows in both; no target is asked for."""
     nobody = torch.full(inv_temperature.shape, -1, dtype=torch.int64, device=hidden.device)
-    return tuple(
-        backend.statistics(rows, inv_temperature, nobody, False)
-        for backend, rows in zip(pair, (hidden, ref_hidden), strict=True)
+    return (
+        pair[0].statistics(hidden, inv_temperature, nobody, False),
+        pair[1].statistics(ref_hidden, inv_temperature, nobody, False),
     )

@@ -87,8 +87,10 @@ def head_full_kl(
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         kl = torch.zeros_like(log_probs)
-        for chunk, _, merged, found in _chunks(hidden_LH, targets_N, plan, head, False, reference):
-            log_probs[chunk.places], kl[chunk.places] = merged.log_prob, found.kl
+        for chunk, _, merged, divergence in _chunks(hidden_LH, targets_N, plan, head, False, reference):
+            assert divergence is not None, "a reference was given"
+            log_probs[chunk.places] = merged.log_prob
+            kl[chunk.places] = divergence.kl
         return log_probs, kl
 
 
@@ -149,19 +151,20 @@ class _FusedHead(torch.autograd.Function):
         share = VocabShare.of(weight, head.num_valid_columns, head.group)
         count = tokens.count
         reference = reference if loss.use_full_kl else None
-        for chunk, backend, merged, found in _chunks(hidden, targets, plan, head, loss.report_entropy, reference):
+        for chunk, backend, merged, divergence in _chunks(hidden, targets, plan, head, loss.report_entropy, reference):
             selected = replace(tokens.select(chunk.places), count=count)
             count = torch.zeros_like(count)  # counted once, with the first chunk
-            kl = None if found is None else found.kl
+            kl = None if divergence is None else divergence.kl
             answer = token_loss(merged.log_prob, merged.entropy if loss.report_entropy else None, selected, loss, kl)
-            if found is not None:
-                found = found._replace(grad=answer.grad_kl * loss_scale)
-            grads = answer.grad_log_probs * loss_scale, _scaled(answer.grad_entropy, loss_scale)
-            backend.gradient(merged, *grads, found)
+            if divergence is not None and answer.grad_kl is not None:
+                divergence = divergence._replace(grad=answer.grad_kl * loss_scale)
+            grad_entropy = None if answer.grad_entropy is None else answer.grad_entropy * loss_scale
+            backend.gradient(merged, answer.grad_log_probs * loss_scale, grad_entropy, divergence)
             grad_hidden.add(chunk, backend.grad_hidden())
             if grad_weight is not None:
                 backend.add_grad_weight(grad_weight[: share.num_valid])
-            log_probs[chunk.places], entropy[chunk.places] = merged.log_prob, merged.entropy
+            log_probs[chunk.places] = merged.log_prob
+            entropy[chunk.places] = merged.entropy
             loss_sum += answer.loss_sum
             sums += answer.sums
             maxima = torch.maximum(maxima, answer.maxima)
@@ -205,21 +208,25 @@ def _chunks(
         weight = weight_VH.detach()[: share.num_valid]
         return chunk_backend(weight, max(plan.chunk_size, largest), largest, head.use_triton)
 
-    backend, other, its_parts = backend_of(head.weight_VH), None, None
+    backend = backend_of(head.weight_VH)
+    other: ChunkBackend | None = None
+    other_parts: Iterator[tuple[RowChunk, Tensor]] = iter(())
     if reference is not None:
         other = backend_of(reference.weight_VH)
-        its_parts = _gathered(reference.hidden_KH, plan.counted_alone())
+        other_parts = _gathered(reference.hidden_KH, plan.counted_alone())
     local_targets = targets - share.first
     inv_temperature = inverse_temperature(head.temperature, targets, accumulation_dtype(hidden.dtype))
     for chunk, part in _gathered(hidden.detach(), plan):
-        inv, own = inv_temperature[chunk.places], local_targets[chunk.places]
-        inv, own = inv.contiguous(), own.contiguous()
-        merged, found = merge_over(backend.statistics(part, inv, own, want_entropy), head.group), None
+        inv = inv_temperature[chunk.places].contiguous()
+        own_targets = local_targets[chunk.places].contiguous()
+        merged = merge_over(backend.statistics(part, inv, own_targets, want_entropy), head.group)
+        divergence = None
         if other is not None:
-            its = merge_over(other.statistics(next(its_parts)[1], inv, own, False), head.group)
-            kl = sum_over(backend.divergence(other, merged, its), head.group)
-            found = Divergence(other, kl, torch.zeros_like(kl))
-        yield chunk, backend, merged, found
+            _, other_part = next(other_parts)
+            other_merged = merge_over(other.statistics(other_part, inv, own_targets, False), head.group)
+            kl = sum_over(backend.divergence(other, merged, other_merged), head.group)
+            divergence = Divergence(other, kl, torch.zeros_like(kl))
+        yield chunk, backend, merged, divergence
 
 
 def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]]:
@@ -230,18 +237,17 @@ def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]
         return
     size = plan.group.size()
 
-    def start(chunk: RowChunk) -> tuple[Tensor, object]:
-        mine = hidden.new_zeros(chunk.width, hidden.size(1))
-        mine[: len(chunk.local)] = hidden.index_select(0, chunk.local)
+    def start(chunk: RowChunk) -> tuple[Tensor, dist.Work]:
+        own_rows = hidden.new_zeros(chunk.width, hidden.size(1))
+        own_rows[: len(chunk.local)] = hidden.index_select(0, chunk.local)
         gathered = hidden.new_empty(size * chunk.width, hidden.size(1))
-        return gathered, dist.all_gather_into_tensor(gathered, mine, group=plan.group, async_op=True)
+        return gathered, dist.all_gather_into_tensor(gathered, own_rows, group=plan.group, async_op=True)
 
-    ahead = start(plan.chunks[0]) if plan.chunks else None
+    ahead = [start(chunk) for chunk in plan.chunks[:1]]
     for i, chunk in enumerate(plan.chunks):
-        gathered, work = ahead
+        gathered, work = ahead.pop()
         work.wait()
-        if i + 1 < len(plan.chunks):
-            ahead = start(plan.chunks[i + 1])
+        ahead += [start(following) for following in plan.chunks[i + 1 : i + 2]]
         yield chunk, gathered if chunk.kept is None else gathered.index_select(0, chunk.kept)
 
 
@@ -307,9 +313,5 @@ def _answer_for_weight(weight: Tensor, grad_weight: Tensor | None) -> Tensor:
     a dummy that fires the hooks, zeros where an embedding of the same weight adds its own to it."""
     if grad_weight is not None:
         return grad_weight.to(weight.dtype)
-    weight.grad_added_to_main_grad = True
+    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  Megatron's mark, of no tensor's type
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
-
-
-def _scaled(gradient: Tensor | None, scale: float) -> Tensor | None:
-    return None if gradient is None else gradient * scale

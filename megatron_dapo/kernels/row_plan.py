@@ -5,7 +5,6 @@ same range of each slice's own counted rows, so that one all-gather of equal pie
 counted rows travels. All of it is computed from the mask on the host: no chunk waits for the device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,7 +95,7 @@ def _cut(counted: np.ndarray, rows_per_slice: int, num_slices: int, chunk_size: 
         start += width
 
 
-def _pairs(bounds: Sequence[int]) -> list[tuple[int, int]]:
+def _pairs(bounds: np.ndarray) -> list[tuple[int, int]]:
     return [(int(a), int(b - a)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
 
 

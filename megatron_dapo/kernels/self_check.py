@@ -101,7 +101,8 @@ class _Oracle:
 
     def loss(self, tokens: TokenBatch, loss: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
         loss_sum = dapo_loss(TokenOutputs(self.log_probs, self.entropy, self.kl), tokens, loss).loss_sum
-        return loss_sum, *torch.autograd.grad(loss_sum, (self._hidden, self._weight))
+        grad_hidden, grad_weight = torch.autograd.grad(loss_sum, (self._hidden, self._weight))
+        return loss_sum, grad_hidden, grad_weight
 
 
 def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> TokenBatch:
@@ -126,10 +127,12 @@ def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> Toke
     )
 
 
-def _largest(ours: Tensor, theirs: Tensor) -> float:
+def _largest(ours: Tensor | None, theirs: Tensor | None) -> float:
+    assert ours is not None and theirs is not None, "both were asked for"
     return (ours.detach().double() - theirs.detach()).abs().max().item()
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
+def _relative(ours: Tensor | None, theirs: Tensor) -> float:
+    assert ours is not None, "the loss was sent backward"
     theirs = theirs.detach()
     return ((ours.detach().double() - theirs).norm() / theirs.norm()).item()

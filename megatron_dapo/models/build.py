@@ -12,7 +12,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
-from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec
+from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.models.value_head import ValueHead
@@ -89,9 +89,8 @@ def _mark_experts(chunk: ModelChunk) -> None:
     """Experts are whole on their rank and have groups of their own to be reduced over. Megatron marks them so only
     where EP > 1: with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
     for parameter in expert_parameters(chunk):
-        parameter.allreduce = False
-        # for the norm: counted on every rank of their groups. Transformer Engine's experts lack it where EP > 1
-        parameter.tensor_model_parallel = True
+        # the second for the norm: counted on every rank of their groups. Transformer Engine's lack it where EP > 1
+        mark(parameter, allreduce=False, tensor_model_parallel=True)
 
 
 def _mixture(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:

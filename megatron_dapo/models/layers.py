@@ -14,6 +14,12 @@ from torch import Tensor
 from megatron_dapo.models.rotary import Rotary
 
 
+def mark(parameter: torch.nn.Parameter, **marks: bool) -> None:
+    """Set the attributes by which Megatron knows how a parameter is cut and where its gradient is summed."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)
+
+
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last axis, statistics in float32 as in Hugging Face's models.
 
@@ -25,7 +31,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
@@ -80,7 +86,7 @@ class PackedAttention(MegatronModule):
             )
         if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
-        bounds = offsets.tolist()
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
         parts = [
             self._causal(*(t[start:end].transpose(0, 1)[None] for t in (query, key, value)))
             for start, end in zip(bounds[:-1], bounds[1:], strict=True)
@@ -97,10 +103,20 @@ class PackedAttention(MegatronModule):
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(
-            query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-            scale=self.softmax_scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
-        )  # fmt: skip
+        attended = varlen_attn(
+            query,
+            key,
+            value,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            packed.max_seqlen_q,
+            packed.max_seqlen_kv,
+            scale=self.softmax_scale,
+            window_size=(-1, 0),
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        assert isinstance(attended, Tensor), "auxiliary outputs were not asked for"
+        return attended
 
 
 class Router(TopKRouter):

@@ -30,7 +30,7 @@ class Rotary:
             use_cpu_initialization=config.use_cpu_initialization,
         ).inv_freq
         self._tables_of: tuple | None = None
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor] = (self.frequencies, self.frequencies)  # replaced before they are read
 
     def __call__(self, query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both rotated. [T, heads, dim] with the segments' offsets, or [S, B, heads, dim] without, position 0 first."""
@@ -43,7 +43,8 @@ class Rotary:
         if self._tables_of is None or self._tables_of[0] is not cu_seqlens or self._tables_of[1:] != wanted[1:]:
             angles = torch.outer(positions(query.size(0), cu_seqlens, query.device).float(), self.frequencies)
             angles = torch.cat((angles, angles), dim=-1)
-            self._tables_of, self._tables = wanted, (angles.cos().to(query.dtype), angles.sin().to(query.dtype))
+            self._tables_of = wanted
+            self._tables = (angles.cos().to(query.dtype), angles.sin().to(query.dtype))
         return self._tables
 
 

@@ -6,6 +6,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_dapo.models.layers import mark
+
 # what its parameters are called in a checkpoint: an actor's output_layer is another thing
 VALUE_HEAD_PREFIX = "value_head."
 
@@ -24,7 +26,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            mark(parameter, sequence_parallel=config.sequence_parallel)
 
     def forward(self, hidden: Tensor, weight: None = None, task: None = None) -> Tensor:
         """Return the values [B, S] float32 of hidden [S (/ tp with sequence parallelism), B, H]."""

@@ -138,8 +138,10 @@ def _move(controller: FixedKLController, mean_kl: float, num_samples: int) -> di
 def _kl(batch: MicroBatch, kind: str) -> Tensor:
     """Per token, float64, 0 where a token does not count."""
     if kind == FULL_KL:
+        assert batch.full_kl is not None, "the policy has measured this KL"
         kl = batch.full_kl.double()
     else:
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None, "both models have scored the batch"
         kl = kl_penalty(kind, batch.old_log_probs.double(), batch.ref_log_probs.double())
     return torch.where(batch.loss_mask != 0, kl, 0.0)
 

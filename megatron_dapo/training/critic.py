@@ -76,8 +76,8 @@ class Critic:
         if self.model.head is None:
             return shard.critic_mini_batches
         batches = [batch for mini_batch in shard.mini_batches for batch in mini_batch]
-        values = _by_sample((batch, batch.values) for batch in batches)
-        returns = _by_sample((batch, batch.returns) for batch in batches)
+        values = _by_sample((batch, _present(batch.values)) for batch in batches)
+        returns = _by_sample((batch, _present(batch.returns)) for batch in batches)
 
         def filled(batch: MicroBatch) -> MicroBatch:
             return replace(batch, values=batch.from_samples(values), returns=batch.from_samples(returns))
@@ -94,9 +94,11 @@ class Critic:
     def _loss(self, values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
         """(summed loss, tokens, metric sums) of one micro-batch."""
         weights, count = token_weights("token-mean", batch.loss_mask, batch.segment_ids, batch.num_segments, 1)
-        clip, kind = self._config.cliprange_value, self._config.loss_type
-        loss = value_loss(values, batch.values, batch.returns, weights, count, clip=clip, loss_type=kind)
-        sums = loss.sums | explained_variance_sums(batch.values, batch.returns, weights != 0)
+        old_values = _present(batch.values)
+        returns = _present(batch.returns)
+        clip = self._config.cliprange_value
+        loss = value_loss(values, old_values, returns, weights, count, clip=clip, loss_type=self._config.loss_type)
+        sums = loss.sums | explained_variance_sums(old_values, returns, weights != 0)
         no_maxima = values.new_zeros(0, dtype=torch.float64)
         part = MetricSums(tuple(sums), (), stack_sums(sums, tuple(sums), values.device), no_maxima)
         return self._config.value_loss_coef * loss.loss_sum, count.int(), part
@@ -104,6 +106,11 @@ class Critic:
     def metrics_of(self, part: MetricSums | None) -> dict[str, float]:
         """Return named means over all ranks. Collective."""
         return MetricSums.all_reduce(part, self.layout).means()
+
+
+def _present(estimates: Tensor | None) -> Tensor:
+    assert estimates is not None, "the critic has scored this batch, and its advantages were estimated"
+    return estimates
 
 
 def _by_sample(pairs: Iterator[tuple[MicroBatch, Tensor]]) -> dict[int, Tensor]:

@@ -10,7 +10,7 @@ from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.config.derived import critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.batching import CostModel, SampleReward, TrainSample, assemble, mini_batches
-from megatron_dapo.data.packing import Bins, MicroBatch, collate, schedule, schedule_shards
+from megatron_dapo.data.packing import ACTOR_CAP, Bins, MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.platform.device import device
@@ -95,7 +95,8 @@ class StepDistributor:
     ) -> list[list[Bins]]:
         """[mini-batch][dp]: the critic's own mini-batches and bins. A sample stays on the rank that has it: there its
         values and log-probs meet."""
-        batching, own_cap = critic_batching(self._config), self._config.critic.max_tokens_per_microbatch
+        batching = critic_batching(self._config)
+        own_cap = self._config.critic.max_tokens_per_microbatch
         rank_of = {
             sample.sample_id: rank
             for plan in schedules
@@ -107,10 +108,9 @@ class StepDistributor:
             shards: list[list[TrainSample]] = [[] for _ in range(self._layout.dp)]
             for sample in mini_batch:
                 shards[rank_of[sample.sample_id]].append(sample)
-            key = {"cap_key": "critic.max_tokens_per_microbatch"} if own_cap else {}
-            plans.append(
-                schedule_shards(shards, max_tokens=batching.max_tokens_per_microbatch, **self._cutting(), **key)
-            )
+            cap_key = "critic.max_tokens_per_microbatch" if own_cap else ACTOR_CAP
+            max_tokens = batching.max_tokens_per_microbatch
+            plans.append(schedule_shards(shards, max_tokens=max_tokens, cap_key=cap_key, **self._cutting()))
         return plans
 
     def _cutting(self) -> dict:

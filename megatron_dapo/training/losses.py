@@ -136,28 +136,40 @@ class SequenceSumLoss:
 
 def loss_sequences(answer: Scores, batch: MicroBatch) -> list[LossSequence]:
     """Cut a micro-batch into its sequences that have counted tokens. Nothing is read back from the device."""
-    log_probs = answer.log_probs
-    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    fields = {
-        "log_probs": log_probs,
-        "old_log_probs": old,
-        "rollout_log_probs": batch.rollout_log_probs,
-        "ref_log_probs": batch.ref_log_probs,
-        "advantages": batch.advantages,
-        "mask": batch.loss_mask,
-        "entropy": answer.entropy,
-    }
-    cut = {name: None if values is None else batch.by_sample(values) for name, values in fields.items()}
+    log_probs = batch.by_sample(answer.log_probs)
+    old = answer.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    old_log_probs = batch.by_sample(old)
+    rollout_log_probs = batch.by_sample(batch.rollout_log_probs)
+    ref_log_probs = {} if batch.ref_log_probs is None else batch.by_sample(batch.ref_log_probs)
+    entropy = {} if answer.entropy is None else batch.by_sample(answer.entropy)
+    advantages = batch.by_sample(batch.advantages)
+    mask = batch.by_sample(batch.loss_mask)
+    sequences = []
+    for sample_id, span in _counted_spans(batch).items():
+        sequences.append(
+            LossSequence(
+                log_probs=log_probs[sample_id][span],
+                old_log_probs=old_log_probs[sample_id][span],
+                rollout_log_probs=rollout_log_probs[sample_id][span],
+                ref_log_probs=ref_log_probs[sample_id][span] if ref_log_probs else None,
+                advantages=advantages[sample_id][span],
+                mask=mask[sample_id][span],
+                entropy=entropy[sample_id][span] if entropy else None,
+            )
+        )
+    return sequences
+
+
+def _counted_spans(batch: MicroBatch) -> dict[int, slice]:
+    """Return sample_id -> from its first counted token to its last, of the samples that have any."""
     is_counted = np.zeros(batch.tokens.shape[::-1], dtype=bool)
     is_counted.reshape(-1)[batch.counted_rows] = True  # in Megatron's order, s * B + b
-    sequences = []
+    spans = {}
     for sample_id, flags in batch.by_sample(torch.from_numpy(is_counted.T.copy())).items():
-        counted = np.flatnonzero(flags.numpy())
-        if len(counted):
-            span = slice(int(counted[0]), int(counted[-1]) + 1)
-            parts = {name: None if rows is None else rows[sample_id][span] for name, rows in cut.items()}
-            sequences.append(LossSequence(**parts))
-    return sequences
+        places = np.flatnonzero(flags.numpy())
+        if len(places):
+            spans[sample_id] = slice(int(places[0]), int(places[-1]) + 1)
+    return spans
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
