@@ -50,7 +50,7 @@ def token_loss(
         return triton_ops.token_loss(log_probs_N, entropy_N, tokens, config, kl_N)
     with torch.enable_grad():
         inputs = {"log_probs": log_probs_N.detach().requires_grad_()}
-        if entropy_N is not None and config.report_entropy and config.entropy_coef != 0.0:
+        if entropy_N is not None and config.sends_entropy_backward:
             inputs["entropy"] = entropy_N.detach().requires_grad_()
         if kl_N is not None and config.use_full_kl:
             inputs["kl"] = kl_N.detach().requires_grad_()

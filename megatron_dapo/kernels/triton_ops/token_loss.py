@@ -44,7 +44,7 @@ def token_loss(
 
     empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
     grad_log_probs, loss = empty(num_tokens), empty()
-    grad_entropy = empty(num_tokens) if config.report_entropy and config.entropy_coef != 0.0 else None
+    grad_entropy = empty(num_tokens) if config.sends_entropy_backward else None
     grad_kl = empty(num_tokens) if config.use_full_kl else None
     partials, totals = empty(num_blocks, num_columns, dtype=torch.float64), empty(num_columns, dtype=torch.float64)
 
