@@ -75,7 +75,7 @@ def no_space(path: object, error: OSError) -> UserError:
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, unit: str) -> Iterator[Callable[[float], None]]:
     """A bar on standard error, if that is a terminal and this is the first process; call what it gives with the number
     of units done since."""
     if rank() != 0 or not sys.stderr.isatty():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.command_line import progress
-from checkpoints_tools.stored_tensors import INDEX, StoredTensor, TensorFolder
+from checkpoints_tools.stored_tensors import INDEX, CheckpointTensor, TensorFolder
 from megatron_dapo.checkpointing.folders import TRAINER_STATE
 from megatron_dapo.checkpointing.manifest import MANIFEST, read_manifest, verify
 from megatron_dapo.common.errors import UserError
@@ -38,7 +38,7 @@ class Contents:
     state: dict[str, Any]
     common: dict[str, Any]
     model: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, CheckpointTensor]
     objects: list[str]
     folder: TensorFolder = field(repr=False)
 
@@ -107,7 +107,7 @@ class Contents:
         }
 
 
-def _as_json(tensor: StoredTensor) -> dict[str, Any]:
+def _as_json(tensor: CheckpointTensor) -> dict[str, Any]:
     return {
         "name": tensor.name,
         "shape": list(tensor.shape),

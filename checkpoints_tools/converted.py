@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
 from checkpoints_tools.command_line import progress
 from megatron_dapo.checkpointing.folders import newest_first
@@ -22,13 +22,18 @@ from megatron_dapo.storage.model_folder import HF, MEGATRON
 if TYPE_CHECKING:
     import torch
 
-    from checkpoints_tools.job import Job
+    from checkpoints_tools.job import ConversionRanks
     from megatron_dapo.models.safetensors_files import SafetensorsFolder
 
 CONVERSION = "conversion.json"
 FORMAT_VERSION = 1
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 DTYPE_CHOICES = ("auto", *_DTYPE_NAMES)
+
+
+def dtype_name(dtype: "torch.dtype") -> Literal["bfloat16", "float32"]:
+    """Return what the config calls a type."""
+    return cast(Literal["bfloat16", "float32"], str(dtype).removeprefix("torch."))
 
 
 def torch_dtype(choice: str) -> "torch.dtype | None":
@@ -42,13 +47,13 @@ def source_dtype(folder: "SafetensorsFolder", names: list[str]) -> "torch.dtype"
     """The type that all tensors of the model have. Raises UserError where that is not one the trainer computes in."""
     import torch
 
-    found = {folder.tensor(name).dtype for name in names}
-    if found == {"BF16"}:
+    dtypes = {folder.tensor(name).dtype for name in names}
+    if dtypes == {"BF16"}:
         return torch.bfloat16
-    if found == {"F32"}:
+    if dtypes == {"F32"}:
         return torch.float32
     raise UserError(
-        f"--hf-model: the tensors of `{folder.path}` are {' and '.join(sorted(found))}, a model here is BF16 or F32; "
+        f"--hf-model: the tensors of `{folder.path}` are {' and '.join(sorted(dtypes))}, a model here is BF16 or F32; "
         "give --dtype fp32, which changes no value, or --dtype bf16, which rounds."
     )
 
@@ -99,7 +104,7 @@ def open_checkpoint(path: str | Path) -> Path:
     return folder
 
 
-def require_contents(job: "Job", folder: Path) -> None:
+def require_contents(job: "ConversionRanks", folder: Path) -> None:
     """Compare every file with its checksum; the processes share the reading. Collective; raises UserError on all.
 
     Torch reads a tensor of which a bit was flipped without a word.
@@ -119,10 +124,13 @@ def _require_whole(folder: Path, verdict: Verdict) -> None:
 def stored_dtype(folder: Path) -> "torch.dtype":
     """The type of a checkpoint's weights, from its metadata. Raises UserError where it is damaged."""
     from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
         tensors = FileSystemReader(folder / MEGATRON).read_metadata().state_dict_metadata
-        return tensors["embedding.word_embeddings.weight"].properties.dtype
+        entry = tensors["embedding.word_embeddings.weight"]
+        assert isinstance(entry, TensorStorageMetadata), entry
+        return entry.properties.dtype
     except Exception as error:  # unpickling a damaged file raises anything
         raise _damaged(folder / MEGATRON / ".metadata", error) from error
 

@@ -21,7 +21,7 @@ import pyarrow.parquet
 from checkpoints_tools.command_line import exit_code, no_space, progress, rank, signals_as_exit
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import whole_file
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.data.prompt_files import rows_of
 from megatron_dapo.data.prompts import content_key
 from megatron_dapo.storage.file_lock import FileLock
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         report = dedup([Path(name) for name in options.input], Path(options.output), options.prompt_key)
-        say(json.dumps(report.as_json(), indent=2) if options.json else report.table())
+        print_line(json.dumps(report.as_json(), indent=2) if options.json else report.table())
 
     with signals_as_exit():
         return exit_code(work)

@@ -17,15 +17,16 @@ from checkpoints_tools.converted import (
     CONVERSION,
     FORMAT_VERSION,
     check_output,
+    dtype_name,
     percentage,
     read_spec,
     source_dtype,
     torch_dtype,
 )
-from checkpoints_tools.job import Job, run
+from checkpoints_tools.job import ConversionRanks, run
 from megatron_dapo.checkpointing.manifest import write_manifest
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.storage.model_folder import HF, MEGATRON
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def convert(job: Job, arguments: argparse.Namespace) -> None:
+def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
     """The conversion. Collective; raises UserError on every process."""
     start = time.monotonic()
     from megatron_dapo.models.hf_io import check_hf_weights, exportable
@@ -67,23 +68,25 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
         check_hf_weights(folder, spec)
         return spec, folder
 
-    spec, folder = job.together(checked_source)
+    spec, folder = job.on_all_ranks(checked_source)
     names = hf_tensors(spec)
-    dtype = torch_dtype(arguments.dtype) or job.together(lambda: source_dtype(folder, list(names)))
-    job.together(lambda: check_output(arguments.output, _num_bytes(spec, dtype)), only_main=True)
+    dtype = torch_dtype(arguments.dtype) or job.on_all_ranks(lambda: source_dtype(folder, list(names)))
+    job.on_main_rank(lambda: check_output(arguments.output, _num_bytes(spec, dtype)))
     output = StagedFolder(arguments.output)
     try:
-        job.together(output.open, only_main=True)
+        job.on_main_rank(output.open)
         _write_weights(job, arguments, spec, folder, dtype, output.staging)
-        job.together(lambda: _write_rest(folder, spec, dtype, output.staging), only_main=True)
-        job.together(output.publish, only_main=True)
+        job.on_main_rank(lambda: _write_rest(folder, spec, dtype, output.staging))
+        job.on_main_rank(output.publish)
     finally:
         if job.is_main:
             output.discard()
     if job.is_main:
-        if tables := folder.names - exportable(spec):
-            say(f"left out: {len(tables)} tables of rotary embeddings ({min(tables)} ...), which config.json implies")
-        say(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
+        if tables := set(folder.names) - exportable(spec):
+            print_line(
+                f"left out: {len(tables)} tables of rotary embeddings ({min(tables)} ...), which config.json implies"
+            )
+        print_line(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
 
 
 def _num_bytes(spec: ModelSpec, dtype) -> int:
@@ -93,19 +96,21 @@ def _num_bytes(spec: ModelSpec, dtype) -> int:
     return sum(TensorSpec(name, shape, dtype).num_bytes for name, shape in hf_tensors(spec).items())
 
 
-def _write_weights(job: Job, arguments: argparse.Namespace, spec: ModelSpec, folder, dtype, staging: Path) -> None:
+def _write_weights(
+    job: ConversionRanks, arguments: argparse.Namespace, spec: ModelSpec, folder, dtype, staging: Path
+) -> None:
     from megatron_dapo.checkpointing.torch_dist.saving import save
     from megatron_dapo.models.build import build_model
     from megatron_dapo.models.hf_io import load_hf_weights
 
-    megatron = MegatronConfig(dtype=str(dtype).removeprefix("torch."))
+    megatron = MegatronConfig(dtype=dtype_name(dtype))
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         model = build_model(spec, layout, megatron, for_training=False)
         with percentage("reading") as done:
-            job.together(lambda: load_hf_weights(model, folder, layout, done))
+            job.on_all_ranks(lambda: load_hf_weights(model, folder, layout, done))
         if job.is_main:
             print("writing ...", file=sys.stderr, flush=True)
-        job.together(lambda: save(staging / MEGATRON, model, layout).finish())
+        job.on_all_ranks(lambda: save(staging / MEGATRON, model, layout).finish())
 
 
 def _write_rest(folder, spec: ModelSpec, dtype, staging: Path) -> None:

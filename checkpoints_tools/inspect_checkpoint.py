@@ -19,7 +19,7 @@ from checkpoints_tools.tensor_diff import Diff, diff
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,23 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     contents = Contents.of(options.checkpoint, verify=options.verify)
     if options.json:
-        say(json.dumps(contents.as_json(options.only), indent=2))
+        print_line(json.dumps(contents.as_json(options.only), indent=2))
     else:
-        say("\n".join(_lines(contents, options)))
+        print_line("\n".join(_lines(contents, options)))
     return FAILED_EXIT_CODE if contents.damage else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
-    sides = [Contents.of(path, verify=options.verify) for path in options.diff]
-    for side in sides:
+    a, b = (Contents.of(path, verify=options.verify) for path in options.diff)
+    for side in (a, b):
         if side.damage and options.verify:
             raise UserError(f"{side.path}: {'; '.join(side.damage)}; compare whole checkpoints.")
-    found = diff(*sides, pattern=options.only)
+    difference = diff(a, b, pattern=options.only)
     if options.json:
-        say(json.dumps(found.as_json(), indent=2))
+        print_line(json.dumps(difference.as_json(), indent=2))
     else:
-        say("\n".join(_diff_lines(found, options.diff)))
-    return 0 if found.is_empty else FAILED_EXIT_CODE
+        print_line("\n".join(_diff_lines(difference, options.diff)))
+    return 0 if difference.is_empty else FAILED_EXIT_CODE
 
 
 # ---------------------------------------------------------------------------------------------------- as tables
@@ -114,25 +114,26 @@ def _files(contents: Contents, verified: bool) -> str:
     return f"{text}: {'all checksums right' if verified else 'all sizes right'}"
 
 
-def _diff_lines(found: Diff, paths: Sequence[Path]) -> Iterable[str]:
+def _diff_lines(difference: Diff, paths: Sequence[Path]) -> Iterable[str]:
     yield from _aligned([("A", str(paths[0])), ("B", str(paths[1]))])
-    only = (*(("A", name) for name in found.only_a), *(("B", name) for name in found.only_b))
+    only = (*(("A", name) for name in difference.only_a), *(("B", name) for name in difference.only_b))
     for side, name in only:
         yield f"only in {side}: {name}"
-    for name, (a, b) in found.unlike.items():
+    for name, (a, b) in difference.unlike.items():
         yield f"unlike: {name} is {a} in A, {b} in B"
-    if found.changed:
+    if difference.changed:
         yield ""
         columns = ("changed", "values", "largest |A-B|", "|A-B| / |A|")
         rows = [
             (c.name, f"{c.num_different:,} of {c.num_values:,}", f"{c.largest:.3g}", f"{c.relative:.3g}")
-            for c in sorted(found.changed, key=lambda c: -c.relative if math.isfinite(c.relative) else -math.inf)
+            for c in sorted(difference.changed, key=lambda c: -c.relative if math.isfinite(c.relative) else -math.inf)
         ]
         yield from _table(columns, rows)
     yield ""
     yield (
-        f"{found.num_equal:,} tensors equal bit for bit, {len(found.changed):,} changed, {len(found.unlike):,} of "
-        f"other shape or dtype, {len(found.only_a):,} only in A, {len(found.only_b):,} only in B"
+        f"{difference.num_equal:,} tensors equal bit for bit, {len(difference.changed):,} changed, "
+        f"{len(difference.unlike):,} of other shape or dtype, {len(difference.only_a):,} only in A, "
+        f"{len(difference.only_b):,} only in B"
     )
 
 

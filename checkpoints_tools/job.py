@@ -32,12 +32,12 @@ _LAST_WAIT_S = 30.0
 _PEER_IS_GONE = re.compile(r"Connection (?:closed|reset) by peer(?: \[[^]]+\])?")  # gloo's words
 
 
-def run(work: "Callable[[Job], int | None]") -> int:
+def run(work: "Callable[[ConversionRanks], int | None]") -> int:
     """Exit code of a command that several processes run: they fail together, and the first one says why."""
 
     def joined() -> int | None:
         try:
-            job = Job()
+            job = ConversionRanks()
             try:
                 return work(job)
             except UserError as error:
@@ -55,7 +55,7 @@ def run(work: "Callable[[Job], int | None]") -> int:
                 return FAILED_EXIT_CODE
             finally:
                 job.leave()
-        except UserError:  # of Job(), before there was one
+        except UserError:  # before there was a group
             if rank() == 0:
                 raise
             return USER_ERROR_EXIT_CODE
@@ -74,7 +74,7 @@ def leave_gpus_alone() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-class Job:
+class ConversionRanks:
     """The processes as one. Collective methods: every process calls them at the same point."""
 
     def __init__(self) -> None:
@@ -97,26 +97,15 @@ class Job:
         self.rank, self.world_size = self.agreement.rank, self.agreement.size
         self.is_main = self.rank == 0
 
-    def together(self, work: Callable[[], Result], only_main: bool = False) -> Result:
-        """Every process's own result of the work; where it failed in one of them, UserError in all. Collective.
+    def on_all_ranks(self, work: Callable[[], Result]) -> Result:
+        """Return every process's own result of the work; where it failed in one of them, raise UserError in all.
+        Collective."""
+        return self.agreement.each("the conversion", _attempt, work)
 
-        only_main: the others do nothing, and have none.
-        """
-
-        def attempt() -> Result | None:
-            if only_main and not self.is_main:
-                return None
-            try:
-                return work()
-            except JobError as error:
-                raise UserError(
-                    f"The output was not written: {error}; free some space, or give another folder."
-                ) from error
-            except OSError as error:
-                place = f"`{error.filename}`" if error.filename else "A file"
-                raise UserError(f"{place} could not be read or written ({error.strerror or error}).") from error
-
-        return self.agreement.each("the conversion", attempt)
+    def on_main_rank(self, work: Callable[[], Result]) -> Result | None:
+        """Do the work in the first process, and return its result there; where it failed, raise UserError in all.
+        Collective."""
+        return self.agreement.each("the conversion", lambda: _attempt(work) if self.is_main else None)
 
     def gather(self, value: Any) -> list:
         """What every process brings, on all of them. Collective."""
@@ -149,6 +138,16 @@ class Job:
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+def _attempt(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except JobError as error:
+        raise UserError(f"The output was not written: {error}; free some space, or give another folder.") from error
+    except OSError as error:
+        place = f"`{error.filename}`" if error.filename else "A file"
+        raise UserError(f"{place} could not be read or written ({error.strerror or error}).") from error
 
 
 def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | None) -> tuple[int, int]:
@@ -202,7 +201,10 @@ _LAUNCHERS = (
 def _first_host(environment: dict[str, str] | os._Environ) -> str:
     """The first node of the Slurm step; this machine where mpirun started all processes here."""
     if nodes := environment.get("SLURM_STEP_NODELIST"):
-        name, first = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes).groups()
+        match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+        if match is None:
+            raise UserError(f"SLURM_STEP_NODELIST is {nodes}, which names no node; give MASTER_ADDR.")
+        name, first = match.groups()
         return name + (first or "")
     local, size = (environment.get(f"OMPI_COMM_WORLD_{name}") for name in ("LOCAL_SIZE", "SIZE"))
     if local == size:

@@ -17,6 +17,7 @@ from checkpoints_tools.command_line import at_least
 from checkpoints_tools.converted import (
     DTYPE_CHOICES,
     check_output,
+    dtype_name,
     open_checkpoint,
     percentage,
     read_conversion,
@@ -25,8 +26,8 @@ from checkpoints_tools.converted import (
     stored_dtype,
     torch_dtype,
 )
-from checkpoints_tools.job import Job, run
-from megatron_dapo.common.standard_streams import say
+from checkpoints_tools.job import ConversionRanks, run
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.storage.model_folder import HF, MEGATRON
@@ -69,13 +70,13 @@ def parser() -> argparse.ArgumentParser:
 
 def file_size(text: str) -> int:
     """Bytes of `500MB` or `4GB`. Raises ArgumentTypeError."""
-    found = re.fullmatch(r"([1-9]\d*)\s*(KB|MB|GB)", text)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d*)\s*(KB|MB|GB)", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 4GB")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
-def convert(job: Job, arguments: argparse.Namespace) -> None:
+def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
     """The conversion. Collective; raises UserError on every process."""
     start = time.monotonic()
     from megatron_dapo.models.hf_io import export_hf
@@ -84,10 +85,10 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
         folder = open_checkpoint(arguments.checkpoint)
         return folder, read_spec(folder / HF, "--checkpoint"), stored_dtype(folder)
 
-    folder, spec, stored = job.together(checked_source)
+    folder, spec, stored = job.on_all_ranks(checked_source)
     dtype = torch_dtype(arguments.dtype) or stored
     plan = file_plan(folder, spec, dtype, arguments.max_file_size)
-    job.together(lambda: check_output(arguments.output, plan.num_bytes), only_main=True)
+    job.on_main_rank(lambda: check_output(arguments.output, plan.num_bytes))
     require_contents(job, folder)
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         model = load_model(job, folder, spec, stored, layout)
@@ -96,7 +97,7 @@ def convert(job: Job, arguments: argparse.Namespace) -> None:
                 model, layout, folder / HF, arguments.output, plan=plan, dtype=dtype, replace=False, progress=done
             )
     if job.is_main:
-        say(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
+        print_line(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
 
 
 def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":
@@ -109,15 +110,15 @@ def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = 
     return FilePlan.standard(spec, dtype) if conversion is None else FilePlan(**conversion["plan"])
 
 
-def load_model(job: Job, folder: Path, spec: ModelSpec, dtype, layout):
+def load_model(job: ConversionRanks, folder: Path, spec: ModelSpec, dtype, layout):
     """This process's part of a checkpoint's model, in a type. Collective."""
     from megatron_dapo.checkpointing.torch_dist.loading import load
     from megatron_dapo.models.build import build_model
 
     if job.is_main:
         print("reading ...", file=sys.stderr, flush=True)
-    model = build_model(spec, layout, MegatronConfig(dtype=str(dtype).removeprefix("torch.")), for_training=False)
-    job.together(lambda: load(folder / MEGATRON, model, layout))
+    model = build_model(spec, layout, MegatronConfig(dtype=dtype_name(dtype)), for_training=False)
+    job.on_all_ranks(lambda: load(folder / MEGATRON, model, layout))
     return model
 
 

@@ -44,7 +44,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     """A whole tensor by its shape; `pieces` is how the ranks cut it."""
 
     name: str
@@ -86,7 +86,7 @@ class TensorFolder:
             whole[box] = values
         return whole
 
-    def _pieces(self, stored: StoredTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def _pieces(self, stored: CheckpointTensor) -> Iterator[tuple[Piece, torch.Tensor]]:
         for piece in stored.pieces:
             try:
                 with (self._folder / piece.file).open("rb") as file:
@@ -99,16 +99,16 @@ class TensorFolder:
                 raise UserError(f"{stored.name} cannot be read from {self._folder / piece.file}: {reason}.") from error
 
 
-def _stored(name: str, entry: Any, where: dict) -> StoredTensor:
+def _stored(name: str, entry: Any, where: dict) -> CheckpointTensor:
     pieces = []
     for chunk in entry.chunks:
         offset = tuple(chunk.offsets)
         info = where[name, offset]
         pieces.append(Piece(offset, tuple(chunk.sizes), info.relative_path, info.offset, info.length))
-    return StoredTensor(name, tuple(entry.size), entry.properties.dtype, tuple(pieces))
+    return CheckpointTensor(name, tuple(entry.size), entry.properties.dtype, tuple(pieces))
 
 
-def _read_index(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+def _read_index(path: Path) -> tuple[dict[str, CheckpointTensor], list[str]]:
     """(tensors, names of other objects). Raises UserError."""
     if not path.is_file():
         raise UserError(

@@ -8,7 +8,7 @@ import torch
 
 from checkpoints_tools.command_line import progress
 from checkpoints_tools.contents import Contents
-from checkpoints_tools.stored_tensors import StoredTensor
+from checkpoints_tools.stored_tensors import CheckpointTensor
 
 CHUNK = 1 << 22  # values compared at once, in float64
 
@@ -79,5 +79,5 @@ def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> Change | None:
     return Change(name, a.numel(), num_different, float(largest), relative)
 
 
-def _words(tensor: StoredTensor) -> str:
+def _words(tensor: CheckpointTensor) -> str:
     return f"{' x '.join(map(str, tensor.shape)) or 'one value'} {str(tensor.dtype).removeprefix('torch.')}"

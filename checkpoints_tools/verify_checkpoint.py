@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from checkpoints_tools.command_line import at_least
 from checkpoints_tools.converted import open_checkpoint, percentage, read_spec, require_contents, stored_dtype
-from checkpoints_tools.job import Job, run
+from checkpoints_tools.job import ConversionRanks, run
 from checkpoints_tools.megatron_to_hf import file_plan, load_model
 from checkpoints_tools.sample_text import SAMPLE_TEXT
 from megatron_dapo.checkpointing.manifest import read_manifest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.storage.model_folder import HF
 from megatron_dapo.storage.staged_folder import StagedFolder
@@ -39,7 +39,7 @@ _SEQUENCE_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Finding:
+class Comparison:
     """One line of the report."""
 
     what: str
@@ -74,17 +74,17 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def verify(job: Job, arguments: argparse.Namespace) -> int:
+def verify(job: ConversionRanks, arguments: argparse.Namespace) -> int:
     """Prints a report, line by line; returns the exit code. Collective; raises UserError on every process."""
     good = True
     for finding in _findings(job, arguments):
         good = good and finding.good
         if job.is_main:
-            say(f"{finding.what:<11} {'ok     ' if finding.good else 'DIFFERS'} {finding.text}")
+            print_line(f"{finding.what:<11} {'ok     ' if finding.good else 'DIFFERS'} {finding.text}")
     return 0 if good else FAILED_EXIT_CODE
 
 
-def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
+def _findings(job: ConversionRanks, arguments: argparse.Namespace) -> Iterator[Comparison]:
     import torch
 
     from megatron_dapo.models.hf_io import check_hf_weights
@@ -99,14 +99,14 @@ def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
         check_hf_weights(source, spec)
         return folder, spec, source
 
-    folder, spec, source = job.together(opened)
+    folder, spec, source = job.on_all_ranks(opened)
     require_contents(job, folder)
     manifest = read_manifest(folder)
-    yield Finding(
+    yield Comparison(
         "files", f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}, checksums as written", True
     )
 
-    sequences = job.together(lambda: token_sequences(arguments, spec.vocab_size), only_main=True)
+    sequences = job.on_main_rank(lambda: token_sequences(arguments, spec.vocab_size))
     expected = reference_log_probs(arguments.hf_model, sequences) if sequences else None
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         # float32 holds every bf16 value, and shows a wrong weight that rounding would hide
@@ -119,8 +119,12 @@ def _findings(job: Job, arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _compare_tensors(
-    job: Job, model: "ModelParts", layout: "ParallelLayout", source: "SafetensorsFolder", dtype: "torch.dtype"
-) -> Finding:
+    job: ConversionRanks,
+    model: "ModelParts",
+    layout: "ParallelLayout",
+    source: "SafetensorsFolder",
+    dtype: "torch.dtype",
+) -> Comparison:
     """Every tensor of the model, gathered, in the type that it is stored in, beside that of the file."""
     import torch.distributed as dist
 
@@ -138,15 +142,15 @@ def _compare_tensors(
                     different.append(spec.name)
                     largest = max(largest, (ours.float() - stored.float()).abs().max().item())
             done(number, len(specs))
-    mine = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
+    own = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
     gathered: list = [None] * job.world_size
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, own)
     num, names = sum(part[0] for part in gathered), [name for part in gathered for name in part[1]]
     if not names:
-        return Finding("tensors", f"{num} of {num} equal to the bit ({str(dtype).removeprefix('torch.')})", True)
+        return Comparison("tensors", f"{num} of {num} equal to the bit ({str(dtype).removeprefix('torch.')})", True)
     worst = max(part[2] for part in gathered)
     shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-    return Finding("tensors", f"{len(names)} of {num} differ, by up to {worst:.2e}: {shown}", False)
+    return Comparison("tensors", f"{len(names)} of {num} differ, by up to {worst:.2e}: {shown}", False)
 
 
 def _read(source: "SafetensorsFolder", name: str) -> "torch.Tensor":
@@ -207,30 +211,31 @@ def reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Te
 
 
 def _compare_log_probs(
-    job: Job,
+    job: ConversionRanks,
     model: "ModelParts",
     layout: "ParallelLayout",
     sequences: list[list[int]] | None,
     expected: "list[torch.Tensor] | None",
     tolerance: float,
-) -> Finding:
+) -> Comparison:
     """sequences and expected: on the first process."""
     import torch
     import torch.distributed as dist
 
-    box = [sequences]
-    dist.broadcast_object_list(box, src=0)
-    answers = log_probs(model, layout, box[0])
+    payload: list = [sequences]
+    dist.broadcast_object_list(payload, src=0)
+    answers = log_probs(model, layout, payload[0])
     gathered: list = [None] * job.world_size
     dist.all_gather_object(gathered, answers)
     ours = next(part for part in gathered if part is not None)
-    found: list = [None]
+    summary: list = [None]
     if job.is_main:
+        assert expected is not None, "the first process has them"
         difference = torch.cat([(a.double() - b).abs() for a, b in zip(ours, expected, strict=True)])
-        found = [(difference.numel(), difference.max().item(), difference.mean().item())]
-    dist.broadcast_object_list(found, src=0)
-    num, largest, mean = found[0]
-    return Finding(
+        summary = [(difference.numel(), difference.max().item(), difference.mean().item())]
+    dist.broadcast_object_list(summary, src=0)
+    num, largest, mean = summary[0]
+    return Comparison(
         "log-probs",
         f"{num} tokens at TP{layout.tp} PP{layout.pp}, beside transformers: largest difference {largest:.1e}, mean "
         f"{mean:.1e} (allowed: {tolerance:.1e})",
@@ -264,8 +269,13 @@ def log_probs(model: "ModelParts", layout: "ParallelLayout", sequences: list[lis
 
 
 def _round_trip(
-    job: Job, model: "ModelParts", layout: "ParallelLayout", folder: Path, spec: ModelSpec, source: "SafetensorsFolder"
-) -> Finding:
+    job: ConversionRanks,
+    model: "ModelParts",
+    layout: "ParallelLayout",
+    folder: Path,
+    spec: ModelSpec,
+    source: "SafetensorsFolder",
+) -> Comparison:
     """The checkpoint as Hugging Face files again, beside those of the source."""
     import torch.distributed as dist
 
@@ -281,18 +291,18 @@ def _round_trip(
             raise UserError(f"--round-trip writes beside the checkpoint: {error}") from error
 
     try:
-        job.together(open_output, only_main=True)
+        job.on_main_rank(open_output)
         out = output.staging / HF
         export_hf(model, layout, folder / HF, out, plan=file_plan(folder, spec, dtype), dtype=dtype)
-        found = [compare_files(out, source) if job.is_main else None]
-        dist.broadcast_object_list(found, src=0)
+        payload: list = [compare_files(out, source) if job.is_main else None]
+        dist.broadcast_object_list(payload, src=0)
     finally:
         if job.is_main:
             output.discard()
-    different, num = found[0]
+    different, num = payload[0]
     if different:
-        return Finding("round trip", f"{len(different)} of {num} files differ: {', '.join(different[:3])}", False)
-    return Finding("round trip", f"{num} of {num} files equal to the byte", True)
+        return Comparison("round trip", f"{len(different)} of {num} files differ: {', '.join(different[:3])}", False)
+    return Comparison("round trip", f"{num} of {num} files equal to the byte", True)
 
 
 def compare_files(out: Path, source: "SafetensorsFolder") -> tuple[list[str], int]:

@@ -12,7 +12,7 @@ from launch.command_line import checked_config
 from launch.local import run_local
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
@@ -41,19 +41,19 @@ class Demo:
             config = checked_config(str(config_path(self.config)), [*prepared, *overrides])
             folder = RunFolder.of(config.trainer)
             _set_aside(folder.path)
-            say(f"{self.title}\nrun folder: {folder.path}\n")
+            print_line(f"{self.title}\nrun folder: {folder.path}\n")
             start = time.monotonic()
             exit_code = run_local(config)
         except UserError as error:
             print(error.report(), file=sys.stderr)
             return USER_ERROR_EXIT_CODE
         if exit_code == SAVED_EXIT_CODE:
-            say(f"\nStopped and saved; go on with: python -m launch.local --config {folder.logs}/config.yaml")
+            print_line(f"\nStopped and saved; go on with: python -m launch.local --config {folder.logs}/config.yaml")
             return exit_code
         if exit_code:
             print(f"\nThe run ended with exit code {exit_code}; its logs are in {folder.logs}", file=sys.stderr)
             return exit_code
-        say(f"\n{self._closing(config, folder, time.monotonic() - start)}")
+        print_line(f"\n{self._closing(config, folder, time.monotonic() - start)}")
         return 0
 
     def _closing(self, config: Config, folder: RunFolder, seconds: float) -> str:

@@ -18,21 +18,21 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    options_parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
         usage=f"python -m {program} [options] [key=value ...]",
         description=description,
         epilog="key=value sets any key of the config; docs/config.md lists them all. Exit code 2: mistakes to correct.",
     )
-    add_config_arguments(made)
-    return made
+    add_config_arguments(options_parser)
+    return options_parser
 
 
-def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def parse(options_parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Arguments and overrides."""
-    arguments, overrides = made.parse_known_args(argv)
+    arguments, overrides = options_parser.parse_known_args(argv)
     if stray := [text for text in overrides if text.startswith("-")]:
-        made.error(f"unknown argument {stray[0]}")
+        options_parser.error(f"unknown argument {stray[0]}")
     return arguments, overrides
 
 

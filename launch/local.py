@@ -5,6 +5,7 @@ python -m launch.local --config configs/demo.yaml [--replay DIR] [--dry-run] [ke
 
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -18,13 +19,15 @@ from launch.command_line import (
     require_one_node,
     show_log,
 )
+from launch.process_names import LAUNCHER
 from megatron_dapo.checkpointing.run_lock import RunLock
 from megatron_dapo.common.child_environment import COMMON
+from megatron_dapo.common.ends import End, EndFolder, EndKind, end_of_code
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE, signal_exit_code
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.signals import StopSignals
-from megatron_dapo.common.standard_streams import open_standard_streams, say
+from megatron_dapo.common.standard_streams import open_standard_streams, print_line
 from megatron_dapo.config.derived import has_given_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
@@ -41,10 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the user; 1 where the servers failed;
     128 + signal where stopped with nothing saved."""
     os.environ.update(COMMON)  # before torch is imported here, whose threads would be bound
-    made = parser("launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together.")
-    made.add_argument("--replay", metavar="DIR", help="train on batches that trainer.dump_batches=true wrote")
-    made.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
-    arguments, overrides = parse(made, argv)
+    options_parser = parser(
+        "launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together."
+    )
+    options_parser.add_argument("--replay", metavar="DIR", help="train on batches that trainer.dump_batches=true wrote")
+    options_parser.add_argument(
+        "--dry-run", action="store_true", help="check, print the config and the process plan, and stop"
+    )
+    arguments, overrides = parse(options_parser, argv)
     if arguments.replay:
         overrides = [*overrides, f"trainer.replay={arguments.replay}"]
     try:
@@ -53,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = checked_config(arguments.config, overrides)
         require_one_node(config)
-        say(process_plan(config))
+        print_line(process_plan(config))
         return run_local(config)
     except UserError as error:
         print(error.report(), file=sys.stderr)
@@ -76,24 +83,37 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     _wait_for_folder(run)
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))
+    folder = EndFolder(run.ends, start=secrets.token_hex(8))
     with show_log(run.log("launch")), StopSignals(STOP_SIGNALS) as stop:
         servers = None
+        end = end_of_code(FAILED_EXIT_CODE)
         if not has_given_servers(config) and not config.trainer.replay:
             servers = ServerSupervisor(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
-        given = servers.overrides() if servers else []
-        ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), given))
+        overrides_of_servers = servers.overrides() if servers else []
+        ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), overrides_of_servers), folder)
         try:
             if servers:
                 servers.start()
             ranks.start()
-            return _watch(servers, ranks, stop)
+            code = _watch(servers, ranks, stop)
+            end = end_of_code(code)
+            return code
         except ServerFailure as error:
             log.error("The servers failed: %s", error)
+            end = End(EndKind.FAILED, FAILED_EXIT_CODE, error.summary())
             return FAILED_EXIT_CODE
         finally:
             ranks.stop()
             if servers:
                 servers.stop()
+            _record(folder, end)
+
+
+def _record(folder: EndFolder, end: End) -> None:
+    try:
+        folder.write(LAUNCHER, end)
+    except OSError as error:  # a full disk: the run's end is none the less what it is
+        log.error("How the run ended cannot be written to %s: %s", folder.path, error)
 
 
 def _wait_for_folder(run: RunFolder) -> None:
@@ -108,7 +128,7 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
     """Until the trainer ends. A stop signal has it save first; a second one does not wait. Raises ServerFailure."""
     was_asked = False
     while stop.num_received < 2:
-        if stop.received and not was_asked:
+        if stop.received is not None and not was_asked:
             was_asked = True
             log.warning(
                 "%s: the trainer saves, at the latest when its step ends, then all stops; "
@@ -122,6 +142,7 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
         if code is not None:
             return _end(code, servers, ranks, stop)
         time.sleep(POLL_INTERVAL_S)
+    assert stop.received is not None, "two signals came"
     log.warning("%s again: stopping the trainer, then the servers", stop.received.name)
     return stop.exit_code
 

@@ -5,7 +5,7 @@ srun --mpi=pmix -n 4 python -m launch.mpi --config FILE [key=value ...]
 
 The arguments are those of `python -m megatron_dapo train`; servers are started elsewhere (`launch.sglang_server`) and
 given by their URLs. Programs that train by themselves call `bootstrap()` and find the variables that torchrun would
-have set; `together` gives them the same end.
+have set; `run_and_wait` gives them the same end.
 
 Exit code: the trainer's, which mpirun passes on as it is (85: asked to stop, and saved; 2: a mistake of the user; 137:
 a rank was killed by SIGKILL). SIGUSR1 to mpirun reaches every rank, which saves, at the latest when its step ends;
@@ -68,7 +68,7 @@ _LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class RankVariables:
     """This process in the job, as torchrun would have told it."""
 
     rank: int
@@ -98,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(error)
     watch_parent()  # mpirun that is killed leaves its ranks behind
-    return together(lambda: _train(arguments))
+    return run_and_wait(lambda: _train(arguments))
 
 
-def bootstrap() -> Place:
+def bootstrap() -> RankVariables:
     """Joins the MPI job and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for
     `torch.distributed`; on several nodes also GLOO_SOCKET_IFNAME, where it is not set: gloo takes the address that the
     machine's own name resolves to, which often is loopback.
@@ -117,9 +117,9 @@ def bootstrap() -> Place:
     is_one_node = neighbours.Get_size() == comm.Get_size()
     interfaces = comm.allgather((neighbours.Get_rank() == 0, _interfaces()))
     meeting = None if is_one_node else shared_interfaces([found for is_first, found in interfaces if is_first])
-    given = os.environ.get("MASTER_ADDR")
-    address = given or (LOOPBACK if is_one_node else meeting[0].address if meeting else socket.gethostname())
-    place = Place(
+    named_address = os.environ.get("MASTER_ADDR")
+    address = named_address or (LOOPBACK if is_one_node else meeting[0].address if meeting else socket.gethostname())
+    place = RankVariables(
         comm.Get_rank(),
         comm.Get_size(),
         neighbours.Get_rank(),
@@ -128,8 +128,8 @@ def bootstrap() -> Place:
     )
     os.environ.update(place.variables())
     if meeting:
-        mine = next(found for found in _interfaces() if found.network == meeting[0].network)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", mine.name)
+        own = next(found for found in _interfaces() if found.network == meeting[0].network)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", own.name)
     return place
 
 
@@ -223,7 +223,7 @@ def _refuse(error: UserError) -> int:
     return USER_ERROR_EXIT_CODE
 
 
-def together(work: Callable[[], int | None]) -> int:
+def run_and_wait(work: Callable[[], int | None]) -> int:
     """Exit code of work, or of its exception, which is printed; for after `bootstrap()`. A rank waits for the others
     before it ends, since the launcher kills those that still save or tell what they saw; if they do not come, it ends
     them all with its code."""

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.command_line import STOP_SIGNALS, checked_config, parse, parser, show_log
+from launch.process_names import supervisor_name
+from megatron_dapo.common import ends
+from megatron_dapo.common.ends import EndFolder, EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.signals import StopSignals
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder, make_folder
 
@@ -24,21 +27,25 @@ POLL_INTERVAL_S = 0.5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 after SIGTERM, Ctrl-C or SIGHUP; 1 where the servers failed; 2 for mistakes of the user."""
-    made = parser(
+    options_parser = parser(
         "launch.sglang_server", "Start this node's SGLang servers and keep them alive until SIGTERM or Ctrl-C."
     )
-    made.add_argument(
+    options_parser.add_argument(
         "--first-port", type=int, metavar="N", help="the servers listen on N, N+1, ...; else on free ports"
     )
-    made.add_argument("--log-dir", type=Path, metavar="DIR", help="folder of the logs; else logs/ of the run folder")
-    made.add_argument(
+    options_parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="folder of the logs; else logs/ of the run folder"
+    )
+    options_parser.add_argument(
         "--node", metavar="NAME", help="the log files are server-NAME-N.log; our own words go to the terminal alone"
     )
-    arguments, overrides = parse(made, argv)
+    arguments, overrides = parse(options_parser, argv)
+    ends.begin(supervisor_name(arguments.node), ends.own_folder())
     try:
         config = checked_config(arguments.config, overrides, check_files=False)
         return serve(config, arguments.log_dir, arguments.first_port, arguments.node)
     except UserError as error:
+        ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     except KeyboardInterrupt:  # before the first process was started
@@ -53,6 +60,7 @@ def serve(config: Config, log_dir: Path | None = None, first_port: int | None = 
         ServerSupervisor,
     )
 
+    ends.begin(supervisor_name(node), ends.own_folder() or EndFolder(RunFolder.of(config.trainer).ends, start=""))
     log_dir = make_folder(log_dir or RunFolder.of(config.trainer).logs, "--log-dir")
     name, log_file = (f"server-{node}", None) if node else ("server", log_dir / "servers.log")
     with show_log(log_file), StopSignals(STOP_SIGNALS) as stop:
@@ -63,11 +71,13 @@ def serve(config: Config, log_dir: Path | None = None, first_port: int | None = 
             servers.start()
             while stop.received is None:
                 if servers.check() and not was_told:
-                    say("\n".join(servers.urls))
+                    print_line("\n".join(servers.urls))
                     was_told = True
                 time.sleep(POLL_INTERVAL_S)
+            ends.record_end(EndKind.DONE, 0)
             return 0
         except ServerFailure as error:
+            ends.record_end(EndKind.FAILED, FAILED_EXIT_CODE, error.summary())
             print(f"The servers failed: {error}", file=sys.stderr)
             return FAILED_EXIT_CODE
         finally:

@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 import psutil
 
+from launch.process_names import trainer_launcher_name
+from megatron_dapo.common import ends
 from megatron_dapo.common.addresses import node_name
 from megatron_dapo.common.child_environment import COMMON
 from megatron_dapo.common.exit_codes import (
@@ -40,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    ends.begin(trainer_launcher_name(node_name()), ends.own_folder())
     arguments = parse_args(argv)
     arguments.signals_to_handle = ",".join(_left_to_torchrun())
     SignalReceiver(_FORWARDED, _forward).install()
@@ -48,8 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
         if first.exitcode not in (SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE):  # those two the ranks have explained
-            print(failure, *map(told, failure.failures.items()), sep="\n", file=sys.stderr, flush=True)
+            print(failure, *map(failure_line, failure.failures.items()), sep="\n", file=sys.stderr, flush=True)
+        for failed in failure.failures.items():
+            _record_end(failed)
+        ends.write_own_end(ends.end_of_code(first.exitcode))
         return shell_exit_code(first.exitcode)
+    ends.write_own_end(ends.end_of_code(0))
     return 0
 
 
@@ -60,12 +68,22 @@ def _left_to_torchrun() -> Iterator[str]:
             yield number.name
 
 
-def told(failed: "tuple[int, ProcessFailure]") -> str:
-    """A line that `launch.slurm` looks for, where it asks which rank of which node failed first."""
+def failure_line(failed: "tuple[int, ProcessFailure]") -> str:
+    """Return how a rank ended, for the log."""
     rank, failure = failed
-    node = node_name()
     time = datetime.fromtimestamp(failure.timestamp).isoformat()
-    return f"rank {rank} on {node} {exit_phrase(failure.exitcode)} at {time}"
+    return f"rank {rank} on {node_name()} {exit_phrase(failure.exitcode)} at {time}"
+
+
+def _record_end(failed: "tuple[int, ProcessFailure]") -> None:
+    """Write how a rank ended that was killed before it could write it."""
+    rank, failure = failed
+    folder, name = ends.own_folder(), ends.rank_name(rank)
+    try:
+        if folder is not None and folder.read(name) is None:
+            folder.write(name, replace(ends.end_of_code(failure.exitcode), time=failure.timestamp))
+    except OSError as error:
+        print(f"How rank {rank} ended cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def _forward(number: signal.Signals) -> None:

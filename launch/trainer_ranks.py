@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.child_environment import COMMON, places_to_write
+from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, shell_exit_code
 from megatron_dapo.config.schema import Config
 from megatron_dapo.platform.device import is_gpu
@@ -26,8 +27,12 @@ class TrainerRanks:
     """`trainer.n_procs_per_node` processes of one command. Rank 0 writes to our standard output; its errors, and all
     that the others write, go to logs/trainer-rank-N.log of the run folder."""
 
-    def __init__(self, config: Config, run: RunFolder, command: Sequence[str]) -> None:
-        self._world, self._run, self._command = config.trainer.n_procs_per_node, run, command
+    def __init__(self, config: Config, run: RunFolder, command: Sequence[str], ends: EndFolder) -> None:
+        """Prepare the ranks. command: what each of them runs; ends: where each writes how it ended."""
+        self._world = config.trainer.n_procs_per_node
+        self._run = run
+        self._command = command
+        self._ends = ends
         self._master_port = ReservedPort(LOOPBACK)
         self._ranks: list[ChildProcess] = []
         self._deadline: float | None = None
@@ -52,7 +57,7 @@ class TrainerRanks:
             return shell_exit_code(failed[0])
         if None in codes:
             return self._overdue() if any(code is not None for code in codes) else None
-        return max(codes)
+        return max(code for code in codes if code is not None)
 
     def failure(self) -> str:
         """What failed: per failed rank how it ended, its log file and the last lines."""
@@ -92,6 +97,7 @@ class TrainerRanks:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._master_port.number),
             "PYTHONUNBUFFERED": "1",
+            **self._ends.variables(),
         }
         if is_gpu():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[: self._world])

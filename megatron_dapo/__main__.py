@@ -7,17 +7,20 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megatron_dapo.common import ends
 from megatron_dapo.common.child_environment import set_rank_defaults
+from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import SharedUserError, UserError
-from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, MISMATCH_EXIT_CODE, SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.parent_death import end_with_parent
-from megatron_dapo.common.standard_streams import open_standard_streams, say
+from megatron_dapo.common.standard_streams import open_standard_streams, print_line
 from megatron_dapo.config.derived import has_given_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.reference import config_reference
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.storage.run_folder import RunFolder
 
 # launchers end all ranks when the first one fails: that should be the one that says why
 _FOR_RANK_0_S = 5.0
@@ -63,6 +66,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a torchrun that is killed leaves its ranks behind
         end_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
+    if not arguments.dry_run:
+        ends.begin(ends.rank_name(rank), ends.own_folder())
     overrides = [*arguments.overrides, *([f"trainer.replay={arguments.replay}"] if arguments.replay else [])]
     started = os.environ.get("WORLD_SIZE")
     num_processes = int(started) if started else None if arguments.dry_run else 1
@@ -71,7 +76,10 @@ def _train(arguments: argparse.Namespace) -> int:
             dry_run(arguments.config, overrides, num_processes=num_processes, show=rank == 0)
             return 0
         config = _checked_config(arguments.config, overrides, num_processes)
+        ends.begin(ends.rank_name(rank), ends.EndFolder(RunFolder.of(config.trainer).ends, start=""))
     except UserError as error:  # the same on every rank: one of them says it
+        if not arguments.dry_run:
+            ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         if rank == 0:
             print(error.report(), file=sys.stderr, flush=True)
         else:
@@ -79,18 +87,20 @@ def _train(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
 
     set_rank_defaults(os.environ)
-    from megatron_dapo.rollout.errors import ForeignSamples, RolloutError  # a dry run must not wait for torch
+    from megatron_dapo.rollout.errors import RolloutError  # a dry run must not wait for torch
     from megatron_dapo.trainer import train
 
     try:
         is_done = train(config)
     except RolloutError as error:  # the same on every rank, and what was done is saved
+        ends.record_end(error.end_kind, error.exit_code, f"The rollout failed: {error}")
         if rank == 0:
             print(f"The rollout failed: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_FOR_RANK_0_S)
-        return MISMATCH_EXIT_CODE if isinstance(error, ForeignSamples) else FAILED_EXIT_CODE
+        return error.exit_code
     except UserError as error:
+        ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         if not isinstance(error, SharedUserError):  # may concern this rank alone
             print(f"Rank {rank}: {error.report()}", file=sys.stderr)
         elif rank == 0:
@@ -101,7 +111,7 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0 if is_done else SAVED_EXIT_CODE
 
 
-def _checked_config(path: str | None, overrides: list[str], num_processes: int) -> Config:
+def _checked_config(path: str | None, overrides: list[str], num_processes: int | None) -> Config:
     config = load_and_validate(path, overrides, num_processes=num_processes)
     if not has_given_servers(config) and not config.trainer.replay:
         raise UserError(
@@ -112,19 +122,24 @@ def _checked_config(path: str | None, overrides: list[str], num_processes: int) 
 
 
 def _config_reference(arguments: argparse.Namespace) -> int:
-    say(config_reference().removesuffix("\n"))
+    print_line(config_reference().removesuffix("\n"))
     return 0
 
 
 def run_and_end() -> None:
     """`main`, and the end of this process, whatever it failed of: a thread that waits for storage which hangs, or a
     library, may hold up the end of the interpreter for ever, and with it the other ranks and the launcher."""
-    code = 1
+    end = ends.end_of_code(FAILED_EXIT_CODE)
     try:
         code = main()
+        end = ends.end_of_code(code)
+    except BaseException as error:
+        end = ends.end_of_error(error)
+        raise
     finally:
-        if code not in (0, SAVED_EXIT_CODE) and sys.stderr is not None:
+        if not end.kind.is_good and sys.stderr is not None:
             faulthandler.dump_traceback_later(_END_S, exit=True)  # on standard error, and then exit code 1
+        ends.write_own_end(end)
     sys.exit(code)
 
 

@@ -14,7 +14,7 @@ from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained,
 from megatron_dapo.checkpointing.run_lock import RunLock
 from megatron_dapo.common.errors import JobError, RunStopped, UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import needs_old_log_probs, needs_reference, uses_critic
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
@@ -26,7 +26,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.watchdog import Watchdog
 from megatron_dapo.rollout.batch_replay import BatchReplay, start_rollout
 from megatron_dapo.rollout.client import SGLangClient
-from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError
+from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_watch import report_unresponsive
@@ -268,11 +268,12 @@ class Job:
                     was_handed = isinstance(error, ForeignSamples)
                     is_stopped = self.checkpoints.rescue(step, num_steps, was_handed)
             except JobError as failure:
-                raise RolloutError(f"{error} Step {step} could not be saved: {failure}.") from failure
+                kind = type(error) if isinstance(error, ServersLost) else RolloutError
+                raise kind(f"{error} Step {step} could not be saved: {failure}.") from failure
             if not is_stopped:
                 raise
             if not isinstance(error, Interrupted) and self.layout.rank == 0:
-                say(f"When it was stopped, the rollout had failed: {error}")
+                print_line(f"When it was stopped, the rollout had failed: {error}")
             raise RunStopped from error
 
 
@@ -358,7 +359,7 @@ def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, dog: Wa
     try:
         job = Job(config, layout, telemetry, rollout, run, start)
         if is_main:
-            say(in_use(job.policy.model, job.policy.state))
+            print_line(in_use(job.policy.model, job.policy.state))
         yield job
     finally:
         telemetry.close()

@@ -199,7 +199,7 @@ requeue() {
     exit 85
 }
 
-heed() { # the signals to this script, and those to the trainer's tasks: at a preemption Slurm tells the steps alone
+obey_signals() { # the signals to this script, and those to the trainer's tasks: at a preemption Slurm tells the steps alone
     local asked
     for asked in "$LOGS"/asked-*; do
         if [ -z "$ASKED_BY" ] && [ -e "$asked" ]; then on_signal "$(cat "$asked")"; fi
@@ -209,7 +209,7 @@ heed() { # the signals to this script, and those to the trainer's tasks: at a pr
 
 await() { # ROLE: until its step has ended; CODE is its exit code
     while alive "${STEPS[$1]}"; do
-        heed
+        obey_signals
         if grep -qs "launch failed" "$LOGS/srun-$1.log"; then end_step "$1"; fi # its peers would wait for it
         if [ "$1" = trainer ] && [ -z "$SERVERS_ENDED" ] && [ -n "${STEPS[servers]:-}" ] && ! alive "${STEPS[servers]}"; then
             SERVERS_ENDED=1
@@ -217,7 +217,7 @@ await() { # ROLE: until its step has ended; CODE is its exit code
         fi
         nap
     done
-    heed
+    obey_signals
     code_of "${STEPS[$1]}"
 }
 
@@ -249,8 +249,8 @@ if ((NUM_SERVER_NODES > 0)); then
     start servers "${SERVERS_STEP[@]}"
     "${ASK[@]}" wait-servers "$LOGS/plan.json" &
     waiter=$!
-    while alive "$waiter" && alive "${STEPS[servers]}"; do heed; nap; done
-    heed
+    while alive "$waiter" && alive "${STEPS[servers]}"; do obey_signals; nap; done
+    obey_signals
     if alive "$waiter"; then kill -USR2 "$waiter" || true; fi # SIGTERM it leaves to the trainer's tasks
     code_of "$waiter"
     [ "$CODE" = 0 ] || exit 11

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+from megatron_dapo.common import ends
 from megatron_dapo.common.child_environment import ONE_THREAD
 
 # before torch and transformers are imported, by this process and by those that tests start
@@ -23,6 +24,12 @@ torch.set_num_threads(1)
 # no deadline: the first call of many functions imports, and the machine may be busy
 hypothesis.settings.register_profile("megatron_dapo", deadline=None, max_examples=50, print_blob=True)
 hypothesis.settings.load_profile("megatron_dapo")
+
+
+@pytest.fixture(autouse=True)
+def no_end_on_record() -> None:
+    """What one test's program noted of its end is not the next one's."""
+    ends.forget_this_process()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launch.trainer_ranks import TrainerRanks, trainer_command
+from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
@@ -123,7 +124,7 @@ def train(config: Config, servers: Servers, look: Callable[[int], bool | None] =
     write_whole(urls_file, "".join(f"{url}\n" for url in servers.urls))
     given = {"server_urls_file": urls_file, "server_api_key_file": make_server_key(config)}
     overrides = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in given.items()]
-    ranks = TrainerRanks(config, run, trainer_command(str(config_file), overrides))
+    ranks = TrainerRanks(config, run, trainer_command(str(config_file), overrides), EndFolder(run.ends, start=""))
     are_lost = False
     try:
         servers.start()

@@ -12,9 +12,12 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # connections that are tr
 
 from launch.command_line import checked_config, parse, parser
 from launch.preflight import all_reduce, gpus, http, machine
-from launch.preflight.nodes import Finding, Nodes, PreflightError
+from launch.preflight.nodes import NodeFinding, PreflightError, PreflightNodes
 from launch.preflight.report import table
+from launch.process_names import preflight_name
+from megatron_dapo.common import ends
 from megatron_dapo.common.addresses import LOOPBACK, node_name
+from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.config.derived import servers_per_node, starts_servers
@@ -30,19 +33,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 where a node is not fit, and the last line says which, why, and the cure; 2 for mistakes of the
     user."""
     arguments, overrides = parse(_parser(), argv)
+    ends.begin(preflight_name(node_name()), ends.own_folder())
     try:
         config = checked_config(arguments.config, overrides, check_files=False)
         _check_arguments(arguments)
     except UserError as error:
+        ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     num_ranks = config.trainer.n_procs_per_node if arguments.role != "server" else 0
     rounds = [
-        all_reduce.Ranks(num_ranks) for _ in range(all_reduce.num_fork_rounds(config.trainer.nnodes)) if num_ranks
+        all_reduce.AllReduceRanks(num_ranks)
+        for _ in range(all_reduce.num_fork_rounds(config.trainer.nnodes))
+        if num_ranks
     ]
     try:
         return Preflight(config, arguments, rounds).run()
     except PreflightError as error:
+        ends.record_end(EndKind.FAILED, FAILED_EXIT_CODE, str(error))
         print(f"preflight: {error}", flush=True)
         return FAILED_EXIT_CODE
     finally:
@@ -51,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = parser("launch.preflight", "Check that this machine, or every node of a job, is fit for the run.")
-    many = made.add_argument_group("several nodes", "One process per node, all started at the same time.")
+    options_parser = parser("launch.preflight", "Check that this machine, or every node of a job, is fit for the run.")
+    many = options_parser.add_argument_group("several nodes", "One process per node, all started at the same time.")
     many.add_argument("--role", choices=ROLES, default="both", help="what this node will run (both)")
     many.add_argument("--node-index", type=int, default=0, metavar="I", help="this node's number; 0 prints the table")
     many.add_argument("--num-nodes", type=int, default=1, metavar="N")
@@ -61,21 +69,29 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument(
         "--server-hosts", type=_words, default=[], metavar="A,B,...", help="server nodes as the trainer calls them"
     )
-    made.add_argument("--shared", type=Path, metavar="DIR", help="folder that all nodes must see; else the run folder")
-    made.add_argument("--http-port", type=int, metavar="P", help="first port of each node's servers; else any")
-    made.add_argument("--ports", type=_numbers, default=[], metavar="P,...", help="further ports this node will use")
-    made.add_argument(
+    options_parser.add_argument(
+        "--shared", type=Path, metavar="DIR", help="folder that all nodes must see; else the run folder"
+    )
+    options_parser.add_argument(
+        "--http-port", type=int, metavar="P", help="first port of each node's servers; else any"
+    )
+    options_parser.add_argument(
+        "--ports", type=_numbers, default=[], metavar="P,...", help="further ports this node will use"
+    )
+    options_parser.add_argument(
         "--min-bandwidth",
         type=float,
         metavar="GB/S",
         help="floor of the all-reduce's bus bandwidth; else "
         + ", ".join(f"{floor:g} with {backend}" for backend, floor in all_reduce.FLOOR_GB_S.items()),
     )
-    made.add_argument("--timeout", type=float, default=120.0, metavar="S", help="deadline of every wait (120)")
-    made.add_argument(
+    options_parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="deadline of every wait (120)"
+    )
+    options_parser.add_argument(
         "--meeting-timeout", type=float, default=600.0, metavar="S", help="but of the first, until all nodes came (600)"
     )
-    return made
+    return options_parser
 
 
 def _words(text: str) -> list[str]:
@@ -96,14 +112,14 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
 class Preflight:
     """The checks of one node, in step with the others': alone first, then those that need a network."""
 
-    def __init__(self, config: Config, arguments: argparse.Namespace, rounds: list[all_reduce.Ranks]) -> None:
+    def __init__(self, config: Config, arguments: argparse.Namespace, rounds: list[all_reduce.AllReduceRanks]) -> None:
         self._config, self._arguments, self._rounds = config, arguments, rounds
         count, names = arguments.num_nodes, arguments.node_names
         guessed = names if len(names) == count else [f"node {index}" for index in range(count)]
         name = node_name()
         limits = arguments.timeout, arguments.meeting_timeout
-        self._nodes = Nodes(arguments.node_index, name, guessed, arguments.rendezvous, *limits)
-        self._findings: list[Finding] = []
+        self._nodes = PreflightNodes(arguments.node_index, name, guessed, arguments.rendezvous, *limits)
+        self._findings: list[NodeFinding] = []
 
     def run(self) -> int:
         nodes = self._nodes
@@ -124,15 +140,19 @@ class Preflight:
             print(table(findings, nodes.names), flush=True)
         problems = [f"{finding.node}: {finding.problem}" for finding in findings if finding.problem]
         print("\n".join(f"preflight: {problem}" for problem in reversed(problems)) or "preflight: ok", flush=True)
-        return FAILED_EXIT_CODE if problems else 0
+        if not problems:
+            ends.record_end(EndKind.DONE, 0)
+            return 0
+        ends.record_end(EndKind.FAILED, FAILED_EXIT_CODE, problems[0])
+        return FAILED_EXIT_CODE
 
     def _add(self, check: str, result: machine.Result, node: str | None = None) -> None:
-        self._findings.append(Finding(node or self._nodes.name, check, result.found, result.problem))
+        self._findings.append(NodeFinding(node or self._nodes.name, check, result.found, result.problem))
 
-    def _gather(self, what: str) -> list[Finding]:
-        mine = [vars(finding) for finding in self._findings]
-        everybodys = self._nodes.gather(what, mine)
-        findings = [Finding(**fields) for node in everybodys for fields in node]
+    def _gather(self, what: str) -> list[NodeFinding]:
+        own = [vars(finding) for finding in self._findings]
+        per_node = self._nodes.gather(what, own)
+        findings = [NodeFinding(**fields) for node in per_node for fields in node]
         checks = list(dict.fromkeys(finding.check for finding in findings))
         return sorted(findings, key=lambda finding: checks.index(finding.check))
 
@@ -140,25 +160,25 @@ class Preflight:
         """Names, roles and versions of all; node 0's token."""
         nodes, arguments = self._nodes, self._arguments
         shared = (arguments.shared or RunFolder.of(self._config.trainer).path).absolute()
-        mine = {
+        own = {
             "name": nodes.name,
             "role": arguments.role,
             "versions": machine.versions(),
             "gpus": gpus.are_expected(),
             "token": secrets.token_hex(4),
         }
-        everybodys = nodes.meet(mine)
-        nodes.names[:] = [theirs["name"] for theirs in everybodys]
-        self._trainers = [index for index, theirs in enumerate(everybodys) if theirs["role"] != "server"]
-        self._servers = [index for index, theirs in enumerate(everybodys) if theirs["role"] != "trainer"]
+        per_node = nodes.meet(own)
+        nodes.names[:] = [node["name"] for node in per_node]
+        self._trainers = [index for index, node in enumerate(per_node) if node["role"] != "server"]
+        self._servers = [index for index, node in enumerate(per_node) if node["role"] != "trainer"]
         # what a Slurm job's nodes read names the servers that the job starts in a file, as it would given ones
-        has_server_nodes = any(theirs["role"] == "server" for theirs in everybodys)
+        has_server_nodes = any(node["role"] == "server" for node in per_node)
         self._starts_servers = has_server_nodes or starts_servers(self._config)
-        self._token = everybodys[0]["token"]
-        self._uses_gpus = any(theirs["gpus"] for theirs in everybodys)
+        self._token = per_node[0]["token"]
+        self._uses_gpus = any(node["gpus"] for node in per_node)
         self._folder = machine.SharedFolder(shared, self._token)
         self._check_roles()
-        self._add("versions", _compare(everybodys, nodes.index))
+        self._add("versions", _compare(per_node, nodes.index))
 
     def _check_roles(self) -> None:
         config, nodes = self._config, self._nodes
@@ -232,11 +252,11 @@ class Preflight:
             listener = self._listen() if nodes.index in self._servers else None
             ports = nodes.gather("listening", listener.port if listener else None)
             faults = self._fetch(ports) if nodes.index in self._trainers else {}
-            everybodys = nodes.gather("HTTP", faults)
+            per_node = nodes.gather("HTTP", faults)
         finally:
             if listener:
                 listener.close()
-        self._add_http(everybodys)
+        self._add_http(per_node)
 
     def _listen(self) -> http.Listener:
         port = self._arguments.http_port or 0
@@ -251,11 +271,11 @@ class Preflight:
 
     def _hosts(self) -> dict[int, str]:
         """Index of each server node -> its host, as the trainer calls it."""
-        given = self._arguments.server_hosts
+        hosts = self._arguments.server_hosts
         if self._nodes.count == 1:
             return {0: LOOPBACK}
-        if len(given) == len(self._servers):
-            return dict(zip(self._servers, given, strict=True))
+        if len(hosts) == len(self._servers):
+            return dict(zip(self._servers, hosts, strict=True))
         return {index: self._nodes.names[index] for index in self._servers}
 
     def _fetch(self, ports: Sequence[int | None]) -> dict[int, str]:
@@ -264,22 +284,20 @@ class Preflight:
         }
         return {index: fault for index, fault in faults.items() if fault}
 
-    def _add_http(self, everybodys: Sequence[dict[str, str]]) -> None:
+    def _add_http(self, per_node: Sequence[dict[str, str]]) -> None:
         nodes = self._nodes
         failed = {
-            (trainer, int(server)): fault
-            for trainer, faults in enumerate(everybodys)
-            for server, fault in faults.items()
+            (trainer, int(server)): fault for trainer, faults in enumerate(per_node) for server, fault in faults.items()
         }
-        mine = [f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)]
+        own = [f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)]
         blamed = nodes.index in http.to_blame(failed, self._trainers, self._servers)
         found = f"{len(self._servers)} server node{'s' if len(self._servers) > 1 else ''} reached"
         if nodes.index in self._trainers or blamed:
             problem = (
-                f"HTTP fails ({'; '.join(mine)}); look at its firewall, its name in DNS, and at "
+                f"HTTP fails ({'; '.join(own)}); look at its firewall, its name in DNS, and at "
                 f"actor_rollout_ref.rollout.server.host = {self._host()}."
             )
-            self._add("HTTP", machine.Result("fails" if mine else found, problem if blamed else None))
+            self._add("HTTP", machine.Result("fails" if own else found, problem if blamed else None))
 
     def _given_servers(self) -> None:
         if self._nodes.index not in self._trainers or self._config.trainer.replay:
@@ -297,14 +315,14 @@ class Preflight:
         self._add("HTTP", machine.Result(f"{len(urls)} given servers", problem if wrong else None))
 
 
-def _compare(everybodys: Sequence[dict], index: int) -> machine.Result:
+def _compare(per_node: Sequence[dict], index: int) -> machine.Result:
     """This node's versions with those of most nodes; of as many, node 0's."""
-    mine, wrong = everybodys[index]["versions"], []
-    for name, version in mine.items():
-        usual = Counter(theirs["versions"][name] for theirs in everybodys).most_common(1)[0][0]
+    own, wrong = per_node[index]["versions"], []
+    for name, version in own.items():
+        usual = Counter(node["versions"][name] for node in per_node).most_common(1)[0][0]
         if version != usual:
             wrong.append(f"{name} {version}, the others {usual}")
-    found = ", ".join(f"{name} {version}" for name, version in mine.items())
+    found = ", ".join(f"{name} {version}" for name, version in own.items())
     cure = f"has {'; '.join(wrong)}; use one environment, or one image, on all nodes."
     return machine.Result(found, cure if wrong else None)
 

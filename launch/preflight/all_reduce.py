@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from launch.preflight.machine import Result
-from launch.preflight.nodes import Nodes
+from launch.preflight.nodes import PreflightNodes
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.signals import reset_signals
 
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Job:
+class AllReduceTask:
     """One rank's part of an all-reduce. key: of this all-reduce alone."""
 
     key: str
@@ -40,7 +40,7 @@ class Job:
     timeout_s: float
 
 
-class Ranks:
+class AllReduceRanks:
     """This node's ranks for one all-reduce: processes, since one that hangs in a collective must be killed. They are
     forked before this process has threads, and wait: so nobody imports torch again."""
 
@@ -48,21 +48,23 @@ class Ranks:
         context = multiprocessing.get_context("fork")
         self._ranks: list[tuple[Any, Connection]] = []
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+            own_end, rank_end = context.Pipe()
+            process = context.Process(target=_serve, args=(rank_end, os.getpid()), daemon=True)
             process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+            rank_end.close()
+            self._ranks.append((process, own_end))
 
     @property
     def count(self) -> int:
         return len(self._ranks)
 
-    def run(self, jobs: Sequence[Job], nodes: Nodes) -> float | str:
+    def run(self, jobs: Sequence[AllReduceTask], nodes: PreflightNodes) -> float | str:
         """Seconds of the all-reduce, or why it failed. Ends early where another node failed."""
         for (_, connection), job in zip(self._ranks, jobs, strict=True):
             connection.send(job)
-        failed, deadline, answers = f"{jobs[0].key}/failed", time.monotonic() + jobs[0].timeout_s, {}
+        failed = f"{jobs[0].key}/failed"
+        deadline = time.monotonic() + jobs[0].timeout_s
+        answers: dict[int, float | str] = {}
         while len(answers) < len(jobs):
             for index, (process, connection) in enumerate(self._ranks):
                 if index not in answers and (connection.poll(0) or not process.is_alive()):
@@ -76,7 +78,7 @@ class Ranks:
             if time.monotonic() > deadline:
                 return f"no end within {jobs[0].timeout_s:g} s"
             time.sleep(_POLL_S)
-        return max(answers.values())
+        return max(answer for answer in answers.values() if not isinstance(answer, str))
 
     def end(self) -> None:
         for process, _ in self._ranks:
@@ -93,15 +95,17 @@ def num_fork_rounds(num_trainers: int) -> int:
     return 1 + (min(_PAIR_ROUNDS, len(list(pairings(num_trainers)))) if num_trainers > 2 else 0)
 
 
-def check(nodes: Nodes, trainers: Sequence[int], rounds: Sequence[Ranks], backend: str, floor_gb_s: float) -> Result:
+def check(
+    nodes: PreflightNodes, trainers: Sequence[int], rounds: Sequence[AllReduceRanks], backend: str, floor_gb_s: float
+) -> Result:
     """The all-reduce over the trainer nodes, seen from this node; `Result.problem` on the nodes to blame alone.
     trainers: indices of the trainer nodes. rounds: this node's ranks for each all-reduce; on other nodes none."""
     probe = _Probe(nodes, trainers, backend, rounds[0].count if rounds else 0)
     world = probe.world(trainers)
     if nodes.index in trainers and world == 1:
         return Result("one rank: nothing to reduce")
-    mine = probe.run("ring", trainers, rounds[0]) if nodes.index in trainers else None
-    ring = {index: answer for index, answer in enumerate(nodes.gather("ring", mine)) if index in trainers}
+    seconds = probe.run("ring", trainers, rounds[0]) if nodes.index in trainers else None
+    ring = {index: answer for index, answer in enumerate(nodes.gather("ring", seconds)) if index in trainers}
     failures = {index: answer for index, answer in ring.items() if isinstance(answer, str)}
     if not failures:
         bandwidth = probe.gb_s(trainers, max(ring.values()))
@@ -157,7 +161,7 @@ def to_blame(speeds: Mapping[tuple[int, int], float], floor: float) -> list[int]
 
 
 class _Probe:
-    def __init__(self, nodes: Nodes, trainers: Sequence[int], backend: str, ranks_per_node: int) -> None:
+    def __init__(self, nodes: PreflightNodes, trainers: Sequence[int], backend: str, ranks_per_node: int) -> None:
         self._nodes, self._trainers, self._backend = nodes, list(trainers), backend
         self._timeout_s = nodes.timeout_s / 2  # the others wait for the answer of a rank that waits
         counts = nodes.gather("ranks per node", ranks_per_node)
@@ -166,10 +170,10 @@ class _Probe:
     def world(self, members: Sequence[int]) -> int:
         return self._per_node * len(members)
 
-    def run(self, key: str, members: Sequence[int], ranks: Ranks) -> float | str:
+    def run(self, key: str, members: Sequence[int], ranks: AllReduceRanks) -> float | str:
         first = list(members).index(self._nodes.index) * self._per_node
         jobs = [
-            Job(key, self._nodes.address, first + i, self.world(members), self._backend, i, self._timeout_s)
+            AllReduceTask(key, self._nodes.address, first + i, self.world(members), self._backend, i, self._timeout_s)
             for i in range(self._per_node)
         ]
         try:
@@ -182,18 +186,18 @@ class _Probe:
         world = self.world(members)
         return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
 
-    def blame(self, rounds: Sequence[Ranks], floor: float) -> list[int]:
+    def blame(self, rounds: Sequence[AllReduceRanks], floor: float) -> list[int]:
         """All-reduces between pairs of trainer nodes, many at a time. Collective over all nodes."""
-        speeds = {}
+        speeds: dict[tuple[int, int], float] = {}
         for number, pairs in zip(range(_PAIR_ROUNDS), pairings(len(self._trainers)), strict=False):
             members = [[self._trainers[place] for place in pair] for pair in pairs]
-            mine = next((pair for pair in members if self._nodes.index in pair), None)
-            answer = self.run(f"pairs {number}/{mine[0]}", mine, rounds[number]) if mine else None
+            own = next((pair for pair in members if self._nodes.index in pair), None)
+            answer = self.run(f"pairs {number}/{own[0]}", own, rounds[number]) if own else None
             answers = self._nodes.gather(f"pairs {number}", answer)
             for pair in members:
                 both = [answers[index] for index in pair]
                 failed = any(isinstance(each, str) for each in both)
-                speeds[tuple(pair)] = 0.0 if failed else self.gb_s(pair, max(both))
+                speeds[pair[0], pair[1]] = 0.0 if failed else self.gb_s(pair, max(both))
         return to_blame(speeds, floor)
 
 
@@ -212,6 +216,7 @@ def _serve(connection: Connection, parent: int) -> None:
     end_with_parent(parent)
     reset_signals((signal.SIGTERM, signal.SIGINT))
     job = connection.recv()
+    answer: float | str
     try:
         answer = _all_reduce(job)
     except Exception as error:
@@ -221,7 +226,7 @@ def _serve(connection: Connection, parent: int) -> None:
     os._exit(0)  # leaving a group may hang
 
 
-def _all_reduce(job: Job) -> float:
+def _all_reduce(job: AllReduceTask) -> float:
     """Seconds of one all-reduce, the best of several."""
     import torch
     import torch.distributed as dist
@@ -229,13 +234,13 @@ def _all_reduce(job: Job) -> float:
     from megatron_dapo.platform import nccl
 
     timeout = timedelta(seconds=job.timeout_s)
-    store = dist.TCPStore(*job.address, is_master=False, wait_for_workers=False, timeout=timeout)
+    shared = dist.TCPStore(*job.address, is_master=False, wait_for_workers=False, timeout=timeout)
     device = torch.device("cpu")
     if job.backend == "nccl":
         nccl.prepare()
         device = torch.device("cuda", job.device)
         torch.cuda.set_device(device)
-    store = dist.PrefixStore(job.key, store)
+    store = dist.PrefixStore(job.key, shared)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.world, timeout=timeout)
     seconds = []
     for _ in range(_NUM_ROUNDS):

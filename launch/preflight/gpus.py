@@ -95,8 +95,8 @@ def unusable(count: int, driver: str, timeout_s: float = _PROBE_S) -> str | None
     if done.returncode == 0:
         return None
     said = [*done.stdout.split("\n"), *reversed(done.stderr.strip().splitlines())]
-    told = next((line for line in said if line.strip()), f"exit code {done.returncode}")
-    return f"cannot compute on its GPUs with driver {driver} ({told}); {cure}"
+    words = next((line for line in said if line.strip()), f"exit code {done.returncode}")
+    return f"cannot compute on its GPUs with driver {driver} ({words}); {cure}"
 
 
 def compiler(uses_gpus: bool) -> Result:
@@ -152,8 +152,8 @@ def cuda_compiler() -> Result:
     if done.returncode == 0:
         return Result(str(nvcc))
     lines = [*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines()]
-    told = (line for line in lines if "error" in line or "cannot find" in line)  # the linker says the latter
-    why = next(told, f"exit code {done.returncode}")
+    words = (line for line in lines if "error" in line or "cannot find" in line)  # the linker says the latter
+    why = next(words, f"exit code {done.returncode}")
     return Result(
         "fails", f"{nvcc} does not compile C++20 ({why}): {needs}; mend it (g++ 10 or newer, its libcudart), or {cure}"
     )

@@ -141,12 +141,12 @@ class SharedFolder:
 
     def check(self, index: int, first: str) -> Result:
         """first: name of node 0. Waits a while for its file."""
-        theirs, deadline = self._file(0), time.monotonic() + _SHARED_S
-        while not self._is_token(theirs):
+        first_file, deadline = self._file(0), time.monotonic() + _SHARED_S
+        while not self._is_token(first_file):
             if time.monotonic() > deadline:
                 return Result(
                     "not shared",
-                    f"does not see {theirs}, which {first} wrote {_SHARED_S:g} s ago; the run folder must be on "
+                    f"does not see {first_file}, which {first} wrote {_SHARED_S:g} s ago; the run folder must be on "
                     "storage that all nodes mount at the same path (and inside the container).",
                 )
             time.sleep(0.1)

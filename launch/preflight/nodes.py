@@ -16,7 +16,7 @@ _LEAVE_S = 15.0  # node 0 holds the store until the others have read the verdict
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeFinding:
     """What a check found on one node. problem: what is wrong and the cure, one sentence; none = all is well."""
 
     node: str
@@ -33,7 +33,7 @@ class PreflightError(Exception):
         self.node, self.problem = node, problem
 
 
-class Nodes:
+class PreflightNodes:
     """This node among the others. names: of all, in the order of their indices; guessed until they have told them."""
 
     def __init__(
@@ -63,15 +63,15 @@ class Nodes:
     def count(self) -> int:
         return len(self.names)
 
-    def meet(self, mine: Any) -> list:
+    def meet(self, value: Any) -> list:
         """The first `gather`."""
-        return self.gather("the meeting", mine, self._meeting_timeout_s)
+        return self.gather("the meeting", value, self._meeting_timeout_s)
 
-    def gather(self, what: str, mine: Any, timeout_s: float | None = None) -> list:
+    def gather(self, what: str, value: Any, timeout_s: float | None = None) -> list:
         """What every node brings to `what`, in order. JSON-able. Raises PreflightError naming who did not come, or
         what another node reported to have failed, and that at once."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        self.store.set(f"{what}/{self.index}", json.dumps(mine))
+        self.store.set(f"{what}/{self.index}", json.dumps(value))
         keys = [f"{what}/{index}" for index in range(self.count)]
         deadline = time.monotonic() + timeout_s
         while missing := [index for index, key in enumerate(keys) if not self.store.check([key])]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from launch.preflight.nodes import Finding
+from launch.preflight.nodes import NodeFinding
 
 _SHOWN_NODES = 4
 
 
-def table(findings: Sequence[Finding], names: Sequence[str]) -> str:
+def table(findings: Sequence[NodeFinding], names: Sequence[str]) -> str:
     """Nodes that found the same share a line. findings: in the order of the checks. names: of all nodes."""
     rows: dict[tuple[str, str, bool], list[str]] = {}
     for finding in findings:

@@ -9,17 +9,19 @@ from functools import partial
 from pathlib import Path
 
 from launch.command_line import parse, parser
+from launch.process_names import WAITING
 from launch.slurm.node import run
 from launch.slurm.notice import notice_line
 from launch.slurm.outcome import NOT_REQUEUED, Facts, done_line, is_done, outcome
-from launch.slurm.plan import ROLES, Allocation, Plan, make_plan, own_overrides
+from launch.slurm.plan import ROLES, Allocation, JobPlan, make_plan, own_overrides
 from launch.slurm.progress import progress
 from launch.slurm.servers import wait_for_servers
+from megatron_dapo.common.ends import End, EndKind
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.signals import ignore_signals
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.dry_run import dry_run
@@ -36,21 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["plan"]:
         return plan_command(argv[1:])
-    made = argparse.ArgumentParser(prog="python -m launch.slurm", description=__doc__)
-    commands = made.add_subparsers(metavar="COMMAND", required=True)
+    options_parser = argparse.ArgumentParser(prog="python -m launch.slurm", description=__doc__)
+    commands = options_parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("plan", help="check the config, plan the job, write its folder of logs; prints the folder")
 
     node = commands.add_parser("node", help="run a role's task on this node")
     node.add_argument("role", choices=ROLES)
-    node.add_argument("plan", type=Plan.read, metavar="PLAN")
+    node.add_argument("plan", type=JobPlan.read, metavar="PLAN")
     node.set_defaults(run=lambda arguments: run(arguments.plan, arguments.role))
 
     wait = commands.add_parser("wait-servers", help="until all servers are healthy")
-    wait.add_argument("plan", type=Plan.read, metavar="PLAN")
+    wait.add_argument("plan", type=JobPlan.read, metavar="PLAN")
     wait.set_defaults(run=wait_command)
 
     end = commands.add_parser("end", help=f"say how the job ended; exit code: the job's, {REQUEUE_EXIT_CODE} = requeue")
-    end.add_argument("plan", type=Plan.read, metavar="PLAN")
+    end.add_argument("plan", type=JobPlan.read, metavar="PLAN")
     end.add_argument("--phase", choices=ROLES, required=True)
     end.add_argument("--exit-code", type=int, required=True)
     end.add_argument("--asked-by", default="", metavar="SIGNAL")
@@ -58,18 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     end.add_argument("--no-requeue", dest="may_requeue", action="store_false")
     end.add_argument("--max-restarts", type=int, required=True)
     end.set_defaults(run=end_command)
-    arguments = made.parse_args(argv)
+    arguments = options_parser.parse_args(argv)
     return arguments.run(arguments)
 
 
 def plan_command(argv: list[str]) -> int:
     """The last line on standard output is the folder that holds plan.sh, or why there is no plan."""
-    made = parser("launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt.")
-    made.add_argument("--nodes", default="", metavar="A,B,...", help="the job's nodes; none: a dry run")
-    made.add_argument("--max-restarts", type=int, default=20, metavar="N")
-    made.add_argument("--min-bandwidth", type=float, metavar="GB/s", help="of the preflight's all-reduce")
-    made.add_argument("--notice", type=int, metavar="S", help="seconds before the time limit at which Slurm signals")
-    arguments, overrides = parse(made, argv)
+    options_parser = parser(
+        "launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt."
+    )
+    options_parser.add_argument("--nodes", default="", metavar="A,B,...", help="the job's nodes; none: a dry run")
+    options_parser.add_argument("--max-restarts", type=int, default=20, metavar="N")
+    options_parser.add_argument("--min-bandwidth", type=float, metavar="GB/s", help="of the preflight's all-reduce")
+    options_parser.add_argument(
+        "--notice", type=int, metavar="S", help="seconds before the time limit at which Slurm signals"
+    )
+    arguments, overrides = parse(options_parser, argv)
     try:
         if not arguments.nodes:
             check = partial(show_plan, min_bandwidth=arguments.min_bandwidth, notice_s=arguments.notice)
@@ -79,11 +85,11 @@ def plan_command(argv: list[str]) -> int:
         if is_done(config):
             print(done_line(_run(config), config.trainer.total_training_steps), "already; nothing is left to do")
             return NOTHING_TO_DO_EXIT_CODE
-        given = Allocation.of(os.environ, arguments.nodes.split(","))
-        plan = make_plan(config, given, progress(_run(config)), arguments.min_bandwidth)
+        allocation = Allocation.of(os.environ, arguments.nodes.split(","))
+        plan = make_plan(config, allocation, progress(_run(config)), arguments.min_bandwidth)
         if plan.restart_count > arguments.max_restarts:
-            told = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {arguments.max_restarts}"
-            print(f"FAILED ({NOT_REQUEUED}): {told}", flush=True)
+            reason = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {arguments.max_restarts}"
+            print(f"FAILED ({NOT_REQUEUED}): {reason}", flush=True)
             return NOT_REQUEUED
         if plan.server_nodes:
             make_server_key(config)
@@ -98,15 +104,15 @@ def plan_command(argv: list[str]) -> int:
     return 0
 
 
-def write_attempt(plan: Plan, config: Config) -> None:
+def write_attempt(plan: JobPlan, config: Config) -> None:
     """The attempt's folder, logs/latest, and the list of servers, from which the last attempt's may be gone."""
     write_whole(plan.config_file, to_yaml(config))
     write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{process_plan(config)}\n")
     plan.write()
     latest = Path(plan.logs).with_name("latest")
-    made = latest.with_name(f".latest.{os.getpid()}")
-    made.symlink_to(Path(plan.logs).name)
-    made.replace(latest)
+    link = latest.with_name(f".latest.{os.getpid()}")
+    link.symlink_to(Path(plan.logs).name)
+    link.replace(latest)
     if plan.server_nodes:
         write_whole(Path(plan.run) / "servers.txt", "".join(f"{url}\n" for url in plan.server_urls))
 
@@ -119,7 +125,7 @@ def _notice(config: Config, notice_s: int | None) -> list[str]:
 def show_plan(config: Config, min_bandwidth: float | None, notice_s: int | None = None) -> None:
     """Nodes, processes and memory."""
     plan = make_plan(config, Allocation.imagined(config), min_bandwidth=min_bandwidth)
-    say("\n".join([plan.text(), *_notice(config, notice_s), "", process_plan(config)]))
+    print_line("\n".join([plan.text(), *_notice(config, notice_s), "", process_plan(config)]))
 
 
 def wait_command(arguments: argparse.Namespace) -> int:
@@ -127,8 +133,10 @@ def wait_command(arguments: argparse.Namespace) -> int:
     fault = wait_for_servers(arguments.plan)
     if fault:
         print(fault, flush=True)
-        write_whole(Path(arguments.plan.logs) / "waiting.log", f"{fault}\n")
-    return 1 if fault else 0
+    kind = EndKind.FAILED if fault else EndKind.DONE
+    code = FAILED_EXIT_CODE if fault else 0
+    arguments.plan.ends.write(WAITING, End(kind, code, fault or ""))
+    return code
 
 
 def end_command(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """A role's task on one node: interface, limits and cache folders of this node, then the role's program, then how it
 ended, in a file that the others see."""
 
-import json
 import os
 import resource
 import signal
@@ -12,16 +11,18 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from launch.slurm.plan import KILLED_TOGETHER, TRAINER, Plan
+from launch.process_names import task_name
+from launch.slurm.plan import KILLED_TOGETHER, TRAINER, JobPlan
 from megatron_dapo.common.addresses import local_address_towards, node_name
 from megatron_dapo.common.child_environment import COMMON, cache_folder
+from megatron_dapo.common.ends import End, EndKind, end_of_code
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE, shell_exit_code
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.signals import SignalReceiver
 
-ENDS, CANCELLED = "ends", "cancelled"  # in the attempt's folder of logs
+CANCELLED = "cancelled"  # a file in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
 _CACHES = (
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
@@ -32,18 +33,18 @@ _CANCEL_GRACE_S = 10.0  # Slurm's KillWait, after which it kills, is 30 as it co
 _LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it tells which one failed
 
 
-def run(plan: Plan, role: str) -> int:
+def run(plan: JobPlan, role: str) -> int:
     """Exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end the others,
     which may still be at it, for any other code."""
     node = node_name()
     orders = Orders(Path(plan.logs), role, node)
     try:
-        code = orders.obey(start(plan, role, node))
+        end = end_of_code(orders.obey(start(plan, role, node)))
     except UserError as error:
         print(error.report(), flush=True)
-        code = USER_ERROR_EXIT_CODE
-    code = shell_exit_code(code)
-    write_whole(Path(plan.logs) / ENDS / f"{role}-{node}.json", json.dumps({"code": code, "time": time.time()}))
+        end = End(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
+    plan.ends.write(task_name(role, node), end)
+    code = end.exit_code
     if role == TRAINER and code == SAVED_EXIT_CODE:
         return 0
     if role in KILLED_TOGETHER and code:
@@ -51,19 +52,23 @@ def run(plan: Plan, role: str) -> int:
     return code
 
 
-def start(plan: Plan, role: str, node: str) -> subprocess.Popen:
-    """The role's program. Raises UserError where this node is not fit for it."""
+def start(plan: JobPlan, role: str, node: str) -> subprocess.Popen:
+    """Start the role's program. Raises UserError where this node is not fit for it."""
     peers = [name for name in plan.nodes if name != node]
     interface = interface_towards(peers[0]) if peers else None
     environment = node_environment(os.environ, interface, cache_folder(os.environ))
     limits = raise_limits()
     print(f"{node}: {role}, interface {interface or 'none needed'}, {limits}", flush=True)
-    # Slurm ends all of a task's processes where it keeps them in cgroups; elsewhere the task alone
-    preparation = {"start_new_session": True, "preexec_fn": partial(end_with_parent, os.getpid())}
-    return subprocess.Popen(plan.command(role, node), env=environment, **preparation)
+    return subprocess.Popen(
+        plan.command(role, node),
+        env=environment | plan.ends.variables(),
+        start_new_session=True,
+        # Slurm ends all of a task's processes where it keeps them in cgroups; elsewhere the task alone
+        preexec_fn=partial(end_with_parent, os.getpid()),
+    )
 
 
-def wait_for_peers(plan: Plan, role: str, orders: "Orders") -> None:
+def wait_for_peers(plan: JobPlan, role: str, orders: "Orders") -> None:
     """Until the role has ended on all nodes: Slurm ends the others at once when the task of one fails, and the first
     to fail may be one that lost a peer, which has not told yet what it died of."""
     deadline = time.monotonic() + _LAST_WORDS_S
@@ -112,11 +117,11 @@ class Orders:
 
     def _ask(self) -> None:
         """The script, if Slurm has told this task to end."""
-        told = next((number for number in self._received if number != signal.SIGINT), None)
-        if told is None or self._asked is None:
+        order = next((number for number in self._received if number != signal.SIGINT), None)
+        if order is None or self._asked is None:
             return
         try:
-            write_whole(self._asked, told.name.removeprefix("SIG"))
+            write_whole(self._asked, order.name.removeprefix("SIG"))
             self._asked = None
         except OSError as error:  # a full disk: the next time; the trainer is not given up for it
             print(f"cannot write {self._asked}: {error}", flush=True)
@@ -135,19 +140,19 @@ def kill_all(pid: int) -> None:
             process.kill()
 
 
-def ends(plan: Plan, role: str) -> dict[str, int]:
-    """Node -> exit code of a role's program, of those that have ended."""
-    files = {node: Path(plan.logs) / ENDS / f"{role}-{node}.json" for node in plan.of_role(role)}
-    return {node: json.loads(file.read_text())["code"] for node, file in files.items() if file.exists()}
+def ends(plan: JobPlan, role: str) -> dict[str, End]:
+    """Return node -> how a role's program ended there, of the nodes on which it has ended."""
+    by_node = {node: plan.ends.read(task_name(role, node)) for node in plan.of_role(role)}
+    return {node: end for node, end in by_node.items() if end is not None}
 
 
-def node_environment(given: Mapping[str, str], interface: str | None, caches: Path) -> dict[str, str]:
-    """The program's environment; what the user has set stays, if COMMON does not say otherwise."""
-    made = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    made |= {name: str(caches / name.lower()) for name in _CACHES}
+def node_environment(inherited: Mapping[str, str], interface: str | None, caches: Path) -> dict[str, str]:
+    """Return the program's environment; what it inherits from the user stays, except for what COMMON sets."""
+    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {name: str(caches / name.lower()) for name in _CACHES}
     if interface:  # of NCCL's sockets and its bootstrap; which InfiniBand adapters there are, NCCL finds out
-        made |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
-    return made | dict(given) | COMMON
+        environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+    return environment | dict(inherited) | COMMON
 
 
 def interface_towards(host: str) -> str | None:

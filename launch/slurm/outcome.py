@@ -1,14 +1,21 @@
-"""How an attempt ended: exit code of the job, the last line of its log, and whether it is to be requeued."""
+"""How an attempt ended: exit code of the job, the last line of its log, and whether it is to be requeued.
+
+All of it is read off the records that the processes wrote (`common.ends`); a log is read for a process that was ended
+before it could write one.
+"""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.process_names import WAITING, preflight_name, supervisor_name
 from launch.slurm.node import ends
-from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Plan
+from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, JobPlan
 from launch.slurm.progress import Progress, progress
-from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.ends import PEER_IS_GONE, End, EndKind, rank_name
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE, exit_phrase
+from megatron_dapo.common.log_lines import last_error, read_lines
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -22,18 +29,7 @@ MAX_LINE = 600
 PREEMPTED = "TERM"
 """What a job that still runs is asked by when others get its nodes: it may not have had the time to gain anything."""
 
-_FAILED_RANK = re.compile(r"^rank (\d+) on (\S+) (.+) at (\S+)$")  # launch.torchrun writes it
-_ERROR = re.compile(
-    r"^(\[rank\d+\]: )?((\w+\.)*\w*(Error|Exception|Failure|Interrupt|Exit)\b.*|Fatal Python error.*|Hang: .*"
-    r"|The rollout failed: .*)$"
-)
-_SERVERS_LOST = "all SGLang servers have been down"  # the rollout's words
 _NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed: (.*)$")
-# what a rank says whose peer is gone: never the first cause while another rank says something else
-_PEER_IS_GONE = re.compile(
-    r"Connection (closed|reset|refused)|closed by peer|Broken pipe|NCCL|DistBackendError|DistNetworkError|[Tt]imed out"
-    r"|killed by SIGTERM|heartbeat"
-)
 
 
 @dataclass(frozen=True)
@@ -50,46 +46,49 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
+    """What the job's script does: it prints the line, and requeues the job or ends with the code."""
+
     code: int
     line: str
     requeue: bool = False
 
 
-def outcome(plan: Plan, facts: Facts) -> Outcome:
-    trainer = ends(plan, TRAINER)
-    if facts.phase == TRAINER and SAVED_EXIT_CODE in trainer.values() and facts.exit_code == 0:
+def outcome(plan: JobPlan, facts: Facts) -> AttemptOutcome:
+    """Return how an attempt ended."""
+    trainer = {end.kind for end in ends(plan, TRAINER).values()}
+    if facts.phase == TRAINER and EndKind.SAVED in trainer and facts.exit_code == 0:
         return _saved(plan, facts)
     if facts.phase == TRAINER and facts.exit_code == 0:
-        return Outcome(DONE, done_line(plan.run, plan.total_steps))
-    if facts.phase == TRAINER and USER_ERROR_EXIT_CODE in trainer.values():
-        return _failed(USER_ERROR_EXIT_CODE, first_mistake(plan) or first_cause(plan, TRAINER))
+        return AttemptOutcome(DONE, done_line(plan.run, plan.total_steps))
+    if facts.phase == TRAINER and EndKind.USER_ERROR in trainer:
+        return _failed(USER_ERROR_EXIT_CODE, (first_mistake(plan) or first_cause(plan, TRAINER)).text)
     # before the trainer, which may have died of it
     blamed = SERVERS if facts.servers_ended else facts.phase
     cause = first_cause(plan, blamed)
-    return _failed(SERVERS_FAILED if _SERVERS_LOST in cause else FAILURES[blamed], cause)
+    return _failed(SERVERS_FAILED if cause.kind is EndKind.SERVERS_LOST else FAILURES[blamed], cause.text)
 
 
-def _saved(plan: Plan, facts: Facts) -> Outcome:
+def _saved(plan: JobPlan, facts: Facts) -> AttemptOutcome:
     reached, started = progress(plan.run), Progress(plan.start_step, plan.start_groups)
     more = f", and {reached.num_groups} groups of the next one," if reached.num_groups else ""
     saved = f"step {reached.step} of {plan.total_steps}{more} is saved in {plan.run}"
     if reached <= started and facts.asked_by != PREEMPTED:
         return _failed(NOT_REQUEUED, f"nothing was gained in this attempt, so that it is not repeated; {saved}")
     if not (facts.asked_by and facts.may_requeue):
-        return Outcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command goes on from there")
+        return AttemptOutcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command goes on from there")
     restart = plan.restart_count + 1
     if restart > facts.max_restarts:
         return _failed(
             NOT_REQUEUED, f"requeued {plan.restart_count} times, and MAX_RESTARTS is {facts.max_restarts}; {saved}"
         )
     words = f"SAVED: {saved}; requeued on {facts.asked_by}, restart {restart} of at most {facts.max_restarts}"
-    return Outcome(SAVED_EXIT_CODE, words, requeue=True)
+    return AttemptOutcome(SAVED_EXIT_CODE, words, requeue=True)
 
 
-def _failed(code: int, cause: str) -> Outcome:
+def _failed(code: int, cause: str) -> AttemptOutcome:
     line = f"FAILED ({code}): {' '.join(cause.split())}"
-    return Outcome(code, line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
+    return AttemptOutcome(code, line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
 
 
 def done_line(run: str, total_steps: int) -> str:
@@ -107,95 +106,110 @@ def is_done(config: Config) -> bool:
     return bool(steps) and steps[-1] >= total
 
 
-# ---------------------------------------------------------------------------------------------- reading the logs
+# ---------------------------------------------------------------------------------------------------- the first cause
 
 
-def first_cause(plan: Plan, role: str) -> str:
-    """Of the role's logs, what went wrong first: who, on which node, in whose words, and the log file."""
-    found = {TRAINER: _rank_failures, SERVERS: _server_failures, PREFLIGHT: _preflight_failures}[role](plan)
-    cause = next(_not_launched(plan, role), None) or next(found, None) or next(_last_words(plan, role), None)
-    return cause or f"{role} ended without a word; its logs are {plan.logs}/{role}-*.log"
+@dataclass(frozen=True)
+class Cause:
+    """What went wrong first: who, on which node, in whose words, and the log file. kind: none where nobody recorded
+    it."""
+
+    text: str
+    kind: EndKind | None = None
 
 
-def first_mistake(plan: Plan) -> str | None:
-    """The first sentence of a mistake of the user that a rank reported."""
-    for log in sorted(Path(plan.logs).glob("trainer-rank-*.log")):
-        lines = _lines(log)
-        for i, line in enumerate(lines):
-            if re.search(r"\d+ mistakes? to correct:$", line) and i + 1 < len(lines):
-                return f"{lines[i + 1]} ({log})"
+def first_cause(plan: JobPlan, role: str) -> Cause:
+    """Return what went wrong first in a role's processes."""
+    failures = {TRAINER: _rank_failures, SERVERS: _server_failures, PREFLIGHT: _preflight_failures}[role]
+    for causes in (_not_launched(plan, role), failures(plan), _task_failures(plan, role), _words_of_slurm(plan, role)):
+        for cause in causes:
+            return cause
+    return Cause(f"{role} ended without a word; its logs are {plan.logs}/{role}-*.log")
+
+
+def first_mistake(plan: JobPlan) -> Cause | None:
+    """Return the mistake of the user that a rank reported."""
+    for rank, end in _rank_ends(plan):
+        if end.kind is EndKind.USER_ERROR and end.sentence:
+            return Cause(f"{end.sentence} ({_rank_log(plan, rank)})", end.kind)
     return None
 
 
-def _rank_failures(plan: Plan) -> Iterator[str]:
-    """Failed ranks as their nodes' launchers told them, the likely first one first."""
-    told = [
-        (match[4], int(match[1]), match[2], match[3])
-        for node in plan.trainer_nodes
-        for line in _lines(Path(plan.logs) / f"{TRAINER}-{node}.log")
-        if (match := _FAILED_RANK.match(line))
-    ]
+def _rank_ends(plan: JobPlan) -> Iterator[tuple[int, End]]:
+    for rank in range(len(plan.trainer_nodes) * plan.n_procs_per_node):
+        end = plan.ends.read(rank_name(rank))
+        if end is not None:
+            yield rank, end
+
+
+def _rank_log(plan: JobPlan, rank: int) -> Path:
+    return Path(plan.logs) / f"{rank_name(rank)}.log"
+
+
+def _rank_failures(plan: JobPlan) -> Iterator[Cause]:
+    """Yield how the ranks failed, the likely first one first."""
     failures = []
-    for time, rank, node, end in told:
-        log = Path(plan.logs) / f"trainer-rank-{rank}.log"
-        error = "" if end.startswith("was killed") else last_error(_lines(log))
-        is_later = bool(_PEER_IS_GONE.search(error or end))
-        words = f"rank {rank} on {node} {end}{f': {error}' if error else ''}; see {log}"
-        failures.append((is_later, time, rank, words))
-    return (words for *_, words in sorted(failures))
+    for rank, end in _rank_ends(plan):
+        if end.kind.is_good:
+            continue
+        log = _rank_log(plan, rank)
+        words = _words_of(end, log)
+        is_later = end.kind.is_consequence or bool(not end.sentence and PEER_IS_GONE.search(words))
+        failures.append((is_later, end.time, rank, Cause(f"rank {rank} on {end.host} {words}; see {log}", end.kind)))
+    failures.sort(key=lambda failure: failure[:3])
+    if failures and failures[0][3].kind is EndKind.HANG:  # rank 0, which asked the others, knows most, and goes last
+        failures.sort(key=lambda failure: (failure[3].kind is not EndKind.HANG, failure[2]))
+    return (cause for *_, cause in failures)
 
 
-def _server_failures(plan: Plan) -> Iterator[str]:
+def _words_of(end: End, log: Path) -> str:
+    """Return how a process ended. Its log is asked where it was ended before it could tell."""
+    if end.kind in (EndKind.KILLED, EndKind.TERMINATED):
+        return end.sentence
+    sentence = end.sentence or last_error(read_lines(log))
+    phrase = exit_phrase(end.exit_code)
+    return f"{phrase}: {sentence}" if sentence else phrase
+
+
+def _server_failures(plan: JobPlan) -> Iterator[Cause]:
     for node in plan.server_nodes:
-        log = Path(plan.logs) / f"{SERVERS}-{node}.log"
-        lines = _lines(log)
-        for i, line in enumerate(lines):
-            if line.startswith("The servers failed: "):
-                tail = [text.removeprefix("  | ") for text in lines[i + 1 :] if text.startswith("  | ")]
-                said = last_error(tail)
-                yield f"{node}: {line.removeprefix('The servers failed: ')}{f' ({said})' if said else ''}"
-            elif re.search(r"\d+ mistakes? to correct:$", line) and i + 1 < len(lines):
-                yield f"{node}: {lines[i + 1]} ({log})"
-    waited = _lines(Path(plan.logs) / "waiting.log")
-    if waited:
-        yield f"{waited[-1]}; their logs are {plan.logs}/server-*.log"
+        end = plan.ends.read(supervisor_name(node))
+        if end is None or end.kind.is_good or not end.sentence:
+            continue
+        log = f" ({plan.logs}/{SERVERS}-{node}.log)" if end.kind is EndKind.USER_ERROR else ""
+        yield Cause(f"{node}: {end.sentence}{log}", end.kind)
+    waited = plan.ends.read(WAITING)
+    if waited is not None and not waited.kind.is_good:
+        yield Cause(f"{waited.sentence}; their logs are {plan.logs}/server-*.log", waited.kind)
 
 
-def _preflight_failures(plan: Plan) -> Iterator[str]:
-    """Node 0's verdict of all comes first."""
+def _preflight_failures(plan: JobPlan) -> Iterator[Cause]:
+    """Yield the verdicts; node 0's, which is that of all, comes first."""
     for node in plan.nodes:
-        log = Path(plan.logs) / f"{PREFLIGHT}-{node}.log"
-        verdicts = [line for line in _lines(log) if line.startswith("preflight: ") and line != "preflight: ok"]
-        if verdicts:
-            yield f"{verdicts[-1]} ({log})"
+        end = plan.ends.read(preflight_name(node))
+        if end is not None and not end.kind.is_good:
+            yield Cause(f"preflight: {end.sentence} ({plan.logs}/{PREFLIGHT}-{node}.log)", end.kind)
 
 
-def _not_launched(plan: Plan, role: str) -> Iterator[str]:
-    """Slurm opens a task's log on the task's node."""
-    for line in _lines(Path(plan.logs) / f"srun-{role}.log"):
+def _not_launched(plan: JobPlan, role: str) -> Iterator[Cause]:
+    """Yield the tasks that Slurm could not start: it opens a task's log on the task's node."""
+    for line in read_lines(Path(plan.logs) / f"srun-{role}.log"):
         if match := _NOT_LAUNCHED.match(line):
             node, words = plan.of_role(role)[int(match[1])], match[2]
             shared = f"; is {plan.logs} the same folder there as on {plan.nodes[0]}?" if "connect IO" in words else ""
-            yield f"{node}: Slurm could not start the {role} task: {words}{shared}"
+            yield Cause(f"{node}: Slurm could not start the {role} task: {words}{shared}")
 
 
-def _last_words(plan: Plan, role: str) -> Iterator[str]:
-    """Where no program told more: the end of a node's log, then Slurm's own words."""
-    codes = ends(plan, role)
-    for node in (node for node, code in codes.items() if code):
-        log = Path(plan.logs) / f"{role}-{node}.log"
-        yield f"{role} on {node} ended with exit code {codes[node]}: {last_error(_lines(log))}; see {log}"
-    for line in _lines(Path(plan.logs) / f"srun-{role}.log"):
+def _task_failures(plan: JobPlan, role: str) -> Iterator[Cause]:
+    """Yield the ends of programs that told nothing themselves, with the last words of their logs."""
+    for node, end in ends(plan, role).items():
+        if end.exit_code:
+            log = Path(plan.logs) / f"{role}-{node}.log"
+            words = end.sentence if end.kind is EndKind.USER_ERROR else last_error(read_lines(log))
+            yield Cause(f"{role} on {node} ended with exit code {end.exit_code}: {words}; see {log}", end.kind)
+
+
+def _words_of_slurm(plan: JobPlan, role: str) -> Iterator[Cause]:
+    for line in read_lines(Path(plan.logs) / f"srun-{role}.log"):
         if "error: " in line:
-            yield f"{role}: {line} ({plan.logs}/{role}-*.log)"
-
-
-def last_error(lines: list[str]) -> str:
-    """The last line that names an error; else the last line."""
-    errors = [line for line in lines if _ERROR.match(line)]
-    said = errors or [line for line in lines if line.strip()]
-    return re.sub(r"^\[rank\d+\]: ", "", said[-1]).strip() if said else ""
-
-
-def _lines(log: Path) -> list[str]:
-    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+            yield Cause(f"{role}: {line} ({plan.logs}/{role}-*.log)")

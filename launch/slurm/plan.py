@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launch.slurm.progress import BEGINNING, Progress
 from megatron_dapo.common.addresses import LOOPBACK
+from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import servers_per_node, starts_servers
@@ -59,7 +60,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """One attempt of a job. trainer_nodes come first in the allocation; server_nodes are those after them.
 
     run, logs: absolute folders. server_key_file: with the key that the servers demand. config: the resolved config, a
@@ -86,6 +87,11 @@ class Plan:
     @property
     def nodes(self) -> tuple[str, ...]:
         return self.trainer_nodes + self.server_nodes
+
+    @property
+    def ends(self) -> EndFolder:
+        """How the processes of this attempt ended."""
+        return EndFolder(RunFolder(Path(self.run)).ends, start=self.logs)
 
     @property
     def config_file(self) -> str:
@@ -181,9 +187,13 @@ class Plan:
         write_whole(Path(self.logs) / "plan.sh", self.shell())
 
     @classmethod
-    def read(cls, path: str | Path) -> "Plan":
+    def read(cls, path: str | Path) -> "JobPlan":
+        """Read what `write` wrote."""
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(value)
+        return cls(**fields)
 
 
 def num_nodes(config: Config) -> tuple[int, int]:
@@ -194,7 +204,7 @@ def num_nodes(config: Config) -> tuple[int, int]:
 
 def make_plan(
     config: Config, allocation: Allocation, start: Progress = BEGINNING, min_bandwidth: float | None = None
-) -> Plan:
+) -> JobPlan:
     """Raises UserError where the config does not fit what Slurm gave."""
     num_trainers, num_servers = num_nodes(config)
     sentences = list(_mistakes(config, allocation))
@@ -202,7 +212,7 @@ def make_plan(
         raise UserError(sentences)
     run = RunFolder.of(config.trainer).path.absolute()
     server = config.actor_rollout_ref.rollout.server
-    return Plan(
+    return JobPlan(
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
         trainer_nodes=allocation.nodes[:num_trainers],
@@ -220,10 +230,10 @@ def make_plan(
     )
 
 
-def own_overrides(plan: Plan, config: Config) -> list[str]:
+def own_overrides(plan: JobPlan, config: Config) -> list[str]:
     """What the job sets in the config that its processes read: absolute folders, how trainer and servers meet, and a
     requeued job goes on whatever `trainer.resume` said at first."""
-    values = {"trainer.run_dir": plan.run, "trainer.log_dir": plan.logs}
+    values: dict[str, str | int] = {"trainer.run_dir": plan.run, "trainer.log_dir": plan.logs}
     rollout = "actor_rollout_ref.rollout"
     if plan.server_nodes:
         values[f"{rollout}.server_urls_file"] = f"{plan.run}/servers.txt"
@@ -238,16 +248,16 @@ def own_overrides(plan: Plan, config: Config) -> list[str]:
 
 
 def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
-    server, given = config.actor_rollout_ref.rollout.server, len(allocation.nodes)
+    server, num_given = config.actor_rollout_ref.rollout.server, len(allocation.nodes)
     num_trainers, num_servers = num_nodes(config)
     if starts_servers(config) and server.nnodes == 0:
         yield (
             "actor_rollout_ref.rollout.server.nnodes is 0, but in a Slurm job the servers have nodes of their own; set "
             "it to 1 or more, or run `python -m launch.local` on the one node."
         )
-    elif given != num_trainers + num_servers:
+    elif num_given != num_trainers + num_servers:
         yield (
-            f"Slurm gave {given} nodes ({' '.join(allocation.nodes)}), but trainer.nnodes {num_trainers} + "
+            f"Slurm gave {num_given} nodes ({' '.join(allocation.nodes)}), but trainer.nnodes {num_trainers} + "
             f"actor_rollout_ref.rollout.server.nnodes {num_servers} is {num_trainers + num_servers}; make them agree "
             f"(sbatch --nodes={num_trainers + num_servers})."
         )

@@ -30,4 +30,4 @@ def progress(run: str) -> Progress:
         num_groups = num_groups_under_way(read_controller_state(folders[0]))
     except (OSError, ValueError, EOFError, zlib.error):  # damaged, or without a rollout's state
         num_groups = 0
-    return Progress(step_of(folders[0]), num_groups)
+    return Progress(step_of(folders[0]) or 0, num_groups)

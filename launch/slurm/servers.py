@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from launch.slurm.node import ends
-from launch.slurm.plan import SERVERS, Plan
+from launch.slurm.plan import SERVERS, JobPlan
 from megatron_dapo.common.server_health import HealthCheck, is_healthy
 from megatron_dapo.storage.server_key import key_header, read_server_key
 
@@ -13,7 +13,7 @@ POLL_INTERVAL_S = 1.0
 PROBE_TIMEOUT_S = 2.0
 
 
-def wait_for_servers(plan: Plan, probe: Callable[[str], bool] | None = None) -> str | None:
+def wait_for_servers(plan: JobPlan, probe: Callable[[str], bool] | None = None) -> str | None:
     """None when all are healthy; else who is not, in one sentence. Tells each that becomes healthy."""
     if probe is None:
         headers = key_header(read_server_key(plan.server_key_file))

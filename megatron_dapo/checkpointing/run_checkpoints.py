@@ -17,7 +17,7 @@ from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.hf_io import copy_model_files, export_hf
@@ -61,7 +61,7 @@ def choose_start(config: Config, run: RunFolder, agreement: Agreement) -> Start:
     agreement.leader(f"tidying {run.checkpoints}", remove_leftovers, run.checkpoints)
     notice = agreement.leader(f"tidying {run.path}", _put_earlier_run_aside, config, run, start)
     if notice and agreement.rank == 0:
-        say(notice)
+        print_line(notice)
     return start
 
 
@@ -271,7 +271,7 @@ class RunCheckpoints:
         return self._trained.rollout
 
     def _report(self, lines: list[str]) -> None:
-        say("\n".join(lines))
+        print_line("\n".join(lines))
         with suppress(OSError), self._run.log("checkpoints").open("a", encoding="utf-8") as log:  # said already
             log.write("\n".join(lines) + "\n")
 

@@ -8,23 +8,25 @@ _STANDARD_ERROR = 2
 
 
 def open_standard_streams() -> None:
-    """Those that whoever started us has closed, as one does who makes a daemon, lead nowhere. Else the next files that
-    are opened, or sockets, take their numbers, and the processes that we start have none. To be called first."""
+    """Open the streams that our starter has closed, as one does who makes a daemon; they lead nowhere.
+
+    To be called first: else the next files or sockets that are opened take their numbers, and the processes that we
+    start have none."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         os.set_inheritable(number, True)
     os.close(number)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print at once. Where nobody can read it any more, it and all that follows is dropped: no run ends of that."""
     try:
         print(text, flush=True)
     except OSError:
-        fall_silent()
+        mute()
 
 
-def fall_silent() -> None:
-    """What is written to standard output from now on goes nowhere and raises nothing: its buffer at the end neither."""
+def mute() -> None:
+    """Drop what is written to standard output from now on. Its buffer raises nothing at the end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.standard_streams import say
+from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.memory import shortage
@@ -34,7 +34,7 @@ def dry_run(
         raise
     check(config)
     if show:
-        say(f"{to_yaml(config)}\n{process_plan(config)}")
+        print_line(f"{to_yaml(config)}\n{process_plan(config)}")
     models = read_model_specs(config)
     sentences = shortage(config, *models) if models else []
     try:

@@ -25,7 +25,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.common import ends
 from megatron_dapo.common.addresses import node_name
+from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.platform import stores
@@ -36,6 +38,7 @@ _JUDGE_INTERVAL_S = 0.25
 _ANSWERS_S = 6.0  # for every rank to notice an alarm
 _WRITING_S = 20.0  # for the stacks, from the alarm on
 _FAREWELL_S = 4.0  # after that, for every rank to have said where it is
+_RECORD_S = 2.0  # then for the record of this process's end
 _LAST_RESORT_S = 60.0  # the process ends by then, whatever holds it
 _STORE_TIMEOUT_S = 60.0
 _LONGEST_STEP_S = 2.0  # of the judge's clock: time in which the whole process was stopped counts for no more
@@ -63,6 +66,7 @@ def beat() -> None:
 def begin_step(step: int) -> None:
     """What follows belongs to this rollout step."""
     _here.step = step
+    ends.begin_step(step)
 
 
 @contextmanager
@@ -278,7 +282,10 @@ class Watchdog:
             thread.join(max(0.0, began + _WRITING_S - time.monotonic()))
         if any(thread.is_alive() for thread in writing):
             print(f"{self._folder} took no stacks within {_WRITING_S:g} s.", file=sys.stderr)
-        print(sentence(why, dict(places), dict(last), set(silent), self._folder), file=sys.stderr, flush=True)
+        text = sentence(why, dict(places), dict(last), set(silent), self._folder)
+        print(text, file=sys.stderr, flush=True)
+        # the storage may be what hangs
+        _in_thread(ends.record_end, EndKind.HANG, HANG_EXIT_CODE, text).join(_RECORD_S)
         if not asking.is_alive():
             until = began + _WRITING_S + _FAREWELL_S * (2 if self._rank == 0 else 1)
             _in_thread(self._part, set(places) - {self._rank}, until).join(max(0.0, until + 1.0 - time.monotonic()))

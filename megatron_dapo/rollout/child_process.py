@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 
 from megatron_dapo.common.exit_codes import exit_phrase
+from megatron_dapo.common.log_lines import read_lines
 from megatron_dapo.common.parent_death import end_with_parent
 
 log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 15
+TAIL_PREFIX = "  | "
 
 
 class ChildProcess:
@@ -107,11 +109,9 @@ class ChildProcess:
         return f"{self.name} {exit_phrase(self._process.returncode)}; its log is {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Return the last lines of its log."""
-        lines = (
-            self.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if self.log_file.exists() else []
-        )
-        return "\n".join(f"  | {line[:400]}" for line in lines[-LOG_TAIL_LINES:])
+        """Return the last lines of its log, each after TAIL_PREFIX."""
+        lines = read_lines(self.log_file)
+        return "\n".join(f"{TAIL_PREFIX}{line[:400]}" for line in lines[-LOG_TAIL_LINES:])
 
     def _learn_family(self) -> None:
         """Drop the dead, add the children of those there are."""

@@ -1,14 +1,33 @@
 """What can go wrong with a rollout, besides mistakes of the user."""
 
+from typing import ClassVar
+
+from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import SharedError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, MISMATCH_EXIT_CODE
 
 
 class RolloutError(SharedError):
-    """Servers, rewards or the controller failed for good; the message names who."""
+    """Servers, rewards or the controller failed for good; the message names who.
+
+    end_kind, exit_code: of the ranks that it ends.
+    """
+
+    end_kind: ClassVar[EndKind] = EndKind.ROLLOUT_FAILED
+    exit_code: ClassVar[int] = FAILED_EXIT_CODE
+
+
+class ServersLost(RolloutError):
+    """No server answers any more."""
+
+    end_kind = EndKind.SERVERS_LOST
 
 
 class ForeignSamples(RolloutError):
     """Servers wrote what the trainer's weights would not: that batch is not trained on."""
+
+    end_kind = EndKind.MISMATCH
+    exit_code = MISMATCH_EXIT_CODE
 
 
 class Interrupted(RolloutError):

@@ -16,7 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.common import ends
+from megatron_dapo.common.ends import EndFolder, EndKind
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
 from megatron_dapo.common.signals import SignalReceiver, ignore_signals
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import RolloutBatch
@@ -197,7 +200,13 @@ def _main(config: Config, connection: Connection, log_file: str) -> None:
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    asyncio.run(_serve(config, connection, log_file))
+    ends.begin("controller", ends.own_folder() or EndFolder(RunFolder.of(config.trainer).ends, start=""))
+    try:
+        asyncio.run(_serve(config, connection, log_file))
+    except BaseException as error:
+        ends.write_own_end(ends.end_of_error(error))
+        raise
+    ends.record_end(EndKind.DONE, 0)
 
 
 async def _serve(config: Config, connection: Connection, log_file: str) -> None:
@@ -248,7 +257,10 @@ def _read_commands(
         with suppress(RuntimeError):  # the loop is closed: all is over
             loop.call_soon_threadsafe(note_the_end)
     time.sleep(_CLOSE_S)
-    os._exit(1)  # where code of the user's holds the loop; a trainer that lives kills us by now, one that died cannot
+    ends.record_end(EndKind.FAILED, FAILED_EXIT_CODE, "the loop did not end when the trainer closed the pipe")
+    os._exit(
+        FAILED_EXIT_CODE
+    )  # where code of the user's holds the loop; a trainer that lives kills us by now, one that died cannot
 
 
 async def _answer_commands(
@@ -265,7 +277,9 @@ async def _answer_commands(
             assert command in _COMMANDS, command
             connection.send(await _answer(getattr(controller, command), arguments, log_file))
     except Exception as error:
-        connection.send(("error", _portable(error, log_file)))
+        portable = _portable(error, log_file)
+        ends.record_end(_end_kind(portable), 0, str(portable))
+        connection.send(("error", portable))
     finally:
         if controller is not None:
             await controller.close()
@@ -277,6 +291,10 @@ async def _answer(method: Any, arguments: tuple, log_file: str) -> tuple[str, An
         return "ok", await answer if asyncio.iscoroutine(answer) else answer
     except Exception as error:
         return "error", _portable(error, log_file)
+
+
+def _end_kind(error: Exception) -> EndKind:
+    return error.end_kind if isinstance(error, RolloutError) else EndKind.USER_ERROR
 
 
 def _portable(error: Exception, log_file: str) -> Exception:

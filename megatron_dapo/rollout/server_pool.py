@@ -11,7 +11,7 @@ from enum import Enum
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout.client import Generation, KeyRefused, SamplingParams, ServerError, SGLangClient
-from megatron_dapo.rollout.errors import NeedsSync, RolloutError
+from megatron_dapo.rollout.errors import NeedsSync, RolloutError, ServersLost
 from megatron_dapo.rollout.server_list import ServerList
 
 log = logging.getLogger(__name__)
@@ -376,7 +376,7 @@ class ServerPool:
             self._follow()
             since = self._all_down_since
             if since is not None and time.monotonic() - since > self._down_timeout_s:
-                self._failure = RolloutError(
+                self._failure = ServersLost(
                     f"all SGLang servers have been down for {self._down_timeout_s:g} s "
                     f"(actor_rollout_ref.rollout.server.startup_timeout_s): {self._listed}; see their log files."
                 )

@@ -14,10 +14,11 @@ from megatron_dapo.common.addresses import node_name
 from megatron_dapo.common.child_environment import COMMON, places_to_write
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import exit_phrase
+from megatron_dapo.common.log_lines import last_error
 from megatron_dapo.common.server_health import HTTP_OK, HealthCheck, health_status
 from megatron_dapo.config.derived import servers_per_node
 from megatron_dapo.config.schema import Config
-from megatron_dapo.rollout.child_process import ChildProcess
+from megatron_dapo.rollout.child_process import TAIL_PREFIX, ChildProcess
 from megatron_dapo.rollout.server_files import ServerFiles
 from megatron_dapo.rollout.server_watch import PUSH_MARGIN_S, ServerWatch
 from megatron_dapo.storage.model_folder import ModelFolder
@@ -34,6 +35,12 @@ MAX_BACKOFF_S = 60.0  # between two starts of a server that dies before it is he
 
 class ServerFailure(RuntimeError):
     """A server did not start, or died too often. The message names it, its log file and the log's last lines."""
+
+    def summary(self) -> str:
+        """Return the message on one line, with the last error of the log's lines."""
+        first, *tail = str(self).splitlines()
+        error = last_error([line.removeprefix(TAIL_PREFIX) for line in tail])
+        return f"{first} ({error})" if error else first
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,11 @@ class RunFolder:
         return self.path / "stop"
 
     @property
+    def ends(self) -> Path:
+        """How each process of the run ended; see `common.ends`."""
+        return self.path / "ends"
+
+    @property
     def server_key(self) -> Path:
         """The key that the run's own servers demand; for its owner's eyes alone, and kept as long as the run."""
         return self.path / ".server_key"

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.common.standard_streams import fall_silent, say
+from megatron_dapo.common.standard_streams import mute, print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import StepTable, progress, validation_line
@@ -57,16 +57,16 @@ class Console:
             try:
                 self._progress.stop()
             except OSError:  # the terminal is gone
-                fall_silent()
+                mute()
 
     def _print(self, text: str) -> None:
         if self._progress is None:
-            say(text)
+            print_line(text)
             return
         try:
             self._progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
         except OSError:
-            fall_silent()
+            mute()
 
 
 class JsonLines:

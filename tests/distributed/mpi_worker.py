@@ -9,19 +9,19 @@ from launch import mpi
 mpi.LAST_WORDS_S = 1.0
 
 
-def told_variables(place: mpi.Place) -> int:
+def told_variables(place: mpi.RankVariables) -> int:
     print(" ".join(f"{name}={os.environ[name]}" for name in place.variables()), flush=True)
     return 0
 
 
-def slow_save(place: mpi.Place) -> int:
+def slow_save(place: mpi.RankVariables) -> int:
     """Rank 0 is done at once, rank 1 still saves."""
     time.sleep(1.0 * place.rank)
     print(f"rank {place.rank} saved", flush=True)
     return 85
 
 
-def one_fails(place: mpi.Place) -> int:
+def one_fails(place: mpi.RankVariables) -> int:
     if place.rank == 1:
         raise RuntimeError("the cause")
     time.sleep(120)
@@ -30,4 +30,4 @@ def one_fails(place: mpi.Place) -> int:
 
 if __name__ == "__main__":
     here = mpi.bootstrap()
-    sys.exit(mpi.together(lambda: globals()[sys.argv[1]](here)))
+    sys.exit(mpi.run_and_wait(lambda: globals()[sys.argv[1]](here)))

@@ -141,8 +141,10 @@ SRUN_OF_A_TRAINER = """#!/bin/bash
 logs=$(dirname "${@: -1}") run=$RUN_FOLDER
 kill -USR1 "$PPID"
 until [ -e "$run/stop" ]; do sleep 0.1; done
-mkdir -p "$logs/ends" "$run/checkpoints/step_000003"
-for node in n1 n2; do echo '{"code": 85, "time": 0}' >"$logs/ends/trainer-$node.json"; done
+mkdir -p "$run/ends" "$run/checkpoints/step_000003"
+for node in n1 n2; do
+    echo '{"kind": "saved", "exit_code": 85, "start": "'"$logs"'"}' >"$run/ends/trainer-$node.json"
+done
 """
 SCONTROL = """#!/bin/bash
 [ "$1 $2" != "show hostnames" ] || exec printf 'n1\nn2\n'

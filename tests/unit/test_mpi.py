@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.mpi import Interface, Place, check_world, shared_interfaces
+from launch.mpi import Interface, RankVariables, check_world, shared_interfaces
 from megatron_dapo.common.errors import UserError
 
 pytestmark = pytest.mark.unit
@@ -43,7 +43,7 @@ def test_a_launch_that_fell_apart_is_refused_with_the_cure(environment, variable
 
 
 def test_the_variables_are_torchruns():
-    assert Place(5, 8, 1, 4, "10.0.0.1", 20000).variables() == {
+    assert RankVariables(5, 8, 1, 4, "10.0.0.1", 20000).variables() == {
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.preflight import all_reduce, gpus, http, machine
-from launch.preflight.nodes import Finding, Nodes, PreflightError
+from launch.preflight.nodes import NodeFinding, PreflightError, PreflightNodes
 from launch.preflight.report import table
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.loader import load_config
@@ -154,9 +154,9 @@ def test_the_gpus_that_a_node_needs_follow_from_its_role():
 
 
 def test_a_node_that_comes_late_is_waited_for_and_one_that_reports_a_fault_is_not():
-    def meet(other: Callable[[Nodes], object]) -> list | PreflightError:
+    def meet(other: Callable[[PreflightNodes], object]) -> list | PreflightError:
         """What node 0 learns, which is first."""
-        first = Nodes(0, "a", ["a", "b"], "127.0.0.1:0", timeout_s=0.05, meeting_timeout_s=60.0)
+        first = PreflightNodes(0, "a", ["a", "b"], "127.0.0.1:0", timeout_s=0.05, meeting_timeout_s=60.0)
         learned = []
 
         def wait() -> None:
@@ -168,7 +168,7 @@ def test_a_node_that_comes_late_is_waited_for_and_one_that_reports_a_fault_is_no
         waiting = threading.Thread(target=wait)
         waiting.start()
         waiting.join(0.1)  # longer than all other waits may take
-        other(Nodes(1, "b", ["a", "b"], f"127.0.0.1:{first.address[1]}", timeout_s=10.0))
+        other(PreflightNodes(1, "b", ["a", "b"], f"127.0.0.1:{first.address[1]}", timeout_s=10.0))
         waiting.join(30.0)
         return learned[0]
 
@@ -378,7 +378,7 @@ def test_missing_files_are_named(tmp_path):
 
 def test_nodes_that_found_the_same_share_a_line():
     names = [f"node{index}" for index in range(9)]
-    findings = [Finding(name, "GPUs", "8 x H100") for name in names]
+    findings = [NodeFinding(name, "GPUs", "8 x H100") for name in names]
     findings[3] = replace(findings[3], found="7 of 8", problem="has lost one")
     lines = table(findings, names).splitlines()
     assert lines[0] == "Preflight of 9 nodes"

@@ -1,6 +1,5 @@
 """A role's task on a node: its environment, its exit code, and who waits for it."""
 
-import json
 import os
 import resource
 import signal
@@ -15,8 +14,9 @@ import pytest
 
 from launch.slurm import node, servers
 from launch.slurm.node import ends, interface_of, node_environment
-from launch.slurm.plan import SERVERS, TRAINER, Plan
+from launch.slurm.plan import SERVERS, TRAINER, JobPlan
 from launch.slurm.servers import wait_for_servers
+from megatron_dapo.common.ends import EndKind, end_of_code
 from megatron_dapo.common.errors import UserError
 from tests.helpers import REPOSITORY
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.fixture
-def plan(tmp_path) -> Plan:
-    return Plan(7, 0, ("t1",), ("s1",), 1, 2, str(tmp_path), str(tmp_path), total_steps=4, server_timeout_s=30.0)
+def plan(tmp_path) -> JobPlan:
+    return JobPlan(7, 0, ("t1",), ("s1",), 1, 2, str(tmp_path), str(tmp_path), total_steps=4, server_timeout_s=30.0)
 
 
 def test_sockets_use_the_interface_on_which_the_other_nodes_are():
@@ -73,26 +73,27 @@ def test_only_a_trainer_that_saved_ends_well_for_slurm_and_all_are_recorded(
     plan, monkeypatch, role, code, told, recorded
 ):
     end = "os.kill(os.getpid(), 9)" if code == "kill" else f"sys.exit({code})"
-    monkeypatch.setattr(Plan, "command", lambda *_: [sys.executable, "-Sc", f"import os, sys; {end}"])
+    monkeypatch.setattr(JobPlan, "command", lambda *_: [sys.executable, "-Sc", f"import os, sys; {end}"])
     name = "t1" if role == TRAINER else "s1"
     monkeypatch.setenv("SLURMD_NODENAME", name)
     monkeypatch.setattr(node.Orders, "SIGNALS", ())  # of this process
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     assert node.run(plan, role) == told
-    assert ends(plan, role) == {name: recorded}
+    [(where, end)] = ends(plan, role).items()
+    assert (where, end.exit_code) == (name, recorded)
 
 
 STARTED_WITH_LOW_LIMITS = """
 import resource, sys
 from launch.slurm.node import start
-from launch.slurm.plan import TRAINER, Plan
+from launch.slurm.plan import TRAINER, JobPlan
 kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
 hard = (4096, 1 << 16, resource.getrlimit(resource.RLIMIT_NPROC)[1])
 for kind, limit in zip(kinds, hard):
     resource.setrlimit(kind, (64, limit))
 program = f"import resource; [print(resource.getrlimit(kind)) for kind in {kinds}]"
-Plan.command = lambda *_: [sys.executable, "-Sc", program]
-plan = Plan(7, 0, ("t1",), (), 1, 2, sys.argv[1], sys.argv[1], total_steps=4, server_timeout_s=30.0)
+JobPlan.command = lambda *_: [sys.executable, "-Sc", program]
+plan = JobPlan(7, 0, ("t1",), (), 1, 2, sys.argv[1], sys.argv[1], total_steps=4, server_timeout_s=30.0)
 sys.exit(start(plan, TRAINER, "t1").wait())
 """
 
@@ -155,17 +156,15 @@ def test_a_trainer_that_failed_waits_until_its_peers_have_told_of_their_end(plan
     monkeypatch.setattr(node.Orders, "SIGNALS", ())
     monkeypatch.setattr(node, "_POLL_INTERVAL_S", 0.01)
     orders = node.Orders(Path(plan.logs), TRAINER, "t1")
-    folder = Path(plan.logs) / "ends"
-    folder.mkdir()
-    (folder / "trainer-t1.json").write_text('{"code": 1, "time": 0}')
+    plan.ends.write("trainer-t1", end_of_code(1))
     waiting = threading.Thread(target=node.wait_for_peers, args=(plan, TRAINER, orders))
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    (folder / "trainer-t2.json").write_text('{"code": 137, "time": 0}')
+    plan.ends.write("trainer-t2", end_of_code(-9))
     waiting.join(10)
     assert not waiting.is_alive()
-    (folder / "trainer-t2.json").unlink()
+    plan.ends.forget("trainer-t2")
     monkeypatch.setattr(node, "_LAST_WORDS_S", 0.0)
     node.wait_for_peers(plan, TRAINER, orders)  # not for ever
 
@@ -221,7 +220,8 @@ def test_a_node_that_is_not_fit_says_why_and_that_it_ended(plan, monkeypatch, ca
     monkeypatch.setattr(node, "cache_folder", unfit)
     monkeypatch.setattr(node.Orders, "SIGNALS", ())
     monkeypatch.setenv("SLURMD_NODENAME", "s1")
-    assert node.run(plan, SERVERS) == 2 and ends(plan, SERVERS) == {"s1": 2}
+    assert node.run(plan, SERVERS) == 2
+    assert ends(plan, SERVERS)["s1"].kind is EndKind.USER_ERROR
     assert "The folder is not yours; set TMPDIR." in capsys.readouterr().out
 
 
@@ -239,10 +239,9 @@ def test_the_wait_for_servers_ends_when_all_are_healthy(plan, capsys, monkeypatc
 
 
 def test_the_wait_for_servers_ends_when_their_starter_does_or_at_the_deadline(plan):
-    (Path(plan.logs) / "ends").mkdir()
     late = wait_for_servers(replace(plan, server_timeout_s=0.0), lambda url: url == plan.server_urls[1])
     assert late == f"not healthy within 0 s: {plan.server_urls[0]}"
-    (Path(plan.logs) / "ends" / "servers-s1.json").write_text(json.dumps({"code": 1, "time": 0}))
+    plan.ends.write("servers-s1", end_of_code(1))
     assert "the servers of s1 ended" in wait_for_servers(plan, lambda url: False)
 
 

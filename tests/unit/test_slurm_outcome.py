@@ -1,18 +1,19 @@
-"""How a job ended, read off the logs of its attempt: exit code, last line, requeue or not, and the first cause."""
+"""How a job ended, read off the records of its processes: exit code, last line, requeue or not, and the first cause."""
 
 import gzip
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from launch.process_names import WAITING, preflight_name, supervisor_name, task_name
 from launch.slurm.outcome import Facts, outcome
-from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Plan
+from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, JobPlan
 from launch.slurm.progress import Progress, progress
-from launch.torchrun import told
+from launch.torchrun import _record_end
 from megatron_dapo.checkpointing.folders import write_controller_state
+from megatron_dapo.common.ends import End, EndKind, end_of_code, rank_name
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +24,9 @@ class Attempt:
     def __init__(self, run: Path) -> None:
         self.run, self.logs = run, run / "logs" / "attempt-7-1"
         self.logs.mkdir(parents=True)
-        self.plan = Plan(7, 1, ("t1", "t2"), ("s1", "s2"), 2, 1, str(run), str(self.logs), total_steps=40, start_step=4)
+        self.plan = JobPlan(
+            7, 1, ("t1", "t2"), ("s1", "s2"), 2, 1, str(run), str(self.logs), total_steps=40, start_step=4
+        )
         self.saved(4)
 
     def saved(self, step: int) -> None:
@@ -38,9 +41,15 @@ class Attempt:
         (self.logs / name).write_text("".join(f"{line}\n" for line in lines))
 
     def ended(self, role: str, **codes: int) -> None:
-        (self.logs / "ends").mkdir(exist_ok=True)
+        """Exit codes of the role's tasks, by node; negative: the number of the signal."""
         for node, code in codes.items():
-            (self.logs / "ends" / f"{role}-{node}.json").write_text(json.dumps({"code": code, "time": 0}))
+            self.plan.ends.write(task_name(role, node), end_of_code(code))
+
+    def process_ended(self, who: str, kind: EndKind, code: int, sentence: str = "", host: str = "t1", time: float = 0):
+        self.plan.ends.write(who, End(kind, code, sentence, host, step=5, time=time))
+
+    def rank_ended(self, rank: int, *args, **fields) -> None:
+        self.process_ended(rank_name(rank), *args, **fields)
 
     def outcome(self, phase: str, exit_code: int, **facts):
         return outcome(self.plan, Facts(phase, exit_code, **facts))
@@ -115,85 +124,107 @@ def test_a_job_is_requeued_at_most_so_often(attempt):
 
 
 def test_the_rank_that_died_is_blamed_not_the_one_that_lost_its_peer(attempt):
-    attempt.log(
-        "trainer-t1.log",
-        *("some table of torchrun", "rank 0 on t1 ended with exit code 1 at 2026-11-21T10:00:05"),
-    )
-    attempt.log("trainer-t2.log", "rank 3 on t2 was killed by SIGKILL at 2026-11-21T10:00:05")
-    attempt.log("trainer-rank-0.log", "Traceback ...", "RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:1")
-    attempt.ended(TRAINER, t1=1, t2=137)
+    said = "RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:1"
+    attempt.rank_ended(0, EndKind.PEER_LOST, 1, said, time=4)
+    attempt.rank_ended(3, EndKind.KILLED, 137, "was killed by SIGKILL", host="t2", time=5)
+    attempt.ended(TRAINER, t1=1, t2=-9)
     ended = attempt.outcome(TRAINER, 137)
     assert ended.code == 12
     assert ended.line == f"FAILED (12): rank 3 on t2 was killed by SIGKILL; see {attempt.logs}/trainer-rank-3.log"
 
 
 def test_the_first_of_several_errors_is_told_in_its_own_words(attempt):
-    for node, rank, second in (("t1", 1, "09"), ("t2", 2, "07")):
-        attempt.log(f"trainer-{node}.log", f"rank {rank} on {node} ended with exit code 1 at 2026-11-21T10:00:{second}")
-        attempt.log(
-            f"trainer-rank-{rank}.log",
-            *(f"[rank{rank}]: torch.OutOfMemoryError: {rank} GiB", "[rank0]: Warning: not destroyed"),
-        )
+    for node, rank, second in (("t1", 1, 9), ("t2", 2, 7)):
+        said = f"torch.OutOfMemoryError: {rank} GiB"
+        attempt.rank_ended(rank, EndKind.FAILED, 1, said, host=node, time=second)
     ended = attempt.outcome(TRAINER, 1)
     assert "rank 2 on t2 ended with exit code 1: torch.OutOfMemoryError: 2 GiB; see" in ended.line
 
 
-def test_a_hang_is_told_in_the_words_of_the_watchdog(attempt):
+def test_a_hang_is_told_in_the_words_of_rank_0_which_ends_last(attempt):
     said = "Hang: rank 0 made no progress for 60 s in `update` of step 3; missing: rank 2 (process 5 on t2)"
     for node, rank in (("t2", 3), ("t1", 0)):
-        attempt.log(f"trainer-{node}.log", f"rank {rank} on {node} ended with exit code 14 at 2026-11-21T10:00:05")
-        attempt.log(f"trainer-rank-{rank}.log", "RuntimeError: Connection closed by peer", f"{said}, says {rank}")
+        attempt.rank_ended(rank, EndKind.HANG, 14, f"{said}, says {rank}", host=node, time=-rank)
     assert f"rank 0 on t1 ended with exit code 14: {said}, says 0; see" in attempt.outcome(TRAINER, 14).line
 
 
-def test_the_launcher_s_words_on_a_failed_rank_are_those_that_are_looked_for(attempt, monkeypatch):
+def test_the_launcher_records_the_end_of_a_rank_that_could_not(attempt, monkeypatch):
+    """And leaves the record of one that could."""
     monkeypatch.setenv("SLURMD_NODENAME", "t2")
-    attempt.log("trainer-t2.log", told((3, SimpleNamespace(exitcode=-9, timestamp=1.8e9))))
+    for name, value in attempt.plan.ends.variables().items():
+        monkeypatch.setenv(name, value)
+    attempt.rank_ended(2, EndKind.PEER_LOST, 1, "RuntimeError: Connection closed by peer", host="t2")
+    for rank, code in ((2, 1), (3, -9)):
+        _record_end((rank, SimpleNamespace(exitcode=code, timestamp=1.8e9)))
     assert "rank 3 on t2 was killed by SIGKILL; see" in attempt.outcome(TRAINER, 137).line
+    assert attempt.plan.ends.read(rank_name(2)).kind is EndKind.PEER_LOST
+
+
+def test_the_log_is_read_of_a_rank_that_ended_before_it_could_tell(attempt):
+    attempt.log("trainer-rank-3.log", "Fatal Python error: _PyMem_DebugMalloc", "a warning at the exit")
+    attempt.rank_ended(3, EndKind.FAILED, 1, host="t2")
+    words = "rank 3 on t2 ended with exit code 1: Fatal Python error: _PyMem_DebugMalloc; see"
+    assert words in attempt.outcome(TRAINER, 1).line
+
+
+def test_ends_of_an_earlier_start_of_the_run_are_not_taken_for_those_of_this_one(attempt):
+    before = replace(attempt.plan, logs=str(attempt.run / "logs" / "attempt-7-0"))
+    before.ends.write(task_name(TRAINER, "t1"), end_of_code(85))
+    before.ends.write(rank_name(0), End(EndKind.USER_ERROR, 2, "a mistake of then"))
+    ended = attempt.outcome(TRAINER, 1)
+    assert ended.code == 12 and "trainer ended without a word" in ended.line
 
 
 def test_a_mistake_of_the_user_has_its_own_exit_code_and_sentence(attempt):
-    attempt.log("trainer-rank-0.log", "1 mistake to correct:", "trainer.resume is required, but there is none.")
+    attempt.rank_ended(0, EndKind.USER_ERROR, 2, "trainer.resume is required, but there is none.")
     attempt.ended(TRAINER, t1=2)
     ended = attempt.outcome(TRAINER, 137)
     assert ended.code == 2 and ended.line.startswith("FAILED (2): trainer.resume is required")
 
 
 def test_servers_that_ended_are_blamed_before_the_trainer(attempt):
-    attempt.log("servers-s1.log", "2026 ERROR ...")
-    attempt.log(
-        "servers-s2.log",
-        *(
-            "The servers failed: server-s2-0 at http://s2:1 was not healthy within 5 s; its log is X",
-            "  | ImportError: y",
-        ),
-    )
-    attempt.log("trainer-t1.log", "rank 0 on t1 ended with exit code 1 at 2026-11-21T10:00:05")
+    said = "server-s2-0 at http://s2:1 was not healthy within 5 s; its log is X (ImportError: y)"
+    attempt.process_ended(supervisor_name("s1"), EndKind.DONE, 0)
+    attempt.process_ended(supervisor_name("s2"), EndKind.FAILED, 1, said, host="s2")
+    attempt.rank_ended(0, EndKind.FAILED, 1, "ValueError")
     attempt.ended(TRAINER, t1=1)
     ended = attempt.outcome(TRAINER, 1, servers_ended=True)
     assert ended.code == 11
-    assert "s2: server-s2-0 at http://s2:1 was not healthy within 5 s; its log is X (ImportError: y)" in ended.line
+    assert f"s2: {said}" in ended.line
 
 
 def test_servers_that_all_hang_are_the_cause_too(attempt):
-    attempt.log("trainer-t1.log", "rank 0 on t1 ended with exit code 1 at 2026-11-21T10:00:05")
     said = "The rollout failed: all SGLang servers have been down for 9 s (...): http://s1:1; see their log files."
-    attempt.log("trainer-rank-0.log", said, "a warning at the exit")
+    attempt.rank_ended(0, EndKind.SERVERS_LOST, 1, said)
     ended = attempt.outcome(TRAINER, 1)
     assert ended.code == 11 and f"rank 0 on t1 ended with exit code 1: {said}" in ended.line
 
 
+@pytest.mark.parametrize("kind", EndKind)
+@pytest.mark.parametrize(
+    "sentence", ["", "all SGLang servers have been down", "2 mistakes to correct:", "SAVED", "Hang:"]
+)
+def test_the_words_of_a_record_change_neither_exit_code_nor_what_is_restarted(attempt, kind, sentence):
+    """Who rewords a message changes what users read, and nothing else."""
+    attempt.ended(TRAINER, t1=1)
+    attempt.rank_ended(0, kind, 1, sentence)
+    attempt.log("trainer-rank-0.log", sentence)
+    ended = attempt.outcome(TRAINER, 1, asked_by="USR1")
+    assert (ended.code, ended.requeue) == (11 if kind is EndKind.SERVERS_LOST else 12, False)
+
+
 def test_servers_that_are_never_healthy_are_named(attempt):
-    attempt.log("waiting.log", "not healthy within 60 s: http://s1:1")
+    attempt.process_ended(WAITING, EndKind.FAILED, 1, "not healthy within 60 s: http://s1:1")
     ended = attempt.outcome(SERVERS, 1)
     assert ended.code == 11 and "not healthy within 60 s: http://s1:1; their logs are" in ended.line
 
 
 def test_the_preflight_s_verdict_is_the_cause(attempt):
-    attempt.log("preflight-t1.log", "a table", "preflight: s1: has 3 GPUs, 8 are needed; drain it")
-    attempt.log("preflight-s1.log", "preflight: s1: has 3 GPUs, 8 are needed; drain it")
+    for node in ("t1", "s1"):
+        attempt.process_ended(preflight_name(node), EndKind.FAILED, 1, "s1: has 3 GPUs, 8 are needed; drain it", node)
     ended = attempt.outcome(PREFLIGHT, 1)
     assert ended.code == 10 and ended.line.startswith("FAILED (10): preflight: s1: has 3 GPUs")
+    assert "preflight-t1.log" in ended.line
 
 
 def test_where_no_program_could_tell_slurm_is_quoted(attempt):
@@ -204,20 +235,19 @@ def test_where_no_program_could_tell_slurm_is_quoted(attempt):
 def test_where_nobody_said_anything_the_logs_are_named(attempt):
     assert f"{attempt.logs}/trainer-*.log" in attempt.outcome(TRAINER, 1).line
     attempt.log("trainer-t2.log", "Killed")
-    attempt.ended(TRAINER, t2=137)
+    attempt.ended(TRAINER, t2=-9)
     assert "trainer on t2 ended with exit code 137: Killed" in attempt.outcome(TRAINER, 137).line
 
 
 def test_the_line_is_one_line_of_bounded_length(attempt):
-    attempt.log("trainer-t1.log", "rank 0 on t1 ended with exit code 1 at 2026-11-21T10:00:05")
-    attempt.log("trainer-rank-0.log", f"ValueError: {'x ' * 2000}")
+    attempt.rank_ended(0, EndKind.FAILED, 1, f"ValueError: {'x ' * 2000}")
     line = attempt.outcome(TRAINER, 1).line
     assert len(line) <= 600 and "\n" not in line
 
 
 def test_a_node_that_does_not_see_the_folder_is_blamed_before_those_who_wait_for_it(attempt):
     attempt.log("srun-preflight.log", "srun: error: task 2 launch failed: Slurmd could not connect IO")
-    attempt.log("preflight-t1.log", "preflight: s1: not heard of within 120 s")
+    attempt.process_ended(preflight_name("t1"), EndKind.FAILED, 1, "s1: not heard of within 120 s")
     ended = attempt.outcome(PREFLIGHT, 1)
     assert ended.code == 10 and ended.line.startswith("FAILED (10): s1: Slurm could not start the preflight task: ")
     assert ended.line.endswith(f"; is {attempt.logs} the same folder there as on t1?")

@@ -7,7 +7,7 @@ import pytest
 
 from launch.slurm.__main__ import main
 from launch.slurm.notice import notice_line, rest_of_a_step
-from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Allocation, Plan, make_plan, own_overrides
+from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Allocation, JobPlan, make_plan, own_overrides
 from launch.slurm.progress import Progress
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
@@ -92,7 +92,7 @@ def test_servers_have_one_url_each_on_their_own_nodes():
 
 def test_jobs_in_a_row_have_ports_of_their_own_below_those_of_outgoing_connections():
     def ports(job: int) -> set[int]:
-        plan = Plan(job, 0, ("a",), ("b",), 1, 1, "/run", "/run/logs", 1)
+        plan = JobPlan(job, 0, ("a",), ("b",), 1, 1, "/run", "/run/logs", 1)
         return {plan.port(i) for i in range(32)}
 
     in_a_row = [ports(job) for job in range(10_000_000, 10_000_384)]
@@ -141,7 +141,7 @@ def test_the_gpus_that_slurm_counted_must_do():
 def test_a_plan_that_was_written_is_read_again(tmp_path):
     plan = make_plan(config(f"trainer.run_dir={tmp_path}"), allocation(), start=Progress(7))
     plan.write()
-    assert Plan.read(f"{plan.logs}/plan.json") == plan
+    assert JobPlan.read(f"{plan.logs}/plan.json") == plan
 
 
 def recipe(tmp_path, *overrides: str) -> list[str]:
@@ -168,7 +168,9 @@ def test_planning_writes_the_attempt_s_folder_and_names_it_last(tmp_path, monkey
     assert (tmp_path / "run" / "servers.txt").read_text() == "http://b:20168\n"
     read = load_config(attempt / "config.yaml", [])
     assert read.trainer.log_dir == str(attempt) and read.actor_rollout_ref.rollout.server.host == "0.0.0.0"
-    assert "launch.torchrun" in (attempt / "plan.txt").read_text() and Plan.read(attempt / "plan.json").start_step == 12
+    assert (
+        "launch.torchrun" in (attempt / "plan.txt").read_text() and JobPlan.read(attempt / "plan.json").start_step == 12
+    )
 
 
 def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,241 @@
+"""How the processes of a run ended: each writes a record, RUN/ends/WHO.json, that others act on.
+
+What is restarted, and which exit code a job has, is decided by the kinds and codes of these records, never by the words
+of a sentence or of a log.
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from megatron_dapo.common.addresses import node_name
+from megatron_dapo.common.errors import MissingRanksError
+from megatron_dapo.common.exit_codes import (
+    FAILED_EXIT_CODE,
+    HANG_EXIT_CODE,
+    MISMATCH_EXIT_CODE,
+    SAVED_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
+    exit_phrase,
+    shell_exit_code,
+)
+from megatron_dapo.common.files import write_whole
+
+FOLDER_VARIABLE = "MEGATRON_DAPO_ENDS"
+START_VARIABLE = "MEGATRON_DAPO_START"
+
+# what torch, gloo and NCCL say in a rank whose peer is gone
+PEER_IS_GONE = re.compile(
+    r"Connection (closed|reset|refused)|closed by peer|Broken pipe|NCCL|DistBackendError|DistNetworkError|[Tt]imed out"
+    r"|heartbeat"
+)
+
+
+class EndKind(StrEnum):
+    """What ended a process."""
+
+    DONE = "done"
+    """It did all that it was started for, or ended because it was asked to."""
+    SAVED = "saved"
+    """The run was asked to stop, and is saved."""
+    USER_ERROR = "user_error"
+    """A mistake of the user, which the sentence names."""
+    SERVERS_LOST = "servers_lost"
+    """No server of the run answers any more."""
+    ROLLOUT_FAILED = "rollout_failed"
+    """Sampling failed for good of something else."""
+    MISMATCH = "mismatch"
+    """The servers wrote what the trainer's model would not."""
+    HANG = "hang"
+    """The watchdog ended a job that made no progress."""
+    PEER_LOST = "peer_lost"
+    """Another process of the job was gone: never the first cause while another one says something else."""
+    TERMINATED = "terminated"
+    """SIGTERM, as launchers send it to the peers of a process that failed: never the first cause either."""
+    KILLED = "killed"
+    """Another signal; the process could not write its record, its launcher wrote it."""
+    FAILED = "failed"
+    """Any other error."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing went wrong in the process."""
+        return self in (EndKind.DONE, EndKind.SAVED)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it follows from the end of another process."""
+        return self in (EndKind.PEER_LOST, EndKind.TERMINATED)
+
+
+_KIND_OF_CODE = {
+    0: EndKind.DONE,
+    USER_ERROR_EXIT_CODE: EndKind.USER_ERROR,
+    HANG_EXIT_CODE: EndKind.HANG,
+    MISMATCH_EXIT_CODE: EndKind.MISMATCH,
+    SAVED_EXIT_CODE: EndKind.SAVED,
+}
+_SIGTERM = 15
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of one process.
+
+    exit_code: as a shell reports it, 137 after SIGKILL. sentence: what went wrong, on one line; empty where the process
+    could not tell. step: the rollout step that it was in; none outside of the steps. start: which start of the run it
+    was part of. time: seconds since 1970.
+    """
+
+    kind: EndKind
+    exit_code: int
+    sentence: str = ""
+    host: str = field(default_factory=node_name)
+    step: int | None = None
+    start: str = ""
+    time: float = field(default_factory=time.time)
+
+
+class EndFolder:
+    """The records of one start of a run. Records that an earlier start left in the folder are not seen."""
+
+    def __init__(self, path: str | Path, start: str) -> None:
+        """Look at the records of a start.
+
+        Args:
+            path: `RunFolder.ends`.
+            start: what tells this start of the run from every other one.
+        """
+        self.path = Path(path)
+        self.start = start
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> "EndFolder | None":
+        """Return the folder that the launcher of this process named; none where it was started by hand."""
+        path = environment.get(FOLDER_VARIABLE)
+        return cls(path, environment.get(START_VARIABLE, "")) if path else None
+
+    def variables(self) -> dict[str, str]:
+        """Return what tells a process that is started of this folder."""
+        return {FOLDER_VARIABLE: str(self.path), START_VARIABLE: self.start}
+
+    def write(self, who: str, end: End) -> None:
+        """Write the record of a process. Raises OSError where that is not possible."""
+        write_whole(self._file(who), json.dumps({**asdict(end), "start": self.start}, indent=1) + "\n")
+
+    def read(self, who: str) -> End | None:
+        """Return how a process of this start ended; none where it runs, or ended without a record."""
+        try:
+            fields = json.loads(self._file(who).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        if fields["start"] != self.start:
+            return None
+        return End(**{**fields, "kind": EndKind(fields["kind"])})
+
+    def forget(self, who: str) -> None:
+        """Remove the record of a process, which has begun anew."""
+        self._file(who).unlink(missing_ok=True)
+
+    def _file(self, who: str) -> Path:
+        return self.path / f"{who}.json"
+
+
+def end_of_code(returncode: int) -> End:
+    """Return the end of a process of which nothing but its return code is known, negative after a signal, as
+    `subprocess` gives it."""
+    if returncode >= 0:
+        return End(_KIND_OF_CODE.get(returncode, EndKind.FAILED), returncode)
+    kind = EndKind.TERMINATED if -returncode == _SIGTERM else EndKind.KILLED
+    return End(kind, shell_exit_code(returncode), exit_phrase(returncode))
+
+
+def end_of_error(error: BaseException) -> End:
+    """Return the end of a process that this error ends, and that has nothing better to say of it."""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return end_of_code(code)
+    sentence = " ".join(traceback.format_exception_only(error)[-1].split())
+    is_peer_gone = isinstance(error, MissingRanksError) or PEER_IS_GONE.search(sentence)
+    kind = EndKind.PEER_LOST if is_peer_gone else EndKind.FAILED
+    return End(kind, FAILED_EXIT_CODE, sentence)
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of a rank of the trainer in the records, and in the names of its files."""
+    return f"trainer-rank-{rank}"
+
+
+# ------------------------------------------------------------------------------------------------------ this process
+
+
+class _ThisProcess:
+    """Where this process writes its end, once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.folder: EndFolder | None = None
+        self.who = ""
+        self.step: int | None = None
+        self.has_ended = False
+
+
+_this_process = _ThisProcess()
+
+
+def forget_this_process() -> None:
+    """Begin anew, for a process in which one program is called after another, as tests do."""
+    global _this_process
+    _this_process = _ThisProcess()
+
+
+def begin(who: str, folder: EndFolder | None) -> None:
+    """Name this process, and where it writes its end; what a process of this name left there goes.
+
+    Does nothing where there is no folder, or one was given before: that of the launcher comes first.
+    """
+    if folder is None or _this_process.folder is not None:
+        return
+    _this_process.who = who
+    _this_process.folder = folder
+    try:
+        folder.forget(who)
+    except OSError as error:
+        print(f"{folder.path} cannot be written: {error}", file=sys.stderr)
+
+
+def begin_step(step: int) -> None:
+    """Note the rollout step that this process is in, for its record."""
+    _this_process.step = step
+
+
+def record_end(kind: EndKind, exit_code: int, sentence: str = "") -> None:
+    """Write how this process ends, the first time that this is called; nothing before `begin`. Never raises OSError: no
+    end is held up by a full disk."""
+    write_own_end(End(kind, exit_code, " ".join(sentence.split())))
+
+
+def write_own_end(end: End) -> None:
+    """As `record_end`, of an end that is made already."""
+    with _this_process.lock:
+        if _this_process.folder is None or _this_process.has_ended:
+            return
+        _this_process.has_ended = True
+    fields = {**asdict(end), "step": _this_process.step}
+    try:
+        _this_process.folder.write(_this_process.who, End(**fields))
+    except OSError as error:
+        print(f"How this process ended cannot be written to {_this_process.folder.path}: {error}", file=sys.stderr)
+
+
+def own_folder() -> EndFolder | None:
+    """Return the folder that a launcher named to this process."""
+    return EndFolder.of_environment(os.environ)
