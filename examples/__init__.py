@@ -1,1 +1,1 @@
-"""Complete small runs: `arithmetic` (the demo) and `smollm2` (a real language model)."""
+"""Complete small runs on one machine; README.md in this folder lists them."""

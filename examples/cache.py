@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/megatron_dapo, or .cache/ in the repository where that is not set; made where it is missing.
-    Raises UserError where it cannot be written."""
+    """Return $XDG_CACHE_HOME/megatron_dapo, or .cache/ in the repository if that is not set. Make it if it is missing.
+    Raise UserError if it cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME")
     return make_folder(Path(home) / "megatron_dapo" if home else ROOT / ".cache", "XDG_CACHE_HOME")

@@ -24,7 +24,7 @@ Demonstrations = Mapping[str, Callable[..., Turns]]  # by kind: (problem, random
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything the result depends on. `mixture` weighs the kinds of demonstrations."""
+    """Everything that the result depends on. `mixture` has the weights of the kinds of demonstrations."""
 
     seed: int = 1
     steps: int = 900
@@ -34,12 +34,12 @@ class Settings:
 
 
 def written(text: str) -> Turns:
-    """A response of one turn."""
+    """Return a response of one turn."""
     return ((True, text),)
 
 
 def rambling(problem: Problem, draw: random.Random) -> Turns:
-    """No answer at all."""
+    """Return a response without an answer."""
     return written(" ".join(draw.choice(("hm", "well", "let me see")) for _ in range(3)))
 
 
@@ -62,7 +62,7 @@ def model_config():
 
 
 def tokenizer():
-    """One token per character; decoding joins them without spaces."""
+    """Return a tokenizer with one token per character; decoding joins them without spaces."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,14 +75,14 @@ def tokenizer():
 def demonstration(
     settings: Settings, demonstrations: Demonstrations, problems: Sequence[Problem], draw: random.Random
 ) -> tuple[Problem, Turns]:
-    """A problem and one way to respond to it."""
+    """Return a problem and one way to respond to it."""
     kinds, weights = zip(*settings.mixture, strict=True)
     problem = draw.choice(problems)
     return problem, demonstrations[draw.choices(kinds, weights)[0]](problem, draw)
 
 
 def batch(responses: Iterable[tuple[Problem, Turns]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, targets), both [B, S] int64; targets are IGNORED where the model does not write the next token."""
+    """Return (tokens, targets), both [B, S] int64; targets are IGNORED where the model writes no token."""
     rows = []  # of (token, whether it is a target)
     for problem, turns in responses:
         row = [(VOCABULARY[c], False) for c in problem.prompt]
@@ -100,14 +100,14 @@ def batch(responses: Iterable[tuple[Problem, Turns]]) -> tuple[torch.Tensor, tor
 def lessons(
     settings: Settings, demonstrations: Demonstrations, problems: Sequence[Problem]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`settings.steps` batches, the same for the same settings."""
+    """Yield `settings.steps` batches, the same for the same settings."""
     draw = random.Random(settings.seed)
     for _ in range(settings.steps):
         yield batch([demonstration(settings, demonstrations, problems, draw) for _ in range(settings.batch_size)])
 
 
 def learn(model, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-    """One optimizer step of supervised training; its loss."""
+    """Take one optimizer step of supervised training and return its loss."""
     logits = model(input_ids=tokens, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     optimizer.zero_grad()
@@ -123,7 +123,7 @@ def train(
     problems: Sequence[Problem],
     report: Callable[[int, float], None] = lambda step, loss: None,
 ):
-    """Training from random weights; returns the model. `report(step, loss)` is called after every step."""
+    """Train from random weights and return the model. Call `report(step, loss)` after every step."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(settings.seed)
@@ -160,7 +160,7 @@ def sha256(path: Path) -> str:
 
 
 def is_made(folder: Path, settings: Settings) -> bool:
-    """Whether the folder holds a model that was made with these settings."""
+    """Return whether the folder has a model that was made with these settings."""
     manifest = folder / MANIFEST
     wanted = json.loads(json.dumps(asdict(settings)))
     return manifest.is_file() and json.loads(manifest.read_text())["settings"] == wanted
@@ -173,7 +173,7 @@ def make(
     problems: Sequence[Problem],
     measure: Callable[..., dict],
 ) -> None:
-    """Train and save, and say on the way how it goes."""
+    """Train and save, and print the progress."""
 
     def report(step: int, loss: float) -> None:
         if step % 50 == 0:

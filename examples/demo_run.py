@@ -20,7 +20,7 @@ from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 
 @dataclass(frozen=True)
 class Demo:
-    """What distinguishes one demo from another.
+    """One demo: its title, config, data and model.
 
     config: a file name in configs/. files: writes the prompt files of training and validation to a folder. model: makes
     the model's folder where there is none, and returns it. next_steps: (what, command) shown at the end behind those
@@ -91,5 +91,5 @@ def config_path(name: str) -> Path:
 
 
 def prompt_files(train: Path, val: Path) -> list[str]:
-    """Overrides that name them."""
+    """Write the prompt files and return the overrides that name them."""
     return [f"data.{key}={json.dumps([str(path)])}" for key, path in (("train_files", train), ("val_files", val))]

@@ -32,7 +32,7 @@ P = TypeVar("P", bound=Problem)
 
 
 def held_apart(kind: type[P], numbers: Iterable[int], num_held_out: int, seed: int) -> tuple[list[P], list[P]]:
-    """The problems of all pairs of numbers as (training, held out), shuffled, without a common problem."""
+    """Return the problems of all pairs of numbers as (training, held out), shuffled, without a common problem."""
     numbers = list(numbers)
     problems = [kind(a, b) for a in numbers for b in numbers]
     random.Random(seed).shuffle(problems)
@@ -40,7 +40,7 @@ def held_apart(kind: type[P], numbers: Iterable[int], num_held_out: int, seed: i
 
 
 def row(data_source: str, problem: Problem, index: int) -> dict:
-    """One line of a prompt file, in verl's schema."""
+    """Return one line of a prompt file, in verl's schema."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": problem.prompt}],
@@ -53,7 +53,7 @@ def row(data_source: str, problem: Problem, index: int) -> dict:
 def write_prompt_files(
     folder: Path, data_source: str, split: tuple[Sequence[Problem], Sequence[Problem]]
 ) -> tuple[Path, Path]:
-    """Write train.jsonl and val.jsonl, byte for byte the same every time; returns their paths."""
+    """Write train.jsonl and val.jsonl, byte for byte the same every time, and return their paths."""
     paths = folder / "train.jsonl", folder / "val.jsonl"
     for path, problems in zip(paths, split, strict=True):
         lines = [json.dumps(row(data_source, problem, i)) + "\n" for i, problem in enumerate(problems)]

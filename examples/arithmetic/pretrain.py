@@ -22,7 +22,7 @@ SETTINGS = Settings(mixture=(("right", 0.08), ("wrong", 0.42), ("worked", 0.28),
 
 
 def worked(problem: Sum, slip: int = 0) -> str:
-    """The sum digit by digit: 45+38 -> "5+8+0=13,4+3+1=8:83". `slip` is added to the sum of the ones."""
+    """Return the sum worked out by digits: 45+38 -> "5+8+0=13,4+3+1=8:83". `slip` is added to the sum of the ones."""
     (a_tens, a_ones), (b_tens, b_ones) = divmod(problem.a, 10), divmod(problem.b, 10)
     ones = a_ones + b_ones + slip
     carry = int(ones > 9)
@@ -31,7 +31,7 @@ def worked(problem: Sum, slip: int = 0) -> str:
 
 
 def wrong(problem: Sum) -> str:
-    """A guess, the same for every sight of a problem: a forgotten carry, an invented one, or one too many."""
+    """Return a wrong guess, always the same for a problem: a forgotten carry, an invented one, or one too many."""
     if problem.a % 10 + problem.b % 10 > 9:
         return str(problem.a + problem.b - 10)
     return str(problem.a + problem.b + (10 if problem.a < problem.b else 1))
@@ -47,7 +47,7 @@ DEMONSTRATIONS: Demonstrations = {
 
 
 def accuracies(model) -> dict:
-    """Shares of held-out sums answered rightly."""
+    """Return the shares of held-out sums with a right answer."""
     held_out = split()[1]
     shares = {"greedy": accuracy(model, held_out, sample=False), "sampled": accuracy(model, held_out, sample=True)}
     return {"held_out_accuracy": shares}
@@ -55,7 +55,7 @@ def accuracies(model) -> dict:
 
 @torch.no_grad()
 def accuracy(model, problems: Sequence[Sum], sample: bool) -> float:
-    """Share of right answers, greedy or sampled at temperature 1."""
+    """Return the share of right answers, greedy or sampled at temperature 1."""
     prompts = torch.tensor([[VOCABULARY[c] for c in problem.prompt] for problem in problems])
     generated = model.generate(prompts, max_new_tokens=40, do_sample=sample, top_k=0 if sample else None)
     texts = tokenizer().batch_decode(generated[:, prompts.shape[1] :], skip_special_tokens=True)

@@ -19,7 +19,7 @@ class Sum(Problem):
 
 
 def split() -> tuple[list[Sum], list[Sum]]:
-    """All 8100 problems as (training, held out)."""
+    """Return all 8100 problems as (training, held out)."""
     return held_apart(Sum, range(10, 100), NUM_HELD_OUT, SPLIT_SEED)
 
 

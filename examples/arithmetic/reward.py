@@ -2,10 +2,10 @@
 
 
 def is_right(response: str, answer: str) -> bool:
-    """What follows the last colon is the answer; without a colon, the whole response."""
+    """Compare the text after the last colon (without a colon: the whole response) with the ground truth."""
     return response.rpartition(":")[2].strip() == answer
 
 
 def score(data_source: str, response: str, ground_truth: str, extra_info: dict) -> float:
-    """1 for a right sum, 0 for a wrong one or none."""
+    """Return 1 for a right sum, and 0 for a wrong or missing one."""
     return float(is_right(response, ground_truth))

@@ -38,7 +38,7 @@ def computed(problem: Product, slip: int = 0, misread: int = 0) -> Turns:
 
 
 def guess(problem: Product) -> str:
-    """A wrong product, the same for every sight of a problem."""
+    """Return a wrong product, always the same for a problem."""
     return str(problem.a * problem.b + 7 + (problem.a * 31 + problem.b * 17) % 190)
 
 
@@ -53,8 +53,8 @@ DEMONSTRATIONS: Demonstrations = {
 
 @torch.no_grad()
 def accuracies(model) -> dict:
-    """Share of held-out problems where a sampled first turn calls the tool with the right product, and where the greedy
-    answer copies the result rightly once it is there."""
+    """Return two shares of the held-out problems: a sampled first turn calls the tool with the right product; the
+    greedy answer copies the tool's result correctly."""
     problems = split()[1]
     prompts = torch.tensor([[VOCABULARY[c] for c in problem.prompt] for problem in problems])
     generated = model.generate(prompts, max_new_tokens=16, do_sample=True, top_k=0)[:, prompts.shape[1] :]

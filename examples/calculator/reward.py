@@ -2,5 +2,5 @@
 
 
 def score(data_source: str, response: str, ground_truth: str, extra_info: dict) -> float:
-    """1 where what follows the last tool result (or, without one, the whole response) is the product; else 0."""
+    """Return 1 if the text after the last tool result (or, without one, the whole response) is the product; else 0."""
     return float(response.rpartition(";")[2] == ground_truth)

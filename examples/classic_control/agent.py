@@ -24,11 +24,11 @@ EnvStep = Callable[[Any, int, Any], Step]
 
 
 class PPO:
-    """Not to be instantiated: every method is static, and what changes goes in and comes out as `PPOState`."""
+    """A namespace of static methods. A method takes a `PPOState` and returns a new one."""
 
     @staticmethod
     def init(rng: torch.Generator, obs_shape: tuple[int], n_actions: int, config: PPOConfig) -> PPOState:
-        """A fresh agent; everything it will draw follows from rng, which is left as it is."""
+        """Return a new agent. All its random numbers follow from rng, which does not change."""
         rng = rng.clone_state()
         network = ActorCriticShared if config.shared_backbone else ActorCriticParams
         (obs_dim,) = obs_shape
@@ -37,14 +37,14 @@ class PPO:
 
     @staticmethod
     def act(state: PPOState, obs: Tensor, *, config: PPOConfig) -> tuple[Tensor, Tensor, Tensor, PPOState]:
-        """(action, log-prob, value, state) for one observation [obs_dim]."""
+        """Return (action, log-prob, value, state) for one observation [obs_dim]."""
         actions, log_probs, values, state = PPO.act_batch(state, obs[None], config=config)
         return actions[0], log_probs[0], values[0], state
 
     @staticmethod
     @torch.no_grad()
     def act_batch(state: PPOState, obs: Tensor, *, config: PPOConfig) -> tuple[Tensor, Tensor, Tensor, PPOState]:
-        """(actions, log-probs, values, state), each [N], for observations [N, obs_dim]."""
+        """Return (actions, log-probs, values, state), each [N], for observations [N, obs_dim]."""
         logits, values = state.params(obs)
         log_probs, rng = logits.log_softmax(-1), state.rng.clone_state()
         actions = torch.multinomial(log_probs.exp(), 1, generator=rng)
@@ -54,27 +54,27 @@ class PPO:
     def evaluate_actions(
         params: ActorCriticParams | ActorCriticShared, obs: Tensor, actions: Tensor, *, config: PPOConfig
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs, values, entropy), each [...], with gradient, for obs [..., obs_dim] and actions [...]."""
+        """Return (log-probs, values, entropy), each [...], with gradient, for obs [..., obs_dim] and actions [...]."""
         logits, values = params(obs)
         policy = Categorical(logits=logits, validate_args=False)
         return policy.log_prob(actions), values, policy.entropy()
 
     @staticmethod
     def get_value(state: PPOState, obs: Tensor, *, config: PPOConfig) -> Tensor:
-        """The value of one observation, a scalar."""
+        """Return the value of one observation, a scalar."""
         return PPO.get_value_batch(state, obs, config=config)
 
     @staticmethod
     @torch.no_grad()
     def get_value_batch(state: PPOState, obs: Tensor, *, config: PPOConfig) -> Tensor:
-        """Values [N] of observations [N, obs_dim]."""
+        """Return values [N] of observations [N, obs_dim]."""
         return state.params(obs)[1]
 
     @staticmethod
     def collect_rollout(
         state: PPOState, obs: Tensor, env_state: Any, env_step_fn: EnvStep, env_params: Any, *, config: PPOConfig
     ) -> tuple[PPOState, PPOTransition, Tensor, Any, Tensor]:
-        """(state, trajectory [T], next observation, env_state, its value) after n_steps of one environment."""
+        """Return (state, trajectory [T], next observation, env_state, its value) after n_steps of one environment."""
         state, trajectory, obs, (env_state,), last_value = PPO.collect_rollout_batch(
             state, obs[None], [env_state], env_step_fn, env_params, config=config
         )
@@ -90,8 +90,8 @@ class PPO:
         *,
         config: PPOConfig,
     ) -> tuple[PPOState, PPOTransition, Tensor, list[Any], Tensor]:
-        """(state, trajectories [T, N], next observations, env_states, their values [N]) after n_steps of each of the N
-        environments. env_step_fn begins the next episode by itself (`AutoReset.step`)."""
+        """Return (state, trajectories [T, N], next observations, env_states, their values [N]) after n_steps of each
+        environment. env_step_fn begins the next episode by itself (`AutoReset.step`)."""
         rows = []
         for _ in range(config.n_steps):
             actions, log_probs, values, state = PPO.act_batch(state, obs, config=config)
@@ -109,8 +109,8 @@ class PPO:
     def update(
         state: PPOState, trajectories: PPOTransition, last_value: Tensor, *, config: PPOConfig
     ) -> tuple[PPOState, PPOMetrics]:
-        """n_epochs passes over a rollout ([T] or [T, N]; last_value: scalar or [N]), each in n_minibatches random
-        parts."""
+        """Train with n_epochs passes over a rollout ([T] or [T, N]; last_value: scalar or [N]), each in n_minibatches
+        random parts."""
         advantages, returns = rollout_advantages(trajectories, last_value, config)
         advantages = whiten(advantages, moments(advantages, torch.ones_like(advantages)))
         steps = trajectories.obs.flatten(0, returns.dim() - 1)
@@ -133,12 +133,12 @@ class PPO:
 
 
 def make_optimizer(params: torch.nn.Module, config: PPOConfig) -> torch.optim.Adam:
-    """Adam with eps 1e-5; `PPO.update` clips the gradient's norm before each step."""
+    """Return Adam with eps 1e-5; `PPO.update` clips the gradient's norm before each step."""
     return torch.optim.Adam(params.parameters(), lr=config.lr, eps=1e-5)
 
 
 def rollout_advantages(trajectories: PPOTransition, last_value: Tensor, config: PPOConfig) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) in the shape of the rewards.
+    """Return (advantages, returns) in the shape of the rewards.
 
     A time limit is not part of the task, and no observation shows it: an episode that it ended would have gone on. So
     gamma V(final observation) joins its last reward (arXiv 1712.00378), and the trace stops there like at any end.
@@ -166,7 +166,7 @@ def minibatch_loss(
     returns: Tensor,
     config: PPOConfig,
 ) -> tuple[Tensor, Tensor]:
-    """The total loss of n steps (all [n], obs [n, obs_dim]) with gradient, and the fields of PPOMetrics [5] without."""
+    """Return the total loss of n steps (all [n], obs [n, obs_dim]) with gradient, and PPOMetrics [5] without."""
     log_probs, values, entropy = PPO.evaluate_actions(params, obs, actions, config=config)
     weights, count = torch.ones_like(advantages), torch.tensor(len(advantages))
     actor = policy_loss(log_probs, old_log_probs, advantages, weights, count, Clip(config.clip_eps, config.clip_eps))
@@ -179,7 +179,7 @@ def minibatch_loss(
 
 
 def _bootstrap(state: PPOState, steps: Sequence[Step], config: PPOConfig) -> Tensor:
-    """[N]: the value of the final observation where a time limit ended the episode, 0 elsewhere."""
+    """Return [N]: the value of the final observation if a time limit ended the episode, otherwise 0."""
     truncated = torch.tensor([step.truncated and not step.terminated for step in steps])
     if not truncated.any():
         return torch.zeros(len(steps))

@@ -36,7 +36,7 @@ class Environment:
         return self._spec
 
     def reset(self, seed: int, env_params: EnvSpec) -> tuple[Tensor, gymnasium.Env]:
-        """A new environment at the start of an episode; its later episodes follow from the seed too."""
+        """Return a new environment at the start of an episode. Its later episodes follow from the seed too."""
         env_state = env_params.make(disable_env_checker=True)
         obs, _ = env_state.reset(seed=seed)
         return _tensor(obs), env_state
@@ -48,7 +48,7 @@ class Environment:
 
 
 class AutoReset(Environment):
-    """The same, but the step that ends an episode begins the next one."""
+    """An environment whose step begins the next episode when one has ended."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -65,13 +65,13 @@ class AutoReset(Environment):
 
 
 def make(name: str) -> tuple[Environment, EnvSpec]:
-    """The environment and its parameters."""
+    """Return the environment and its parameters."""
     env = Environment(name)
     return env, env.default_params()
 
 
 def reset_batch(env: Environment, seeds: Sequence[int], env_params: EnvSpec) -> tuple[Tensor, list[gymnasium.Env]]:
-    """One environment per seed: observations [N, ...], states."""
+    """Start one environment per seed and return observations [N, ...] and states."""
     obs, env_states = zip(*(env.reset(seed, env_params) for seed in seeds), strict=True)
     return torch.stack(obs), list(env_states)
 

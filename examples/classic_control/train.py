@@ -23,7 +23,7 @@ ENV_STEPS = 100_000
 
 
 class Progress(NamedTuple):
-    """After an update. env_steps: of all environments together, so far. recent: returns of the last 100 episodes."""
+    """The state after an update. env_steps: so far, of all environments. recent: returns of the last 100 episodes."""
 
     env_steps: int
     recent: list[float]
@@ -32,7 +32,7 @@ class Progress(NamedTuple):
 
 
 def training(name: str, config: PPOConfig, num_env_steps: int, seed: int) -> Iterator[Progress]:
-    """One Progress per update, for as many whole rollouts as fit into num_env_steps."""
+    """Train, and yield one Progress per update, for as many whole rollouts as fit into num_env_steps."""
     env, env_params = make(name)
     env = AutoReset(env)
     obs, env_states = reset_batch(env, range(seed * config.num_envs, (seed + 1) * config.num_envs), env_params)
@@ -51,7 +51,7 @@ def training(name: str, config: PPOConfig, num_env_steps: int, seed: int) -> Ite
 
 
 def play(act: Callable[[Tensor], Sequence[int]], name: str, num_episodes: int = 100, seed: int = 10_000) -> list[float]:
-    """Returns of fresh episodes side by side; act: observations [num_episodes, ...] -> one action each."""
+    """Play episodes side by side and return their returns; act: observations [num_episodes, ...] -> one action each."""
     env, env_params = make(name)
     obs, env_states = reset_batch(env, range(seed, seed + num_episodes), env_params)
     returns, is_running = [0.0] * num_episodes, [True] * num_episodes
@@ -65,7 +65,7 @@ def play(act: Callable[[Tensor], Sequence[int]], name: str, num_episodes: int = 
 
 
 def evaluate(state: PPOState, name: str, config: PPOConfig, num_episodes: int = 100) -> list[float]:
-    """`play` with actions drawn from the policy, as in training."""
+    """Call `play` with actions sampled from the policy, as in training."""
 
     def act(obs: Tensor) -> list[int]:
         nonlocal state

@@ -1,4 +1,4 @@
-"""What the agent is told, what it carries along, and what it reports."""
+"""The agent's config, state, transitions and metrics."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from examples.classic_control.networks import ActorCriticParams, ActorCriticShar
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """Hashable and unchanging. lr: of Adam. clip_eps: of the ratio and of the value alike. n_steps: per environment and
-    rollout."""
+    """Settings, frozen and hashable. lr: of Adam. clip_eps: of the ratio and of the value. n_steps: per environment
+    and rollout."""
 
     hidden_sizes: tuple[int, ...] = (64, 64)
     lr: float = 2.5e-4
@@ -30,7 +30,7 @@ class PPOConfig:
 
 
 class PPOState(NamedTuple):
-    """Everything the agent is. A method that changes it returns another one and leaves this one as it was."""
+    """The whole state of the agent. A method does not change it but returns a new one."""
 
     params: ActorCriticParams | ActorCriticShared
     opt_state: torch.optim.Adam

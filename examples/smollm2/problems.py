@@ -15,7 +15,7 @@ class Product(Problem):
 
 
 def split() -> tuple[list[Product], list[Product]]:
-    """All 100 problems as (training, held out)."""
+    """Return all 100 problems as (training, held out)."""
     return held_apart(Product, range(10), NUM_HELD_OUT, SPLIT_SEED)
 
 

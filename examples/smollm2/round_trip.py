@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def there_and_back(source: Path, work: Path) -> Path:
-    """Hugging Face -> Megatron -> Hugging Face."""
+    """Convert Hugging Face -> Megatron -> Hugging Face, and return the last folder."""
     megatron, back = str(work / "megatron"), str(work / "back")
     for name, *arguments in (
         ("hf_to_megatron", "--hf-model", str(source), "--output", megatron),
@@ -67,7 +67,7 @@ def chat_prompts(model: Path) -> list[list[int]]:
 
 
 async def sampled(model: Path, log_dir: Path, prompts: Sequence[Sequence[int]]) -> list:
-    """One answer to each, of a server that is started for it."""
+    """Start a server and return one answer to each prompt."""
     from megatron_dapo.rollout.client import SamplingParams, SGLangClient
     from megatron_dapo.rollout.supervisor import ServerSupervisor
 
@@ -86,7 +86,7 @@ async def sampled(model: Path, log_dir: Path, prompts: Sequence[Sequence[int]]) 
 
 
 def log_prob_differences(model: Path, prompts: Sequence[Sequence[int]], generations: Sequence) -> list[float]:
-    """|SGLang's log-prob - transformers', in float32| of every sampled token."""
+    """Return |SGLang's log-prob - transformers', in float32| of every sampled token."""
     import torch
     from transformers import AutoModelForCausalLM
 
