@@ -19,7 +19,7 @@ from tests.distributed.checkpoint_worker import MOMENTS
 from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 # name: (processes, sizes, sharded optimizer); a vocabulary of 67 is padded where TP is 2
 WRITERS = {"tp2": (2, {"tp": 2}, False), "tp2_dp2": (4, {"tp": 2, "sp": True}, True)}

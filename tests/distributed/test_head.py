@@ -9,7 +9,7 @@ import torch
 from tests.forked_ranks import run_ranks
 from tests.head_cases import CASES, SAME_ROWS, bounds, full_kl_of, inputs_of, log_probs_of, oracle
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 WORLDS = (1, 2, 4)
 
