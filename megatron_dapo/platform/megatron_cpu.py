@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,7 +69,7 @@ def _fork_cpu_generator(original: Callable) -> Callable:
 class _HostStream(torch.cpu.Stream):
     """Work on it is done when it was asked for."""
 
-    def record_event(self) -> torch.cpu.Event:
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]  # torch's does nothing, Megatron waits for it
         return torch.cpu.Event()
 
 
@@ -116,6 +117,7 @@ ADAPTATIONS = (
 
 def _owner(target: str):
     path, _, name = target.rpartition(".")
+    owner: Any  # a module, a class, or None
     try:
         owner = importlib.import_module(path)
     except ModuleNotFoundError:  # an attribute of a class
@@ -130,13 +132,17 @@ def _import_megatron_without_compiling() -> None:
     # megatron's jit_fuser is torch.compile, applied by decorators while megatron.core is imported: disabling it
     # afterwards is too late. On a CPU it would need a C++ compiler, and costs seconds.
     compile_ = torch.compile
-    torch.compile = lambda fn=None, **options: fn if fn is not None else (lambda inner: inner)
+
+    def compile_nothing(fn: Callable | None = None, **options: Any) -> Callable:
+        return fn if fn is not None else (lambda inner: inner)
+
+    torch.compile = compile_nothing  # type: ignore[assignment]  # the overloads of torch's say the same of both uses
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # SGLang's flash_mla is in the CUDA lock: without a driver's libcuda its import raises OSError, and
             # megatron-core goes on without it on ImportError alone, which None here makes of it
-            sys.modules.setdefault("flash_mla", None)
+            sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]  # None: it cannot be imported
             import megatron.core
             import megatron.core.jit
             import megatron.core.tensor_parallel.random  # the generators adapted below

@@ -38,11 +38,13 @@ def meeting_address() -> str:
 def host_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
     """A store that listens on this address; port 0: a free one. world_size: waits for as many."""
     listener = _listener(address, port)
-    own = {}
-    if listener is not None:
-        port = listener.getsockname()[1]
-        own["master_listen_fd"] = listener.detach()
-    return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers=world_size is not None, **own)
+    waits = world_size is not None
+    if listener is None:
+        return dist.TCPStore(address, port, world_size, True, timeout, wait_for_workers=waits)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address, port, world_size, True, timeout, wait_for_workers=waits, master_listen_fd=listener.detach()
+    )
 
 
 def join_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:

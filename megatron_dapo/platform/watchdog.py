@@ -81,7 +81,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankStatus:
     """Where a rank is. at: the line of this program that it is in; waits: inside a collective, for others."""
 
     node: str
@@ -99,7 +99,7 @@ class Place:
         return f"{where}{f' at {self.at}' if self.at else ''}"
 
 
-def missing(places: Mapping[int, Place], silent: set[int]) -> list[int]:
+def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
     """Whom the others wait for: ranks that do not answer; else, of those in the earliest phase, the ranks that are in
     no collective; else those that did least in it. Nobody where all are alike. places: of the ranks that answer."""
     if silent or not places:
@@ -113,7 +113,9 @@ def missing(places: Mapping[int, Place], silent: set[int]) -> list[int]:
     return found if len(found) < len(places) or len(places) == 1 else []
 
 
-def sentence(why: str, places: Mapping[int, Place], last: Mapping[int, Place], silent: set[int], folder: Path) -> str:
+def sentence(
+    why: str, places: Mapping[int, RankStatus], last: Mapping[int, RankStatus], silent: set[int], folder: Path
+) -> str:
     """What the user is told, on one line. last: where ranks were when they were last heard of."""
     ranks = missing(places, silent)
     told = []
@@ -173,9 +175,9 @@ class Watchdog:
         self._rank, self._world, self._folder = agreement.rank, agreement.size, folder
         self._limits, self._default_s, self._silence_s = limits_s, default_s, silence_s
         self._node = node_name()
-        self._main_thread = threading.main_thread().ident
+        self._main_thread = threading.main_thread().ident or 0  # there is one while it runs
         self._closing = threading.Event()
-        self._heard: dict[int, tuple[int, Place]] = {}  # rank -> (how often it has spoken, where it was)
+        self._heard: dict[int, tuple[int, RankStatus]] = {}  # rank -> (how often it has spoken, where it was)
         self._alarm, self._num_exchanges, self._num_told = "", 0, 0
         # everybody waits for rank 0 and through its store; rank 0 looks after all
         self._watched = [rank for rank in (range(self._world) if self._rank == 0 else [0]) if rank != self._rank]
@@ -184,7 +186,8 @@ class Watchdog:
         port, token = agreement.gather((mine.port, secrets.token_bytes(32)) if mine else None)[0]
         store = mine or stores.join_store(host, port, timeout)
         self._store = stores.SignedStore(store, token)
-        self._own_store = stores.SignedStore(store.clone(), token)  # a client answers one thread at a time
+        client = store.clone()  # type: ignore[attr-defined]  # of every store, and missing from torch's stubs
+        self._own_store = stores.SignedStore(client, token)  # a client answers one thread at a time
         if self._rank == 0:
             self._store.set("alarm", "")
         self._tell()
@@ -221,7 +224,7 @@ class Watchdog:
             for rank, text in zip(self._watched, places, strict=True):
                 if text is not None:
                     number, fields = json.loads(text)
-                    self._heard[rank] = number, Place(**fields)
+                    self._heard[rank] = number, RankStatus(**fields)
             self._alarm = alarm or ""
             self._num_exchanges += 1
         try:
@@ -233,8 +236,10 @@ class Watchdog:
         self._num_told += 1
         self._store.set(f"place/{self._rank}", json.dumps([self._num_told, asdict(self._place(has_left=has_left))]))
 
-    def _place(self, **more: object) -> Place:
-        return Place(self._node, os.getpid(), _here.step, _here.phase, _here.entered, _here.beats, **more)
+    def _place(self, at: str = "", waits: bool = False, has_left: bool = False) -> RankStatus:
+        return RankStatus(
+            self._node, os.getpid(), _here.step, _here.phase, _here.entered, _here.beats, at, waits, has_left
+        )
 
     # ----------------------------------------------------------------------------------- the thread that judges
 
@@ -290,7 +295,9 @@ class Watchdog:
             until = began + _WRITING_S + _FAREWELL_S * (2 if self._rank == 0 else 1)
             _in_thread(self._part, set(places) - {self._rank}, until).join(max(0.0, until + 1.0 - time.monotonic()))
 
-    def _ask(self, why: str, mine: Place, places: dict[int, Place], last: dict[int, Place], silent: set[int]) -> None:
+    def _ask(
+        self, why: str, mine: RankStatus, places: dict[int, RankStatus], last: dict[int, RankStatus], silent: set[int]
+    ) -> None:
         """Tells the others, and fills in what they answer. Never returns where the store does not answer."""
         store, others = self._own_store, sorted(set(range(self._world)) - {self._rank})
         try:
@@ -300,13 +307,13 @@ class Watchdog:
             store.set(f"stopped/{self._rank}", json.dumps(asdict(mine)))
             for rank, text in zip(others, store.get(*(f"place/{rank}" for rank in others)), strict=True):
                 if text is not None:
-                    last[rank] = Place(**json.loads(text)[1])
+                    last[rank] = RankStatus(**json.loads(text)[1])
             deadline = time.monotonic() + _ANSWERS_S
             while silent and time.monotonic() < deadline:
                 for rank in [rank for rank in silent if store.store.check([f"stopped/{rank}"])]:
                     [text] = store.get(f"stopped/{rank}")
                     if text is not None:
-                        places[rank] = Place(**json.loads(text))
+                        places[rank] = RankStatus(**json.loads(text))
                         silent.discard(rank)
                 time.sleep(_JUDGE_INTERVAL_S)
         except dist.DistError:  # rank 0 has ended meanwhile
@@ -370,7 +377,7 @@ def _is_waiting(frame: FrameType | None) -> bool:
         return False
     code = frame.f_code
     return f"torch{os.sep}distributed" in code.co_filename or any(
-        step.argval == "wait" and step.positions.lineno == frame.f_lineno
+        step.argval == "wait" and step.positions is not None and step.positions.lineno == frame.f_lineno
         for step in dis.get_instructions(code)
         if step.opname in ("LOAD_METHOD", "LOAD_ATTR")
     )

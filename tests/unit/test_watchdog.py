@@ -15,13 +15,13 @@ import torch
 from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.agreement import SingleRank
-from megatron_dapo.platform.watchdog import Place, Watchdog, missing, sentence
+from megatron_dapo.platform.watchdog import RankStatus, Watchdog, missing, sentence
 
 pytestmark = pytest.mark.unit
 
 
-def place(entered: int, beats: int = 0, waits: bool = False, **more: object) -> Place:
-    return Place("node1", 7, step=3, phase="update", entered=entered, beats=beats, waits=waits, **more)
+def place(entered: int, beats: int = 0, waits: bool = False, **more: object) -> RankStatus:
+    return RankStatus("node1", 7, step=3, phase="update", entered=entered, beats=beats, waits=waits, **more)
 
 
 @pytest.mark.parametrize(

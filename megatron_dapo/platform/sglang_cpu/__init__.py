@@ -60,9 +60,9 @@ def server_arguments(max_total_tokens: int | None = None, max_running_requests: 
 
 def _check_sglang() -> None:
     """Without plug-ins the decode would silently stay slow."""
-    found = find_spec("sglang")
-    if found is None:
+    package = find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
         raise RuntimeError("SGLang is not installed; `make setup` installs it.")
-    plugins = Path(found.submodule_search_locations[0]) / "srt" / "plugins" / "hook_registry.py"
+    plugins = Path(package.submodule_search_locations[0]) / "srt" / "plugins" / "hook_registry.py"
     if not plugins.exists():
         raise RuntimeError(f"The CPU adaptation of SGLang needs its plug-ins, and {plugins} is gone.")
