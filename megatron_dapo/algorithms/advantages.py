@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, normalize_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """How much better each response of one group did than the group.
+    """Return how much better each response of one group did than the group.
 
     A_i = (R_i - mean(R)) / (std(R) + eps), std unbiased (n - 1); a group of one has mean 0 and std 1 (GRPO, arXiv
     2402.03300, with the conventions of the public DAPO recipe). normalize_by_std=False: A_i = R_i - mean(R) (Dr. GRPO,
@@ -25,7 +25,8 @@ def group_advantages(rewards: Tensor, normalize_by_std: bool = True, eps: float 
 
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
-    """A_i = R_i - mean of the others = n / (n - 1) * (R_i - mean(R)) (RLOO, arXiv 2402.14740). rewards: [n], as above.
+    """Return A_i = R_i - mean of the others = n / (n - 1) * (R_i - mean(R)) (RLOO, arXiv 2402.14740). rewards: [n], as
+    above.
 
     A group of one has no others: its advantage is its reward.
     """

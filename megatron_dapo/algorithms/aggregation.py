@@ -22,7 +22,7 @@ def token_weights(
     max_response_length: int,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and count: sum(weights * loss) / sum(counts) is the loss of `mode`, however a batch was cut.
+    """Return weights and count: sum(weights * loss) / sum(counts) is the loss of `mode`, however a batch was cut.
 
     loss_mask: any shape, non-zero where a token counts. segment_ids: same shape, the sequence of each token, in
     [0, num_segments). A sequence must lie in one piece of the cut; its length is the number of its counted tokens.

@@ -70,15 +70,15 @@ class TokenBatch:
     exp_mask: Tensor | None = None
 
     def select(self, index: Tensor | slice) -> "TokenBatch":
-        """The tokens at `index` along the first axis, in every field. The count stays: of the pieces of a batch whose
-        sums are added, one alone may bring it (`replace(piece, count=0)` for the others, as a tensor)."""
+        """Return the tokens at `index` along the first axis, in every field. The count stays: of the pieces of a batch
+        whose sums are added, one alone may bring it (`replace(piece, count=0)` for the others, as a tensor)."""
         per_token = (field.name for field in fields(self) if field.name != "count")
         present = {name: values for name in per_token if (values := getattr(self, name)) is not None}
         return replace(self, **{name: values[index] for name, values in present.items()})
 
 
 def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> LossSums:
-    """sum_t w_t * (policy_t + kl_loss_coef * KL_t - entropy_coef * H_t), with metric sums.
+    """Return sum_t w_t * (policy_t + kl_loss_coef * KL_t - entropy_coef * H_t), with metric sums.
 
     policy_t: `policy_loss`, with tis_cap times min(exp(old_t - rollout_t), tis_cap).
 

@@ -17,7 +17,8 @@ def gae(
     done: Tensor | None = None,
     last_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of arXiv 1506.02438, time along the last axis, every other axis a sequence of its own.
+    """Return (advantages, returns) of arXiv 1506.02438, time along the last axis, every other axis a sequence of its
+    own.
 
     delta_t = r_t + gamma * (1 - done_t) * V_next - V_t,  A_t = delta_t + gamma * lam * (1 - done_t) * A_next,
     returns = A + V,  where "next" is the next step that counts.
@@ -83,7 +84,7 @@ TOKEN_ESTIMATORS: dict[str, Callable[[TokenRewards], tuple[Tensor, Tensor]]] = {
 
 
 def last_counted(counted: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """bool, true at the last counted token of each segment; a segment without any has none.
+    """Return a bool tensor, true at the last counted token of each segment; a segment without any has none.
 
     counted (bool), segment_ids (in [0, num_segments)): of one shape, segments whole and in order within it.
     """
@@ -94,7 +95,7 @@ def last_counted(counted: Tensor, segment_ids: Tensor, num_segments: int) -> Ten
 
 
 def _backward_recurrence(terms: Tensor, factors: Tensor, last: Tensor) -> Tensor:
-    """x_t = terms_t + factors_t * x_(t+1) for all t of [..., T], with x_T = last [...]; factors in [0, 1].
+    """Return x_t = terms_t + factors_t * x_(t+1) for all t of [..., T], with x_T = last [...]; factors in [0, 1].
 
     By doubling: after k rounds a step has seen the 2^k steps from itself on, so that log2(T) vector operations do.
     """

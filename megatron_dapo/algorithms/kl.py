@@ -24,7 +24,7 @@ FULL_KL = "full"
 
 
 def kl_penalty(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimated per token, for tokens drawn from the actor; shapes equal, gradient through both arguments.
+    """Estimate the KL per token, for tokens drawn from the actor; shapes equal, gradient through both arguments.
 
     kl: k1 = lp - ref. abs: |k1|. mse: k2 = k1^2 / 2. low_var_kl: k3 = exp(-k1) - 1 + k1, with k1 clamped to +-20 and
     k3 to +-10. As a loss, k1 has a gradient of expectation 0: it belongs into the reward, k2 and k3 into the loss.

@@ -36,34 +36,35 @@ def token_mean(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def masked_max(values: Tensor, counted: Tensor) -> Tensor:
-    """Largest of the non-negative values [...] where counted, in float64; 0 if nothing counts."""
+    """Return the largest of the non-negative values [...] where counted, in float64; 0 if nothing counts."""
     kept = torch.where(counted, values.detach(), 0).double()
     return kept.max() if kept.numel() else kept.sum()
 
 
 def stack_sums(sums: Mapping[str, tuple[Tensor, Tensor]], names: Sequence[str], device: torch.device | str) -> Tensor:
-    """[len(names), 2] float64, ready for one all-reduce (SUM); a name without a sum gives zeros."""
+    """Stack sums into [len(names), 2] float64, ready for one all-reduce (SUM); a name without a sum gives zeros."""
     rows = [torch.stack([torch.as_tensor(x, device=device).double() for x in sums.get(name, (0, 0))]) for name in names]
     return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.float64, device=device)
 
 
 def unstack_sums(stacked: Tensor, names: Sequence[str]) -> Sums:
-    """Inverse of stack_sums."""
+    """Undo stack_sums."""
     return {name: (row[0], row[1]) for name, row in zip(names, stacked, strict=True)}
 
 
 def stack_maxima(maxima: Mapping[str, Tensor], names: Sequence[str], device: torch.device | str) -> Tensor:
-    """[len(names)] float64, ready for one all-reduce (MAX)."""
+    """Stack maxima into [len(names)] float64, ready for one all-reduce (MAX)."""
     return torch.stack([torch.as_tensor(maxima.get(name, 0), device=device).double() for name in names])
 
 
 def unstack_maxima(stacked: Tensor, names: Sequence[str]) -> Maxima:
-    """Inverse of stack_maxima."""
+    """Undo stack_maxima."""
     return dict(zip(names, stacked, strict=True))
 
 
 def finalize(sums: Mapping[str, tuple[Tensor, Tensor]], maxima: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-    """Flat floats: sum / count for each sum, the maxima as they are, and DERIVED. What counted nothing is left out."""
+    """Return flat floats: sum / count for each sum, the maxima as they are, and DERIVED. What counted nothing is left
+    out."""
     means = {name: float(total) / float(count) for name, (total, count) in sums.items() if float(count)}
     for name, (needed, function) in DERIVED.items():
         if all(part in means for part in needed):

@@ -9,7 +9,7 @@ MEAN_MISMATCH = "actor/rollout_abs_diff"
 
 
 def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor) -> tuple[Sums, Maxima]:
-    """Metric sums of d = trainer - rollout over the counted tokens, which the server drew.
+    """Return metric sums of d = trainer - rollout over the counted tokens, which the server drew.
 
     rollout_kl: k1 = -d; rollout_k3 = exp(d) - 1 - d (both estimate KL(server || trainer)); rollout_abs_diff = |d|, and
     its largest; rollout_ess (made by `finalize`): mean(w)^2 / mean(w^2) of w = exp(d), the effective share of tokens.
@@ -31,7 +31,7 @@ def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted:
 def truncated_importance(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor, cap: float
 ) -> tuple[Tensor, Sums]:
-    """Per token min(exp(d), cap), d = trainer - rollout within +-20: truncated importance sampling (TIS).
+    """Return, per token, min(exp(d), cap), d = trainer - rollout within +-20: truncated importance sampling (TIS).
 
     Returns weights, without gradient, of the shape of all arguments, 1 (or cap, if lower) where a token does not count;
     and the sums of the mean weight and of the share of tokens where it was truncated.

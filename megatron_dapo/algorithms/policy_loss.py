@@ -43,7 +43,7 @@ class LossSums(NamedTuple):
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Losses before weights, and where the dual clip acts."""
+    """Return losses before weights, and where the dual clip acts."""
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high))
     too_bad = (advantages < 0) & (ratio > (torch.inf if clip.dual is None else clip.dual))
     if clip.dual is not None:
@@ -79,7 +79,7 @@ def policy_loss(
     is_off_policy: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> LossSums:
-    """Decoupled-clip surrogate, summed, not averaged.
+    """Return the decoupled-clip surrogate, summed, not averaged.
 
     L = sum_t w_t * i_t * max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),  r_t = exp(clamp(lp_t - old_t, +-20));
     for A_t < 0 additionally min(., -A_t * dual).     DAPO (arXiv 2503.14476) eq. 8; dual clip arXiv 1912.09729.

@@ -25,7 +25,7 @@ def value_loss(
     clip: float | None = 0.2,
     loss_type: str = "l2",
 ) -> LossSums:
-    """Clipped value loss, summed, not averaged.
+    """Return the clipped value loss, summed, not averaged.
 
     L = sum_t w_t * max(l(V_t, R_t), l(clamp(V_t, V_old - clip, V_old + clip), R_t)); l is l2 (V - R)^2, or huber
     0.5 (V - R)^2 where |V - R| < 1 and |V - R| - 0.5 beyond, in both branches. clip None: l(V_t, R_t) alone. l2 has no
@@ -54,8 +54,8 @@ def value_loss(
 
 
 def explained_variance_sums(values: Tensor, returns: Tensor, counted: Tensor) -> Sums:
-    """What `finalize` makes critic/explained_variance = 1 - Var(R - V) / Var(R) of (0 where all returns are equal), and
-    the mean return. values: before the update, without gradient; all of one shape, counted: bool."""
+    """Return what `finalize` makes critic/explained_variance = 1 - Var(R - V) / Var(R) of (0 where all returns are
+    equal), and the mean return. values: before the update, without gradient; all of one shape, counted: bool."""
     residual = (returns - values).double()
     returns = returns.double()
     return {

@@ -25,7 +25,7 @@ def linear_full_kl(
     group: dist.ProcessGroup | None = None,
     use_triton: bool | None = None,
 ) -> Tensor:
-    """sum_v p(v) (log p(v) - log q(v)) [N], p and q the softmax of each one's hidden @ weight.T / temperature.
+    """Return sum_v p(v) (log p(v) - log q(v)) [N], p and q the softmax of each one's hidden @ weight.T / temperature.
 
     The arguments, and whose gradients come out of what, are those of `linear_logprob_entropy`; the reference's hidden
     states may be of another size, and it gets no gradient. Every rank of `group` must call it with the same N.
@@ -84,7 +84,7 @@ def _pair(hidden: Tensor, weight: Tensor, ref_weight: Tensor, settings: tuple) -
 def _statistics(
     pair: tuple[ChunkBackend, ChunkBackend], hidden: Tensor, ref_hidden: Tensor, inv_temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of the same rows in both; no target is asked for."""
+    """Return both heads' statistics of the same rows; no target is asked for."""
     nobody = torch.full(inv_temperature.shape, -1, dtype=torch.int64, device=hidden.device)
     return (
         pair[0].statistics(hidden, inv_temperature, nobody, False),

@@ -64,7 +64,7 @@ class HeadLoss:
 def head_log_probs(
     hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, *, want_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-prob [N], entropy [N] or None) of the plan's rows, without gradient; float32 (float64 for float64).
+    """Return (log-prob [N], entropy [N] or None) of the plan's rows, without gradient; float32 (float64 for float64).
 
     hidden_LH: this rank's rows as the plan cuts them. A row's result does not depend, to the bit, on the other rows
     (on CPU as far as the matrix library keeps to that: it does for hidden sizes of whole cache lines).
@@ -82,8 +82,8 @@ def head_log_probs(
 def head_full_kl(
     hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, reference: KLReference
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without gradient, as `head_log_probs`; q
-    is the reference's at the same temperature."""
+    """Return (log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without gradient, as
+    `head_log_probs`; q is the reference's at the same temperature."""
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         kl = torch.zeros_like(log_probs)
@@ -105,7 +105,8 @@ def fused_dapo_head(
     loss_scale: float = 1.0,
     reference: KLReference | None = None,
 ) -> HeadLoss:
-    """The summed loss of `algorithms.dapo_loss` over the plan's rows, its gradients computed in this very call.
+    """Return the summed loss of `algorithms.dapo_loss` over the plan's rows, with its gradients computed in this very
+    call.
 
     hidden_LH: [L, H], this rank's rows as the plan cuts them. targets_N and every field of tokens: [N], the counted
     rows in order. Backward hands out the gradient of hidden_LH (summed over the group; with sequence parallelism this
@@ -199,8 +200,8 @@ def _chunks(
     want_entropy: bool,
     reference: KLReference | None = None,
 ) -> Iterator[tuple[RowChunk, ChunkBackend, Merged, Divergence | None]]:
-    """(chunk, the backend that holds its logits, its merged statistics, the KL to the reference where there is one),
-    one after the other."""
+    """Yield (chunk, the backend that holds its logits, its merged statistics, the KL to the reference where there is
+    one), one after the other."""
     share = VocabShare.of(head.weight_VH, head.num_valid_columns, head.group)
     largest = max((chunk.num_rows for chunk in plan.chunks), default=0)
 
@@ -230,7 +231,8 @@ def _chunks(
 
 
 def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]]:
-    """Every chunk with its rows [n, H]. With sequence parallelism the next one travels while this one is worked on."""
+    """Yield every chunk with its rows [n, H]. With sequence parallelism the next one travels while this one is worked
+    on."""
     if plan.group is None:
         for chunk in plan.chunks:
             yield chunk, hidden.index_select(0, chunk.local)
@@ -252,7 +254,7 @@ def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]
 
 
 def gathered_rows(hidden_KH: Tensor, plan: RowPlan) -> Tensor:
-    """[N, H]: all the rows that the ranks of the plan hold, in order, on every one of them."""
+    """Return [N, H]: all the rows that the ranks of the plan hold, in order, on every one of them."""
     whole = hidden_KH.new_empty(plan.num_counted, hidden_KH.size(1))
     for chunk, part in _gathered(hidden_KH, plan):
         whole[chunk.places] = part
@@ -268,7 +270,7 @@ class _GradHidden:
         self._pending: tuple | None = None
 
     def add(self, chunk: RowChunk, share_NH: Tensor) -> None:
-        """This rank's share of the chunk's rows."""
+        """Add this rank's share of the chunk's rows."""
         self._settle()
         if self._plan.group is not None:
             whole = share_NH
@@ -297,7 +299,8 @@ class _GradHidden:
 
 
 def _grad_weight_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Where the gradient of the weight is added up: Megatron's buffer, or a new one; None for a frozen weight."""
+    """Return where the gradient of the weight is added up: Megatron's buffer, or a new one; None for a frozen
+    weight."""
     if not weight.requires_grad:
         return None
     main_grad = getattr(weight, "main_grad", None)
@@ -309,8 +312,8 @@ def _grad_weight_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _answer_for_weight(weight: Tensor, grad_weight: Tensor | None) -> Tensor:
-    """What backward returns for the weight. Where main_grad has it already: Megatron's convention for such a gradient,
-    a dummy that fires the hooks, zeros where an embedding of the same weight adds its own to it."""
+    """Return what backward returns for the weight. Where main_grad has it already: Megatron's convention for such a
+    gradient, a dummy that fires the hooks, zeros where an embedding of the same weight adds its own to it."""
     if grad_weight is not None:
         return grad_weight.to(weight.dtype)
     setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  Megatron's mark, of no tensor's type

@@ -25,7 +25,7 @@ def linear_logprob_entropy(
     group: dist.ProcessGroup | None = None,
     use_triton: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(targets) [N], and the entropy [N] if wanted, of softmax(hidden @ weight.T / temperature).
+    """Return log p(targets) [N], and the entropy [N] if wanted, of softmax(hidden @ weight.T / temperature).
 
     hidden_NH: [N, H], the same on all ranks of `group`. weight_VH: [V / ranks, H], this rank's rows of the vocabulary.
     targets_N: [N] int64, in the whole vocabulary. temperature: one number, or one per row [N]. num_valid_columns:
@@ -66,7 +66,7 @@ class VocabShare:
 
 
 def inverse_temperature(temperature: float | Tensor, like_N: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] in dtype, on the device of like_N, whether one number or one per row was given."""
+    """Return [N] in dtype, on the device of like_N, whether one number or one per row was given."""
     if isinstance(temperature, Tensor):
         return temperature.to(dtype).reciprocal()
     return torch.full(like_N.shape, 1.0 / temperature, dtype=dtype, device=like_N.device)

@@ -20,12 +20,12 @@ _CPU_ROW_BLOCK = 32  # rows that stay in a core's cache from one operation to th
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float32 for every dtype but float64."""
+    """Return float32 for every dtype but float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def runs_on_triton(tensor: Tensor) -> bool:
-    """Whether the Triton kernels take it: on CUDA, in any dtype but float64."""
+    """Return whether the Triton kernels take it: on CUDA, in any dtype but float64."""
     if not tensor.is_cuda or tensor.dtype == torch.float64:
         return False
     try:
@@ -49,12 +49,12 @@ class ChunkBackend(Protocol):
     def statistics(
         self, hidden_NH: Tensor, inv_temperature_N: Tensor, local_targets_N: Tensor, want_entropy: bool
     ) -> Tensor:
-        """Computes the chunk's logits. Returns [N, 4] as in `statistics.py`; u is 0 unless want_entropy."""
+        """Compute the chunk's logits and return [N, 4] as in `statistics.py`; u is 0 unless want_entropy."""
         ...
 
     def divergence(self, reference: "ChunkBackend", merged: Merged, of_reference: Merged) -> Tensor:
-        """[N]: this rank's share of sum_j p_j (log p_j - log q_j), q being the reference's. Both have the `statistics`
-        of the same rows; the differences log p_j - log q_j take the place of the reference's logits."""
+        """Return [N]: this rank's share of sum_j p_j (log p_j - log q_j), q being the reference's. Both have the
+        `statistics` of the same rows; the differences log p_j - log q_j take the place of the reference's logits."""
         ...
 
     def gradient(
@@ -64,20 +64,21 @@ class ChunkBackend(Protocol):
         grad_entropy_N: Tensor | None,
         divergence: Divergence | None = None,
     ) -> None:
-        """Turns the logits into the gradient of the logits. Once per `statistics`; divergence: after `divergence`."""
+        """Turn the logits into the gradient of the logits. Once per `statistics`; divergence: after `divergence`."""
         ...
 
     def grad_hidden(self) -> Tensor:
-        """[N, H] in the dtype of hidden: this rank's share, to be summed over the ranks."""
+        """Return [N, H] in the dtype of hidden: this rank's share, to be summed over the ranks."""
         ...
 
     def add_grad_weight(self, grad_VH: Tensor) -> None:
-        """Adds to [V, H], kept in the accumulation dtype."""
+        """Add to [V, H], kept in the accumulation dtype."""
         ...
 
 
 def chunk_backend(weight_VH: Tensor, chunk_size: int, num_used: int, use_triton: bool | None = None) -> ChunkBackend:
-    """For chunks of at most chunk_size rows, of which the largest to come has num_used. use_triton None: by device."""
+    """Return the backend for chunks of at most chunk_size rows, of which the largest to come has num_used. use_triton
+    None: by device."""
     if runs_on_triton(weight_VH) if use_triton is None else use_triton:
         return _TritonChunk(weight_VH, chunk_size)
     return _TorchChunk(weight_VH, num_used)
@@ -181,7 +182,7 @@ class _TritonChunk:
         return self._buffer(self._weight.dtype)
 
     def _buffer(self, dtype: torch.dtype) -> Tensor:
-        """[num_rows, V], allocated when it is first used: not every pass needs every one."""
+        """Return [num_rows, V], allocated when it is first used: not every pass needs every one."""
         columns = self._weight.size(0)
         # so many numbers that Triton sees every row begin on a 16-byte boundary, and reads as many bytes at a time
         return self._weight.new_empty(self._num_rows, round_up(columns, 16), dtype=dtype)[:, :columns]
@@ -230,20 +231,20 @@ class _TritonChunk:
 
 
 def own_targets(local_targets_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """(whether this rank has the target's column [N], its index or another valid one [N, 1])."""
+    """Return (whether this rank has the target's column [N], its index or another valid one [N, 1])."""
     is_mine = (local_targets_N >= 0) & (local_targets_N < num_columns)
     return is_mine, local_targets_N.clamp(0, num_columns - 1)[:, None]
 
 
 def _shift(x: Tensor, e: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """m, s, u of each row; x becomes x - m, and e its exponential."""
+    """Return m, s, u of each row; x becomes x - m, and e its exponential."""
     m = x.amax(1)
     torch.exp(x.sub_(m[:, None]), out=e)
     return m, e.sum(1), torch.linalg.vecdot(x, e) if want_entropy else torch.zeros_like(m)
 
 
 def _mm_float32(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b with float32 results: a product of halves is never rounded to half precision."""
+    """Compute out = a @ b with float32 results: a product of halves is never rounded to half precision."""
     if a.dtype == torch.float32:
         torch.mm(a, b, out=out)
     else:

@@ -64,7 +64,7 @@ class RowPlan:
         return cls(tuple(chunks), len(counted_rows), chunk_size, group if size > 1 else None)
 
     def counted_alone(self) -> "RowPlan":
-        """The same chunks of hidden states that were kept of this rank's counted rows alone, in order."""
+        """Return the same chunks for hidden states of which this rank kept its counted rows alone, in order."""
         starts = np.cumsum([0, *(len(chunk.local) for chunk in self.chunks)])
         device = self.chunks[0].local.device if self.chunks else None
         chunks = [
@@ -74,14 +74,14 @@ class RowPlan:
         return replace(self, chunks=tuple(chunks))
 
     def kept_rows(self, hidden_LH: Tensor) -> Tensor:
-        """[k, H]: this rank's counted rows, in the order of `counted_alone`, in memory of their own."""
+        """Return [k, H]: this rank's counted rows, in the order of `counted_alone`, in memory of their own."""
         if not self.chunks:
             return hidden_LH[:0].clone()
         return hidden_LH.index_select(0, torch.cat([chunk.local for chunk in self.chunks]))
 
 
 def _cut(counted: np.ndarray, rows_per_slice: int, num_slices: int, chunk_size: int):
-    """(rows of each slice, width, kept, places) per chunk; see RowChunk."""
+    """Yield (rows of each slice, width, kept, places) per chunk; see RowChunk."""
     bounds = np.searchsorted(counted, rows_per_slice * np.arange(num_slices + 1))
     lengths = np.diff(bounds)
     start = 0
@@ -100,6 +100,7 @@ def _pairs(bounds: np.ndarray) -> list[tuple[int, int]]:
 
 
 def to_device(index: np.ndarray, device: torch.device) -> Tensor:
-    """int64 on the device, without waiting for it: from pinned memory, which torch keeps until the copy is done."""
+    """Return int64 on the device, without waiting for it: from pinned memory, which torch keeps until the copy is
+    done."""
     tensor = torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -37,7 +37,7 @@ class Error(NamedTuple):
 
 
 def largest_errors(check: Check, device: torch.device) -> list[Error]:
-    """What the fused head says of a random case, against torch in float64 on the same, already rounded inputs.
+    """Compare what the fused head says of a random case with torch in float64 on the same, already rounded inputs.
 
     The inputs are of the check's dtype, so products are exact but for their accumulation in float32: log-probs and
     entropies may differ by 2e-4 (bf16 kernels) or 2e-5; gradients pass through one rounding to the dtype.

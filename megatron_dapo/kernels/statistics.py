@@ -34,7 +34,7 @@ class Merged(NamedTuple):
 
 
 def empty_share(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[N, 4]: the statistics of a share without a valid column."""
+    """Return [N, 4]: the statistics of a share without a valid column."""
     stats_N4 = torch.zeros(num_rows, 4, dtype=dtype, device=device)
     stats_N4[:, 0] = stats_N4[:, 3] = float("-inf")
     return stats_N4
@@ -62,7 +62,7 @@ def merge(stats_RN4: Tensor) -> Merged:
 
 
 def sum_over(shares_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[N]: the ranks' shares of one number per row, added in rank order."""
+    """Return [N]: the ranks' shares of one number per row, added in rank order."""
     if group is None or group.size() == 1 or not shares_N.numel():
         return shares_N
     gathered = shares_N.new_empty((group.size(), shares_N.numel()))
@@ -74,7 +74,7 @@ def sum_over(shares_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def merge_over(stats_N4: Tensor, group: dist.ProcessGroup | None) -> Merged:
-    """`merge` over the ranks of `group`: one all-gather of [N, 4]. Every rank brings the same N, zero included."""
+    """Do `merge` over the ranks of `group`: one all-gather of [N, 4]. Every rank brings the same N, zero included."""
     if group is None or group.size() == 1 or not stats_N4.size(0):
         return merge(stats_N4[None])
     gathered = stats_N4.new_empty((group.size(), *stats_N4.shape))

@@ -37,7 +37,7 @@ def token_loss(
     config: LossConfig,
     kl_N: Tensor | None = None,
 ) -> TokenLoss:
-    """The loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
+    """Return the loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
 
     The device of log_probs_N decides who computes it; float64 is torch's everywhere, by `dapo_loss` and autograd.
     Nothing waits for the device.

@@ -32,7 +32,7 @@ class ModelParts:
 
     @property
     def head(self) -> LogProbHead | ValueHead | None:
-        """What answers, on the last pipeline stage."""
+        """Return what answers, on the last pipeline stage."""
         last = self.chunks[-1]
         return last.output_layer if last.post_process else None
 
@@ -46,8 +46,8 @@ def build_model(
     fused_head: bool = True,
     for_training: bool = True,
 ) -> ModelParts:
-    """This rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a critic's
-    spec: with a value head, which is 0.
+    """Build this rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a
+    critic's spec: with a value head, which is 0.
 
     fused_head: kernels that are compiled on the machine work here; on a GPU the activation is one of them then, too.
     for_training: false saves time and memory where there will be no gradients.
@@ -70,7 +70,8 @@ def build_model(
 
 
 def _use_transformer_engine(megatron: MegatronConfig) -> bool:
-    """Where Megatron itself can load it, on a GPU, in half precision: its packed attention has no float32 kernel."""
+    """Say yes where Megatron itself can load it, on a GPU, in half precision: its packed attention has no float32
+    kernel."""
     available = is_gpu() and HAVE_TE and model_dtype(megatron.dtype) == torch.bfloat16
     key = "actor_rollout_ref.actor.megatron"
     needs = "which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load"
@@ -86,15 +87,16 @@ def _fp8(megatron: MegatronConfig) -> dict:
 
 
 def _mark_experts(chunk: ModelChunk) -> None:
-    """Experts are whole on their rank and have groups of their own to be reduced over. Megatron marks them so only
-    where EP > 1: with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
+    """Mark the experts: they are whole on their rank and have groups of their own to be reduced over. Megatron marks
+    them so only where EP > 1: with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be
+    summed."""
     for parameter in expert_parameters(chunk):
         # the second for the norm: counted on every rank of their groups. Transformer Engine's lack it where EP > 1
         mark(parameter, allreduce=False, tensor_model_parallel=True)
 
 
 def _mixture(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
-    """No token is dropped, and nothing but the policy's loss balances the load."""
+    """Return the settings of the experts: no token is dropped, and nothing but the policy's loss balances the load."""
     if spec.mixture is None:
         return {}
     return dict(

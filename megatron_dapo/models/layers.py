@@ -72,7 +72,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns [S, B, heads * dim], or [T, heads * dim] when packed. There is no mask but the causal one: padding
+        """Return [S, B, heads * dim], or [T, heads * dim] when packed. There is no mask but the causal one: padding
         sits to the right, where no query looks."""
         assert attention_bias is None and attention_mask is None
         offsets = packed_seq_params.cu_seqlens_q if packed_seq_params else None
@@ -94,7 +94,7 @@ class PackedAttention(MegatronModule):
         return torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, heads, S, dim] each, KV with fewer heads."""
+        """Attend causally; [B, heads, S, dim] each, KV with fewer heads."""
         grouped = query.size(1) != key.size(1)
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
@@ -131,8 +131,8 @@ class Router(TopKRouter):
 
 
 def local_layer_spec(qk_norm: bool, num_experts: int | None, rotary: Rotary) -> ModuleSpec:
-    """Megatron's layer without Transformer Engine, with the parts above in their places. The attention rotates by
-    itself: the model around it is built without position embeddings. num_experts: none = dense."""
+    """Return Megatron's layer without Transformer Engine, with the parts above in their places. The attention rotates
+    by itself: the model around it is built without position embeddings. num_experts: none = dense."""
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     if num_experts:

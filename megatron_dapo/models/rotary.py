@@ -33,12 +33,14 @@ class Rotary:
         self._tables: tuple[Tensor, Tensor] = (self.frequencies, self.frequencies)  # replaced before they are read
 
     def __call__(self, query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both rotated. [T, heads, dim] with the segments' offsets, or [S, B, heads, dim] without, position 0 first."""
+        """Return both rotated. [T, heads, dim] with the segments' offsets, or [S, B, heads, dim] without, position 0
+        first."""
         cos, sin = (table.view(len(table), *[1] * (query.dim() - 2), -1) for table in self._of(query, cu_seqlens))
         return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
     def _of(self, query: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos, sin: [T, dim]. Those of the last micro-batch are kept, because its layers ask one after the other."""
+        """Return cos and sin, [T, dim]. Those of the last micro-batch are kept, because its layers ask one after the
+        other."""
         wanted = (cu_seqlens, query.size(0), query.dtype)
         if self._tables_of is None or self._tables_of[0] is not cu_seqlens or self._tables_of[1:] != wanted[1:]:
             angles = torch.outer(positions(query.size(0), cu_seqlens, query.device).float(), self.frequencies)
@@ -49,7 +51,8 @@ class Rotary:
 
 
 def positions(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """[T]: each token's place in its segment, int64. cu_seqlens: [segments + 1], from 0 to T; none = one segment."""
+    """Return [T]: each token's place in its segment, int64. cu_seqlens: [segments + 1], from 0 to T; none = one
+    segment."""
     t = torch.arange(length, device=device)
     if cu_seqlens is None:
         return t

@@ -25,8 +25,8 @@ from megatron_dapo.training.distribute import StepShard
 def estimate_advantages(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
-    """The shard with the advantages (and returns) that its loss needs, and metrics; moves the controller of the KL
-    coefficient. Collective over all ranks.
+    """Return the shard with the advantages (and returns) that its loss needs, and metrics; move the controller of the
+    KL coefficient. Collective over all ranks.
 
     Needs old and reference log-probs with a KL penalty in the reward, and the critic's values for gae, on the last
     stage, where the loss is. Neither the advantages nor the metrics depend on how the step was cut.
@@ -41,8 +41,8 @@ def estimate_advantages(
 def _per_token(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
-    """r_t = -beta * KL_t, plus the shaped reward at the response's last counted token; then the estimator, whitened
-    over all counted tokens of the rollout step."""
+    """Estimate from r_t = -beta * KL_t, plus the shaped reward at the response's last counted token; then the
+    estimator, whitened over all counted tokens of the rollout step."""
     penalised = uses_kl_in_reward(config)
     coefficient = controller.value if penalised else 0.0
     estimates: list[tuple[Tensor, Tensor]] = []
@@ -66,7 +66,8 @@ def _per_token(
 
 
 def _sum_of_means(kl: Tensor, counted: Tensor, batch: MicroBatch) -> Tensor:
-    """[2]: the sum over the samples of the mean KL of their counted tokens, and how many samples have such tokens."""
+    """Return [2]: the sum over the samples of the mean KL of their counted tokens, and how many samples have such
+    tokens."""
     segments = batch.segment_ids.reshape(-1)
     per_segment = kl.new_zeros(2, batch.num_segments)
     per_segment.index_add_(1, segments, torch.stack([kl.reshape(-1), counted.reshape(-1).to(kl.dtype)]))
@@ -77,7 +78,7 @@ def _sum_of_means(kl: Tensor, counted: Tensor, batch: MicroBatch) -> Tensor:
 def _estimate(
     batch: MicroBatch, kl: Tensor, coefficient: float, shard: StepShard, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Advantages before whitening, and returns: float64, of the shape of the batch's tokens."""
+    """Return advantages before whitening, and returns: float64, of the shape of the batch's tokens."""
     algorithm, counted = config.algorithm, batch.loss_mask != 0
     is_end = last_counted(counted, batch.segment_ids, batch.num_segments)
     reward_of_segment = kl.new_zeros(batch.num_segments)
@@ -90,7 +91,7 @@ def _estimate(
 
 
 def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], total: Tensor) -> StepShard:
-    """The estimates of all micro-batches, in order, whitened and put in their places."""
+    """Put the estimates of all micro-batches, in order, in their places, whitened."""
     remaining = iter(estimates)
 
     def filled(batch: MicroBatch) -> MicroBatch:
@@ -107,9 +108,9 @@ def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], to
 def _per_group(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
-    """R_i - beta * sum_t KL_t, then the estimator over the group again. The KL of a sample is summed over its counted
-    tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over the new samples of
-    the mean over their tokens."""
+    """Estimate from R_i - beta * sum_t KL_t, then the estimator over the group again. The KL of a sample is summed over
+    its counted tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over the new
+    samples of the mean over their tokens."""
     # sample -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older policy's)
     kl_of_sample: dict[int, tuple[float, float]] = {}
     if layout.is_last_stage and layout.tp_rank == 0:
@@ -129,14 +130,14 @@ def _per_group(
 
 
 def _move(controller: FixedKLController, mean_kl: float, num_samples: int) -> dict[str, float]:
-    """The metrics of the step's penalty; the next step's coefficient is the controller's."""
+    """Return the metrics of the step's penalty, and move the controller to the next step's coefficient."""
     metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": controller.value}
     controller.update(mean_kl, num_samples)
     return metrics
 
 
 def _kl(batch: MicroBatch, kind: str) -> Tensor:
-    """Per token, float64, 0 where a token does not count."""
+    """Return the KL per token, float64, 0 where a token does not count."""
     if kind == FULL_KL:
         assert batch.full_kl is not None, "the policy has measured this KL"
         kl = batch.full_kl.double()

@@ -41,7 +41,7 @@ class Critic:
 
     @torch.no_grad()
     def score(self, shard: StepShard) -> StepShard:
-        """The shard with values in the actor's micro-batches: on the last stage, as all that the loss needs."""
+        """Return the shard with values in the actor's micro-batches: on the last stage, as all that the loss needs."""
         batches = [batch for mini_batch in shard.critic_mini_batches for batch in mini_batch]
 
         def finish(values: Tensor, batch: MicroBatch) -> Tensor:
@@ -56,8 +56,8 @@ class Critic:
         )
 
     def update(self, shard: StepShard) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch, towards the shard's returns. The critic's metrics over all of
-        them, on every rank; explained_variance is of the values before the update."""
+        """Take one optimizer step per mini-batch and epoch, towards the shard's returns. Return the critic's metrics
+        over all of them, on every rank; explained_variance is of the values before the update."""
         self.state.lr_schedule.step(increment=1)
         parts, norms = [], []
         mini_batches = self.with_targets(shard)
@@ -71,8 +71,8 @@ class Critic:
         return metrics
 
     def with_targets(self, shard: StepShard) -> list[MiniBatch]:
-        """The critic's mini-batches with the old values and returns of the actor's, where the loss is: on the last
-        stage."""
+        """Return the critic's mini-batches with the old values and returns of the actor's, where the loss is: on the
+        last stage."""
         if self.model.head is None:
             return shard.critic_mini_batches
         batches = [batch for mini_batch in shard.mini_batches for batch in mini_batch]
@@ -85,14 +85,14 @@ class Critic:
         return [[filled(batch) for batch in mini_batch] for mini_batch in shard.critic_mini_batches]
 
     def accumulate_gradients(self, mini_batch: MiniBatch) -> MetricSums | None:
-        """Gradients of one mini-batch in main_grad, reduced over the ranks: of the mean over its counted tokens.
-        Returns this rank's own metric sums, on the last stage."""
+        """Leave the gradients of one mini-batch in main_grad, reduced over the ranks: of the mean over its counted
+        tokens. Returns this rank's own metric sums, on the last stage."""
         self.state.zero_gradients()
         parts = run_micro_batches(self.state.stages, mini_batch, self._loss, forward_only=False)
         return MetricSums.merge(parts)
 
     def _loss(self, values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
-        """(summed loss, tokens, metric sums) of one micro-batch."""
+        """Return (summed loss, tokens, metric sums) of one micro-batch."""
         weights, count = token_weights("token-mean", batch.loss_mask, batch.segment_ids, batch.num_segments, 1)
         old_values = _present(batch.values)
         returns = _present(batch.returns)
@@ -114,5 +114,5 @@ def _present(estimates: Tensor | None) -> Tensor:
 
 
 def _by_sample(pairs: Iterator[tuple[MicroBatch, Tensor]]) -> dict[int, Tensor]:
-    """sample_id -> [L], of (micro-batch, values of the shape of its tokens)."""
+    """Return sample_id -> [L], of (micro-batch, values of the shape of its tokens)."""
     return {sample: cut for batch, values in pairs for sample, cut in batch.by_sample(values).items()}

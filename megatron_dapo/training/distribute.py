@@ -65,8 +65,8 @@ class StepDistributor:
         ]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
-        """Per global rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic, rewards of all
-        samples where needed)."""
+        """Return, per global rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic, rewards
+        of all samples where needed)."""
         config = self._config
         shaping = config.algorithm.dapo.overlong_reward_shaping
         samples = assemble(
@@ -93,8 +93,8 @@ class StepDistributor:
     def _critic_schedules(
         self, samples: Sequence[TrainSample], schedules: list[list[Bins]], seed: str | None
     ) -> list[list[Bins]]:
-        """[mini-batch][dp]: the critic's own mini-batches and bins. A sample stays on the rank that has it: there its
-        values and log-probs meet."""
+        """Return [mini-batch][dp]: the critic's own mini-batches and bins. A sample stays on the rank that has it:
+        there its values and log-probs meet."""
         batching = critic_batching(self._config)
         own_cap = self._config.critic.max_tokens_per_microbatch
         rank_of = {
@@ -114,7 +114,7 @@ class StepDistributor:
         return plans
 
     def _cutting(self) -> dict:
-        """What the actor's cut and the critic's have in common."""
+        """Return what the actor's cut and the critic's have in common."""
         return dict(
             pad_multiple=self._pad_multiple,
             packed=self._config.actor_rollout_ref.model.use_remove_padding,

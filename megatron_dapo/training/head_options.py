@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def head_options(config: Config, layout: ParallelLayout, spec: ModelSpec) -> dict:
-    """Keyword arguments of `build_model`. Collective over all ranks: one rank's doubt turns the fused head off."""
+    """Return the keyword arguments of `build_model`. Collective over all ranks: one rank's doubt turns the fused head
+    off."""
     actor = config.actor_rollout_ref.actor
     fused = actor.fused_kernels == "auto" and _all_ranks_pass(
         Check(

@@ -11,7 +11,7 @@ from megatron_dapo.training.optimizer import TrainingState
 
 
 def in_use(model: ModelParts, state: TrainingState) -> str:
-    """One line, of this rank. What it names is read from the built objects, not from the config."""
+    """Return one line about this rank. What it names is read from the built objects, not from the config."""
     return "trainer: " + ", ".join(_parts(model, state))
 
 
@@ -35,7 +35,8 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
 
 
 def _optimizers(state: TrainingState) -> Iterator[str]:
-    """Package and class of what steps the weights: Megatron takes Transformer Engine's, else apex's, else torch's."""
+    """Yield package and class of what steps the weights: Megatron takes Transformer Engine's, else apex's, else
+    torch's."""
     for each in getattr(state.optimizer, "chained_optimizers", [state.optimizer]):
         kind = type(each.optimizer)
         yield f"{kind.__module__.partition('.')[0]} {kind.__name__}"

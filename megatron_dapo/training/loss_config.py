@@ -9,7 +9,7 @@ from megatron_dapo.config.schema import Config
 
 
 def loss_config(config: Config) -> LossConfig:
-    """The actor's loss, as `algorithms.dapo_loss` takes it."""
+    """Return the actor's loss, as `algorithms.dapo_loss` takes it."""
     actor = config.actor_rollout_ref.actor
     low, high = effective_clip(config)
     correction = config.algorithm.rollout_correction

@@ -14,13 +14,13 @@ Shares = dict[int, tuple[float, int]]
 
 
 def compared(batch: MicroBatch, weight_version: int) -> Tensor:
-    """Where the weights of this version wrote a token that counts: there server and trainer must agree."""
+    """Return where the weights of this version wrote a token that counts: there server and trainer must agree."""
     return (batch.loss_mask != 0) & (batch.weight_version == weight_version) & (batch.exp_mask == 0)
 
 
 def difference_sums(batches: Iterable[MicroBatch], weight_version: int) -> Tensor | None:
-    """[sum of |old - server's log-prob|, number of tokens] of micro-batches that have old log-probs; none where they
-    have none: on other stages than the last."""
+    """Return [sum of |old - server's log-prob|, number of tokens] of micro-batches that have old log-probs; none where
+    they have none: on other stages than the last."""
     parts = []
     for batch in batches:
         if batch.old_log_probs is not None:
@@ -30,7 +30,8 @@ def difference_sums(batches: Iterable[MicroBatch], weight_version: int) -> Tenso
 
 
 def mean_over_ranks(sums: Tensor | None, layout: ParallelLayout, device: torch.device) -> float:
-    """Mean of sums and numbers, each token once; 0 without any. Collective over all ranks, the same on all of them."""
+    """Return the mean over all ranks, each token once; 0 without any. Collective over all ranks, the same on all of
+    them."""
     if sums is None or layout.tp_rank != 0:
         sums = torch.zeros(2, dtype=torch.float64, device=device)
     dist.all_reduce(sums := sums.clone())
@@ -39,7 +40,7 @@ def mean_over_ranks(sums: Tensor | None, layout: ParallelLayout, device: torch.d
 
 
 def shares_of(batches: Sequence[MicroBatch], log_probs: Sequence[Tensor], weight_version: int) -> Shares:
-    """Of every sample that has such tokens."""
+    """Return the shares of every sample that has such tokens."""
     found: Shares = {}
     for batch, ours in zip(batches, log_probs, strict=True):
         counts = compared(batch, weight_version)

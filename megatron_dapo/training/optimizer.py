@@ -31,8 +31,8 @@ class TrainingState:
         self.optimizer.zero_grad()
 
     def step(self) -> float:
-        """One optimizer step with the accumulated gradients; their norm before clipping. A norm that is not finite is
-        the same on all ranks: all of them stop, before such weights reach a server."""
+        """Take one optimizer step with the accumulated gradients and return their norm before clipping. A norm that is
+        not finite is the same on all ranks: all of them stop, before such weights reach a server."""
         succeeded, norm, _ = self.optimizer.step()
         if not succeeded or not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm of a mini-batch is {norm}; the run stops here")
@@ -40,14 +40,14 @@ class TrainingState:
 
 
 def half_precision(model: ModelParts) -> list[torch.nn.Module]:
-    """The chunks as they run: in half precision Megatron converts at the first and the last stage."""
+    """Return the chunks as they run: in half precision Megatron converts at the first and the last stage."""
     return [Float16Module(model.config, chunk) for chunk in model.chunks] if model.config.bf16 else list(model.chunks)
 
 
 def make_training_state(
     model: ModelParts, megatron: MegatronConfig, optim: OptimConfig, num_rollout_steps: int
 ) -> TrainingState:
-    """Wraps the loaded model for training. Sets the callbacks that Megatron's schedules read from its config."""
+    """Wrap the loaded model for training, and set the callbacks that Megatron's schedules read from its config."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=megatron.use_distributed_optimizer,

@@ -54,12 +54,12 @@ class Policy:
         self._num_epochs = actor.ppo_epochs
 
     def weight_source(self) -> WeightSource:
-        """The current weights of this rank's stage, under their Hugging Face names."""
+        """Return the current weights of this rank's stage, under their Hugging Face names."""
         return WeightSource(self.model, self.layout)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The same mini-batches with old log-probs (on the last stage, which computes the loss): those of the policy as
-        it is, and of replayed samples those of the policy that wrote them, as they were recorded.
+        """Return the same mini-batches with old log-probs (on the last stage, which computes the loss): those of the
+        policy as it is, and of replayed samples those of the policy that wrote them, as they were recorded.
 
         With the KL over the whole vocabulary in the reward, that too, to the reference that scored before. Left as they
         are where a rollout step has one optimizer step: then the old policy is the current one.
@@ -74,12 +74,13 @@ class Policy:
         return with_scores(self._schedule, mini_batches, fill, full_kl=self._full_kl_in_reward)
 
     def mean_mismatch(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> float:
-        """Mean |old - server's log-prob| over the tokens that weights of this version wrote, the same on every rank,
-        of mini-batches with old log-probs."""
+        """Return the mean of |old - server's log-prob| over the tokens that weights of this version wrote, the same on
+        every rank, of mini-batches with old log-probs."""
         return mean_over_ranks(difference_sums(chain(*mini_batches), weight_version), self.layout, self._device)
 
     def mismatch_by_sample(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> Shares:
-        """The same by sample, of all ranks: another pass. The weights are those that began the step."""
+        """Return the same by sample, of all ranks, by another forward pass. The weights are those that began the
+        step."""
         batches = list(chain(*mini_batches))
         log_probs = self._schedule.log_probs(batches)
         mine = shares_of(batches, log_probs, weight_version) if log_probs and self.layout.tp_rank == 0 else {}
@@ -91,7 +92,7 @@ class Policy:
         weight_version: int,
         check: Callable[[float], None] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step per mini-batch and epoch. Returns the actor's metrics over all of them, on every rank.
+        """Take one optimizer step per mini-batch and epoch. Return the actor's metrics over all of them, on every rank.
 
         weight_version: of the weights that this starts from, which the servers have. check: is told, before anything
         has changed, the `mean_mismatch` of the first mini-batch, and may raise, on all ranks.
@@ -142,7 +143,7 @@ def with_scores(
     fill: Callable[[MicroBatch, Scores], MicroBatch],
     **asked: bool,
 ) -> list[MiniBatch]:
-    """The mini-batches with their scores filled in on the last stage; one pass over all micro-batches. asked: of
+    """Return the mini-batches with their scores filled in on the last stage; one pass over all micro-batches. asked: of
     `Schedule.scores`."""
     flat = [batch for mini_batch in mini_batches for batch in mini_batch]
     scores = schedule.scores(flat, **asked)

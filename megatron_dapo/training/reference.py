@@ -35,7 +35,7 @@ class Reference:
         self._schedule = Schedule(model, half_precision(model), rollout.temperature)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """The same mini-batches with the reference's log-probs on the last stage, and, where a KL over the whole
+        """Return the same mini-batches with the reference's log-probs on the last stage, and, where a KL over the whole
         vocabulary will need them, its last hidden states of the counted rows. Collective over all ranks."""
 
         def fill(batch: MicroBatch, scores: Scores) -> MicroBatch:
@@ -48,7 +48,7 @@ class Reference:
 
 
 def check_vocabulary(reference: ModelSpec, actor: ModelSpec) -> None:
-    """Raises UserError where a KL over the whole vocabulary has two of them."""
+    """Raise UserError where a KL over the whole vocabulary has two of them."""
     if reference.vocab_size != actor.vocab_size:
         raise UserError(
             f"The model of actor_rollout_ref.ref.path has a vocabulary of {reference.vocab_size}, the actor one of "
