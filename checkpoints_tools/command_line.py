@@ -18,12 +18,12 @@ _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def rank() -> int:
-    """This process's number among those that torchrun, srun or mpirun started; 0 where it was started alone."""
+    """Return this process's number among those that torchrun, srun or mpirun started; 0 where it was started alone."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
 def exit_code(work: Callable[[], int | None]) -> int:
-    """What the work returns (None = 0); 2 for a mistake of the user, whose sentences go to standard error."""
+    """Return what the work returns (None = 0); 2 for a mistake of the user, whose sentences go to standard error."""
     try:
         return work() or 0
     except UserError as error:
@@ -70,7 +70,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def no_space(path: object, error: OSError) -> UserError:
-    """The sentence for an output that cannot be written: a full or read-only disk, a folder that is not ours."""
+    """Return the sentence for an output that cannot be written: a full or read-only disk, a folder that is not ours."""
     return UserError(f"{path} cannot be written ({error.strerror or error}); choose another output.")
 
 

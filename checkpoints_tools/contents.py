@@ -75,7 +75,7 @@ class Contents:
         )
 
     def totals(self, pattern: str = "*") -> dict[str, dict[str, Any]]:
-        """Part (model, optimizer) -> number of tensors, values and bytes, tensors per dtype."""
+        """Return part (model, optimizer) -> number of tensors, values and bytes, tensors per dtype."""
         found: dict[str, dict[str, Any]] = {}
         for name, tensor in self.tensors.items():
             if not fnmatch(name, pattern):
@@ -122,7 +122,7 @@ def part_of(name: str) -> str:
 
 
 def _manifest(path: Path, contents: bool) -> tuple:
-    """(damage, extra, contents, versions)"""
+    """Return (damage, extra, contents, versions)"""
     try:
         manifest = read_manifest(path)
     except UserError:  # the verdict says why
@@ -136,7 +136,7 @@ def _manifest(path: Path, contents: bool) -> tuple:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """The config itself is left out: it is long, and its hash is there."""
+    """Return a state without the config itself: it is long, and its hash is there."""
     state = _json(path / TRAINER_STATE)
     return {name: value for name, value in state.items() if name != "config"}
 
@@ -147,7 +147,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file, or it is damaged: the manifest's verdict says so."""
+    """Return {} where there is no such file, or it is damaged: the manifest's verdict says so."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

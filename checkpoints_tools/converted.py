@@ -37,14 +37,15 @@ def dtype_name(dtype: "torch.dtype") -> Literal["bfloat16", "float32"]:
 
 
 def torch_dtype(choice: str) -> "torch.dtype | None":
-    """None for auto."""
+    """Return the type; none for auto."""
     import torch
 
     return getattr(torch, _DTYPE_NAMES[choice]) if choice in _DTYPE_NAMES else None
 
 
 def source_dtype(folder: "SafetensorsFolder", names: list[str]) -> "torch.dtype":
-    """The type that all tensors of the model have. Raises UserError where that is not one the trainer computes in."""
+    """Return the type that all tensors of the model have. Raises UserError where that is not one the trainer computes
+    in."""
     import torch
 
     dtypes = {folder.tensor(name).dtype for name in names}
@@ -59,7 +60,7 @@ def source_dtype(folder: "SafetensorsFolder", names: list[str]) -> "torch.dtype"
 
 
 def read_spec(folder: str | Path, option: str) -> ModelSpec:
-    """The model of a config.json. Raises UserError that names the option."""
+    """Return the model of a config.json. Raises UserError that names the option."""
     config = Path(folder) / "config.json"
     if not config.is_file():
         raise UserError(f"{option}: `{folder}` {_no_model(Path(folder))}")
@@ -72,7 +73,7 @@ def read_spec(folder: str | Path, option: str) -> ModelSpec:
 
 
 def _no_model(folder: Path) -> str:
-    """Why there is no config.json, as the end of a sentence."""
+    """Return why there is no config.json, as the end of a sentence."""
     if not folder.is_dir():
         return "is not a folder here; correct the path, or download the model: hf download NAME --local-dir DIR."
     if (folder / MEGATRON).is_dir():
@@ -83,7 +84,7 @@ def _no_model(folder: Path) -> str:
 
 
 def open_checkpoint(path: str | Path) -> Path:
-    """A checkpoint folder that is complete by its manifest, as far as sizes tell. Raises UserError."""
+    """Return a checkpoint folder that is complete by its manifest, as far as sizes tell. Raises UserError."""
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"--checkpoint: `{path}` is not a folder; give one such as runs/NAME/checkpoints/step_000100.")
@@ -122,7 +123,7 @@ def _require_whole(folder: Path, verdict: Verdict) -> None:
 
 
 def stored_dtype(folder: Path) -> "torch.dtype":
-    """The type of a checkpoint's weights, from its metadata. Raises UserError where it is damaged."""
+    """Return the type of a checkpoint's weights, from its metadata. Raises UserError where it is damaged."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -136,7 +137,7 @@ def stored_dtype(folder: Path) -> "torch.dtype":
 
 
 def read_conversion(folder: Path) -> dict | None:
-    """The record that hf_to_megatron left; none in a checkpoint that training wrote. Raises UserError."""
+    """Return the record that hf_to_megatron left; none in a checkpoint that training wrote. Raises UserError."""
     file = folder / CONVERSION
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

@@ -32,7 +32,7 @@ ANSWER_COLUMNS = ("reward_model", "label")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 for mistakes of the user."""
+    """Return the exit code: 0, or 2 for mistakes of the user."""
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints_tools.dedup_dataset",
         description="Copy prompt files without repeated prompts. Rows with equal messages and answer are the same "
@@ -66,7 +66,7 @@ class Report:
     answers: Counter = field(default_factory=Counter)
 
     def is_first(self, row: dict[str, Any], place: str, prompt_key: str) -> bool:
-        """Counts the row; True for the first of its kind. Raises UserError for a row that is no prompt."""
+        """Count the row; return True for the first of its kind. Raises UserError for a row that is no prompt."""
         key = bytes.fromhex(content_key(row, place, prompt_key))
         self.copies[key] += 1
         if self.copies[key] > 1:
@@ -174,14 +174,14 @@ def _common_schema(inputs: Sequence[Path], files: Sequence, prompt_key: str) -> 
 
 
 def _compression(files: Sequence) -> str:
-    """The codec of the first column that is stored."""
+    """Return the codec of the first column that is stored."""
     metadata = next(file.metadata for file in files if file.metadata.num_row_groups)
     codec = metadata.row_group(0).column(0).compression.lower()
     return "none" if codec == "uncompressed" else codec
 
 
 def _kept(files: Iterator, prompt_key: str, report: Report, advance) -> Iterator[pyarrow.RecordBatch]:
-    """What is new of every batch of rows."""
+    """Yield what is new of every batch of rows."""
     for path, file in files:
         number = 0
         columns = [name for name in (prompt_key, *ANSWER_COLUMNS) if name in file.schema_arrow.names]

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
-    """The conversion. Collective; raises UserError on every process."""
+    """Convert. Collective; raises UserError on every process."""
     start = time.monotonic()
     from megatron_dapo.models.hf_io import check_hf_weights, exportable
     from megatron_dapo.models.safetensors_files import SafetensorsFolder
@@ -114,7 +114,7 @@ def _write_weights(
 
 
 def _write_rest(folder, spec: ModelSpec, dtype, staging: Path) -> None:
-    """All but the weights; the manifest last."""
+    """Write all but the weights; the manifest last."""
     from megatron_dapo.models.file_plan import FilePlan
     from megatron_dapo.models.hf_io import copy_model_files, exportable
 

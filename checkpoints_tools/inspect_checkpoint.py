@@ -23,7 +23,7 @@ from megatron_dapo.common.standard_streams import print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where the checkpoint is damaged or the two differ; 2 for mistakes of the user."""
+    """Return the exit code: 0; 1 where the checkpoint is damaged or the two differ; 2 for mistakes of the user."""
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints_tools.inspect_checkpoint",
         description="Show what a checkpoint holds: training checkpoints and the output of hf_to_megatron.",

@@ -33,7 +33,7 @@ _PEER_IS_GONE = re.compile(r"Connection (?:closed|reset) by peer(?: \[[^]]+\])?"
 
 
 def run(work: "Callable[[ConversionRanks], int | None]") -> int:
-    """Exit code of a command that several processes run: they fail together, and the first one says why."""
+    """Run a command in several processes and return its exit code: they fail together, and the first one says why."""
 
     def joined() -> int | None:
         try:
@@ -108,7 +108,7 @@ class ConversionRanks:
         return self.agreement.each("the conversion", lambda: _attempt(work) if self.is_main else None)
 
     def gather(self, value: Any) -> list:
-        """What every process brings, on all of them. Collective."""
+        """Return what every process brings, on all of them. Collective."""
         return self.agreement.gather(value)
 
     @contextmanager
@@ -126,7 +126,8 @@ class ConversionRanks:
             layout.release()
 
     def fail(self, error: UserError) -> None:
-        """The first process says why, and the others wait for it: launchers end what is left when one has failed."""
+        """Have the first process say why, and the others wait for it: launchers end what is left when one has
+        failed."""
         import torch.distributed as dist
 
         if self.is_main:
@@ -151,7 +152,7 @@ def _attempt(work: Callable[[], Result]) -> Result:
 
 
 def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | None) -> tuple[int, int]:
-    """(tp, pp). Where neither is given: pipeline stages if they divide the layers, which can work apart."""
+    """Return (tp, pp). Where neither is given: pipeline stages if they divide the layers, which can work apart."""
     if tp is None and pp is None:
         tp = 1 if spec.num_layers % world_size == 0 else world_size
     tp = tp or max(1, world_size // (pp or 1))
@@ -174,8 +175,8 @@ def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | Non
 
 
 def torchrun_variables(environment: dict[str, str] | os._Environ) -> dict[str, str]:
-    """What torchrun would have set, from the variables of srun or mpirun; nothing where torchrun did, or for a process
-    that was started alone."""
+    """Return what torchrun would have set, from the variables of srun or mpirun; nothing where torchrun did, or for a
+    process that was started alone."""
     for size_name, rank_name, local_rank_name, job_name in _LAUNCHERS:
         if "RANK" in environment or int(environment.get(size_name, "1")) < 2:
             continue
@@ -199,7 +200,7 @@ _LAUNCHERS = (
 
 
 def _first_host(environment: dict[str, str] | os._Environ) -> str:
-    """The first node of the Slurm step; this machine where mpirun started all processes here."""
+    """Return the first node of the Slurm step; this machine where mpirun started all processes here."""
     if nodes := environment.get("SLURM_STEP_NODELIST"):
         match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
         if match is None:

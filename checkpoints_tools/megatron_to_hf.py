@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def file_size(text: str) -> int:
-    """Bytes of `500MB` or `4GB`. Raises ArgumentTypeError."""
+    """Return the bytes of `500MB` or `4GB`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"([1-9]\d*)\s*(KB|MB|GB)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 4GB")
@@ -77,7 +77,7 @@ def file_size(text: str) -> int:
 
 
 def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
-    """The conversion. Collective; raises UserError on every process."""
+    """Convert. Collective; raises UserError on every process."""
     start = time.monotonic()
     from megatron_dapo.models.hf_io import export_hf
 
@@ -101,7 +101,7 @@ def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
 
 
 def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":
-    """The files of the model that was converted; standard ones where it is unknown or a size is given."""
+    """Return the files of the model that was converted; standard ones where it is unknown or a size is given."""
     from megatron_dapo.models.file_plan import FilePlan
 
     conversion = read_conversion(folder)

@@ -69,7 +69,8 @@ class TensorFolder:
         self.tensors, self.objects = _read_index(folder / INDEX)
 
     def common(self) -> dict[str, Any]:
-        """Numbers and words that were saved beside the tensors: layout, dtype, counts. {} where there are none."""
+        """Return numbers and words that were saved beside the tensors: layout, dtype, counts. {} where there are
+        none."""
         try:
             content = torch.load(self._folder / COMMON, map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError):  # the manifest's verdict says why
@@ -78,7 +79,7 @@ class TensorFolder:
         return json.loads(json.dumps(plain, default=str)) if isinstance(plain, dict) else {}
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor. Raises UserError naming it where its file is missing, cut or damaged."""
+        """Return the whole tensor. Raises UserError naming it where its file is missing, cut or damaged."""
         stored = self.tensors[name]
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         for piece, values in self._pieces(stored):
@@ -109,7 +110,7 @@ def _stored(name: str, entry: Any, where: dict) -> CheckpointTensor:
 
 
 def _read_index(path: Path) -> tuple[dict[str, CheckpointTensor], list[str]]:
-    """(tensors, names of other objects). Raises UserError."""
+    """Return (tensors, names of other objects). Raises UserError."""
     if not path.is_file():
         raise UserError(
             f"{path.parent} is no torch_dist checkpoint: it has no {INDEX}; give the folder of a checkpoint."
@@ -136,7 +137,7 @@ class _Unknown:
         return super().__new__(cls)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Takes what the real one takes, and keeps nothing."""
+        """Take what the real one takes, and keep nothing."""
 
     def __setstate__(self, state: Any) -> None:
         """As above."""

@@ -62,7 +62,7 @@ def diff(a: Contents, b: Contents, pattern: str = "*") -> Diff:
 
 
 def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> Change | None:
-    """None where they are equal bit for bit: NaN equals the same NaN, and 0 is not -0."""
+    """Return None where they are equal bit for bit: NaN equals the same NaN, and 0 is not -0."""
     a, b = a.reshape(-1), b.reshape(-1)
     num_different, largest, square, square_a = 0, torch.zeros((), dtype=torch.float64), 0.0, 0.0
     for first in range(0, a.numel(), CHUNK):

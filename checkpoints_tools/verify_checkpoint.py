@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def verify(job: ConversionRanks, arguments: argparse.Namespace) -> int:
-    """Prints a report, line by line; returns the exit code. Collective; raises UserError on every process."""
+    """Print a report, line by line, and return the exit code. Collective; raises UserError on every process."""
     good = True
     for finding in _findings(job, arguments):
         good = good and finding.good
@@ -125,7 +125,7 @@ def _compare_tensors(
     source: "SafetensorsFolder",
     dtype: "torch.dtype",
 ) -> Comparison:
-    """Every tensor of the model, gathered, in the type that it is stored in, beside that of the file."""
+    """Compare every tensor of the model, gathered, in the type that it is stored in, beside that of the file."""
     import torch.distributed as dist
 
     from megatron_dapo.models.weight_source import WeightSource
@@ -154,7 +154,7 @@ def _compare_tensors(
 
 
 def _read(source: "SafetensorsFolder", name: str) -> "torch.Tensor":
-    """A whole tensor of a file. Raises UserError."""
+    """Return a whole tensor of a file. Raises UserError."""
     try:
         return source.read(name, dim=None)
     except OSError as error:
@@ -168,7 +168,7 @@ def _same_bits(a: "torch.Tensor", b: "torch.Tensor") -> bool:
 
 
 def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
-    """The first tokens of the text, in sequences of at most 512. Raises UserError."""
+    """Return the first tokens of the text, in sequences of at most 512. Raises UserError."""
     if not arguments.num_tokens:
         return []
     from transformers import AutoTokenizer
@@ -194,7 +194,8 @@ def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list
 
 
 def reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Tensor]":
-    """[L - 1] per sequence: transformers' own log-probs of its tokens but the first, float32 logits, float64 sums."""
+    """Return [L - 1] per sequence: transformers' own log-probs of its tokens but the first, float32 logits, float64
+    sums."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -244,7 +245,8 @@ def _compare_log_probs(
 
 
 def log_probs(model: "ModelParts", layout: "ParallelLayout", sequences: list[list[int]]) -> "list[torch.Tensor] | None":
-    """[L - 1] per sequence, by Megatron: on the last stage's first tensor-parallel rank, none elsewhere. Collective."""
+    """Return [L - 1] per sequence, by Megatron: on the last stage's first tensor-parallel rank, none elsewhere.
+    Collective."""
     import numpy as np
 
     from megatron_dapo.data.batching import TrainSample
@@ -276,7 +278,7 @@ def _round_trip(
     spec: ModelSpec,
     source: "SafetensorsFolder",
 ) -> Comparison:
-    """The checkpoint as Hugging Face files again, beside those of the source."""
+    """Write the checkpoint as Hugging Face files again, and compare them with those of the source."""
     import torch.distributed as dist
 
     from megatron_dapo.models.hf_io import export_hf
@@ -306,7 +308,7 @@ def _round_trip(
 
 
 def compare_files(out: Path, source: "SafetensorsFolder") -> tuple[list[str], int]:
-    """(names of the weight files that differ or are missing in one of them, number of files in both)."""
+    """Return (names of the weight files that differ or are missing in one of them, number of files in both)."""
     names = sorted({file.name for folder in (out, source.path) for file in folder.glob("*.safetensors*")})
     different = [name for name in names if not _equal_files(out / name, source.path / name)]
     return different, len(names)

@@ -29,7 +29,7 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse(options_parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments and overrides."""
+    """Return arguments and overrides."""
     arguments, overrides = options_parser.parse_known_args(argv)
     if stray := [text for text in overrides if text.startswith("-")]:
         options_parser.error(f"unknown argument {stray[0]}")
@@ -37,7 +37,7 @@ def parse(options_parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
 
 def checked_config(path: str | None, overrides: list[str], check_files: bool = True) -> Config:
-    """Raises UserError with every mistake of the config."""
+    """Raise UserError with every mistake of the config."""
     return load_and_validate(path, overrides, check_files=check_files)
 
 

@@ -41,8 +41,8 @@ POLL_INTERVAL_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the user; 1 where the servers failed;
-    128 + signal where stopped with nothing saved."""
+    """Return the exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the user; 1 where the
+    servers failed; 128 + signal where stopped with nothing saved."""
     os.environ.update(COMMON)  # before torch is imported here, whose threads would be bound
     options_parser = parser(
         "launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together."
@@ -125,7 +125,8 @@ def _wait_for_folder(run: RunFolder) -> None:
 
 
 def _watch(servers, ranks, stop: StopSignals) -> int:
-    """Until the trainer ends. A stop signal has it save first; a second one does not wait. Raises ServerFailure."""
+    """Wait until the trainer ends. A stop signal has it save first; a second one does not wait. Raises
+    ServerFailure."""
     was_asked = False
     while stop.num_received < 2:
         if stop.received is not None and not was_asked:
@@ -148,8 +149,8 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
 
 
 def _check(servers) -> bool:
-    """False where the last server is lost for good: the trainer, which waits for one, then saves and fails by itself.
-    Raises ServerFailure where training cannot have begun."""
+    """Look at the servers; return False where the last server is lost for good: the trainer, which waits for one, then
+    saves and fails by itself. Raises ServerFailure where training cannot have begun."""
     from megatron_dapo.rollout.supervisor import ServerFailure
 
     try:

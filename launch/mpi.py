@@ -91,7 +91,7 @@ class Interface(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: the trainer's; 2 for mistakes of the user."""
+    """Return the exit code: the trainer's; 2 for mistakes of the user."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         bootstrap()
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bootstrap() -> RankVariables:
-    """Joins the MPI job and sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for
+    """Join the MPI job and set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for
     `torch.distributed`; on several nodes also GLOO_SOCKET_IFNAME, where it is not set: gloo takes the address that the
     machine's own name resolves to, which often is loopback.
 
@@ -134,8 +134,8 @@ def bootstrap() -> RankVariables:
 
 
 def check_world(environment: Mapping[str, str], size: int, library: str = "the MPI library") -> None:
-    """Raises UserError where MPI sees another number of processes than the launcher started: then each of them would
-    be a job of its own, and train alone."""
+    """Raise UserError where MPI sees another number of processes than the launcher started: then each of them would be
+    a job of its own, and train alone."""
     for launcher in _LAUNCHERS:
         if (started := environment.get(launcher.size)) is None:
             continue
@@ -148,8 +148,8 @@ def check_world(environment: Mapping[str, str], size: int, library: str = "the M
 
 
 def shared_interfaces(nodes: Sequence[Sequence[Interface]]) -> list[Interface]:
-    """Interfaces of the first node in whose network every node has one address of its own. (A bridge of containers has
-    the same address everywhere, and leads nowhere.)"""
+    """Return the interfaces of the first node in whose network every node has one address of its own. (A bridge of
+    containers has the same address everywhere, and leads nowhere.)"""
     first, *others = nodes
     found = []
     for candidate in first:
@@ -161,7 +161,7 @@ def shared_interfaces(nodes: Sequence[Sequence[Interface]]) -> list[Interface]:
 
 
 def _interfaces() -> list[Interface]:
-    """IPv4 addresses of this machine, but for loopback."""
+    """Return the IPv4 addresses of this machine, but for loopback."""
     is_up = {name: stats.isup for name, stats in psutil.net_if_stats().items()}
     return [
         Interface(name, entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False)))
@@ -179,7 +179,7 @@ def _mpi():
 
 
 def _world() -> "Intracomm":
-    """All processes of the job. Importing mpi4py.MPI joins it."""
+    """Return all processes of the job. Importing mpi4py.MPI joins it."""
     try:
         return _mpi().COMM_WORLD
     except (ImportError, RuntimeError) as error:
@@ -198,8 +198,8 @@ _held: list[socket.socket] = []
 
 
 def _reserved_port() -> int:
-    """A free port, bound by us until we end: only the store of torch.distributed, which shares addresses as well, gets
-    it."""
+    """Return a free port, bound by us until we end: only the store of torch.distributed, which shares addresses as
+    well, gets it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
@@ -214,7 +214,7 @@ def _train(arguments: list[str]) -> None:
 
 
 def _refuse(error: UserError) -> int:
-    """One of the processes says it, the others leave it the time."""
+    """Print the mistake in one of the processes; the others leave it the time. Return the exit code."""
     rank = next((os.environ[launcher.rank] for launcher in _LAUNCHERS if launcher.rank in os.environ), "0")
     if rank == "0":
         print(error.report(), file=sys.stderr, flush=True)
@@ -224,9 +224,9 @@ def _refuse(error: UserError) -> int:
 
 
 def run_and_wait(work: Callable[[], int | None]) -> int:
-    """Exit code of work, or of its exception, which is printed; for after `bootstrap()`. A rank waits for the others
-    before it ends, since the launcher kills those that still save or tell what they saw; if they do not come, it ends
-    them all with its code."""
+    """Run the work; return its exit code, or that of its exception, which is printed; for after `bootstrap()`. A rank
+    waits for the others before it ends, since the launcher kills those that still save or tell what they saw; if they
+    do not come, it ends them all with its code."""
     try:
         code = work() or 0
     except SystemExit as end:

@@ -26,7 +26,8 @@ POLL_INTERVAL_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after SIGTERM, Ctrl-C or SIGHUP; 1 where the servers failed; 2 for mistakes of the user."""
+    """Return the exit code: 0 after SIGTERM, Ctrl-C or SIGHUP; 1 where the servers failed; 2 for mistakes of the
+    user."""
     options_parser = parser(
         "launch.sglang_server", "Start this node's SGLang servers and keep them alive until SIGTERM or Ctrl-C."
     )

@@ -38,7 +38,8 @@ _LEFT_TO_TORCHRUN = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the first rank of this node that did not end with 0; 128 + signal where a signal ended it."""
+    """Return the exit code of the first rank of this node that did not end with 0; 128 + signal where a signal ended
+    it."""
     os.environ.update(COMMON)  # for the ranks; before torch is imported, whose threads would be bound
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

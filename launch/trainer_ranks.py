@@ -49,8 +49,8 @@ class TrainerRanks:
         log.info("trainer: %d %s (pid %s)", self._world, ranks, ", ".join(str(rank.pid) for rank in self._ranks))
 
     def check(self) -> int | None:
-        """Exit code of the first rank that failed; 0 when all are done, 85 when they stopped and are saved; none while
-        they run."""
+        """Return the exit code of the first rank that failed; 0 when all are done, 85 when they stopped and are saved;
+        none while they run."""
         codes = [rank.poll() for rank in self._ranks]
         failed = [code for code in codes if code not in _GOOD_ENDS]
         if failed:
@@ -60,18 +60,19 @@ class TrainerRanks:
         return max(code for code in codes if code is not None)
 
     def failure(self) -> str:
-        """What failed: per failed rank how it ended, its log file and the last lines."""
+        """Return what failed: per failed rank how it ended, its log file and the last lines."""
         return "\n".join(rank.describe_end() for rank in self._ranks if rank.poll() not in _GOOD_ENDS)
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to all ranks, once: they save at the end of their step and exit with 85, if training has begun."""
+        """Send SIGTERM to all ranks, once: they save at the end of their step and exit with 85, if training has
+        begun."""
         self._was_asked = True
         for rank in self._ranks:
             rank.terminate()
 
     def stop(self) -> None:
-        """SIGTERM to all ranks, SIGKILL after a grace time to what is left of them and their children. Ranks that were
-        asked to stop before have had their time."""
+        """Send SIGTERM to all ranks, SIGKILL after a grace time to what is left of them and their children. Ranks that
+        were asked to stop before have had their time."""
         grace_s = 0.0 if self._was_asked else STOP_GRACE_S
         self.ask_to_stop()
         deadline = time.monotonic() + grace_s
@@ -80,7 +81,7 @@ class TrainerRanks:
         self._master_port.release()
 
     def _overdue(self) -> int | None:
-        """A rank is done and others are not: they have a while to end as well."""
+        """Return 1 where ranks are overdue: one is done, and the others had a while to end as well."""
         self._deadline = self._deadline or time.monotonic() + LAST_RANK_GRACE_S
         if time.monotonic() < self._deadline:
             return None

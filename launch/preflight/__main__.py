@@ -30,8 +30,8 @@ ROLES = ("trainer", "server", "both")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where a node is not fit, and the last line says which, why, and the cure; 2 for mistakes of the
-    user."""
+    """Return the exit code: 0; 1 where a node is not fit, and the last line says which, why, and the cure; 2 for
+    mistakes of the user."""
     arguments, overrides = parse(_parser(), argv)
     ends.begin(preflight_name(node_name()), ends.own_folder())
     try:
@@ -157,7 +157,7 @@ class Preflight:
         return sorted(findings, key=lambda finding: checks.index(finding.check))
 
     def _meet(self) -> None:
-        """Names, roles and versions of all; node 0's token."""
+        """Exchange names, roles and versions of all; node 0's token."""
         nodes, arguments = self._nodes, self._arguments
         shared = (arguments.shared or RunFolder.of(self._config.trainer).path).absolute()
         own = {
@@ -194,7 +194,7 @@ class Preflight:
             )
 
     def _machine(self) -> None:
-        """What each node finds out alone, and with node 0's file."""
+        """Add what each node finds out alone, and with node 0's file."""
         config, arguments, nodes = self._config, self._arguments, self._nodes
         written = self._folder.write() if nodes.index == 0 else None
         nodes.gather("the shared folder", None)
@@ -270,7 +270,7 @@ class Preflight:
             raise PreflightError(self._nodes.name, problem) from None
 
     def _hosts(self) -> dict[int, str]:
-        """Index of each server node -> its host, as the trainer calls it."""
+        """Return the index of each server node -> its host, as the trainer calls it."""
         hosts = self._arguments.server_hosts
         if self._nodes.count == 1:
             return {0: LOOPBACK}
@@ -316,7 +316,7 @@ class Preflight:
 
 
 def _compare(per_node: Sequence[dict], index: int) -> machine.Result:
-    """This node's versions with those of most nodes; of as many, node 0's."""
+    """Compare this node's versions with those of most nodes; of as many, node 0's."""
     own, wrong = per_node[index]["versions"], []
     for name, version in own.items():
         usual = Counter(node["versions"][name] for node in per_node).most_common(1)[0][0]

@@ -59,7 +59,7 @@ class AllReduceRanks:
         return len(self._ranks)
 
     def run(self, jobs: Sequence[AllReduceTask], nodes: PreflightNodes) -> float | str:
-        """Seconds of the all-reduce, or why it failed. Ends early where another node failed."""
+        """Return the seconds of the all-reduce, or why it failed. Ends early where another node failed."""
         for (_, connection), job in zip(self._ranks, jobs, strict=True):
             connection.send(job)
         failed = f"{jobs[0].key}/failed"
@@ -91,14 +91,14 @@ OTHERS = "given up, since another node failed"
 
 
 def num_fork_rounds(num_trainers: int) -> int:
-    """All-reduces that may be needed: one, and where it is slow or fails, some between pairs of nodes."""
+    """Return how many all-reduces may be needed: one, and where it is slow or fails, some between pairs of nodes."""
     return 1 + (min(_PAIR_ROUNDS, len(list(pairings(num_trainers)))) if num_trainers > 2 else 0)
 
 
 def check(
     nodes: PreflightNodes, trainers: Sequence[int], rounds: Sequence[AllReduceRanks], backend: str, floor_gb_s: float
 ) -> Result:
-    """The all-reduce over the trainer nodes, seen from this node; `Result.problem` on the nodes to blame alone.
+    """Measure the all-reduce over the trainer nodes, seen from this node; `Result.problem` on the nodes to blame alone.
     trainers: indices of the trainer nodes. rounds: this node's ranks for each all-reduce; on other nodes none."""
     probe = _Probe(nodes, trainers, backend, rounds[0].count if rounds else 0)
     world = probe.world(trainers)
@@ -141,8 +141,8 @@ def _where(blamed: Sequence[int], trainers: Sequence[int]) -> str:
 
 
 def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds of a tournament (circle method): in each every one of `count` meets one other, with odd count but one;
-    in `count - 1` rounds (odd: `count`) everybody meets everybody."""
+    """Yield rounds of a tournament (circle method): in each every one of `count` meets one other, with odd count but
+    one; in `count - 1` rounds (odd: `count`) everybody meets everybody."""
     order = list(range(count + count % 2))
     for _ in range(len(order) - 1):
         pairs = zip(order[: len(order) // 2], reversed(order[len(order) // 2 :]), strict=True)
@@ -151,8 +151,8 @@ def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def to_blame(speeds: Mapping[tuple[int, int], float], floor: float) -> list[int]:
-    """Nodes that are below the floor with every partner; all of them where a pair is slow and nobody stands out.
-    speeds: of pairs of nodes, 0 where the all-reduce failed."""
+    """Return the nodes that are below the floor with every partner; all of them where a pair is slow and nobody stands
+    out. speeds: of pairs of nodes, 0 where the all-reduce failed."""
     best: dict[int, float] = {}
     for pair, speed in speeds.items():
         for node in pair:
@@ -182,7 +182,8 @@ class _Probe:
             ranks.end()
 
     def gb_s(self, members: Sequence[int], seconds: float) -> float:
-        """Bus bandwidth: what a link must carry for this, whatever the number of ranks (nccl-tests, PERFORMANCE.md)."""
+        """Return the bus bandwidth: what a link must carry for this, whatever the number of ranks (nccl-tests,
+        PERFORMANCE.md)."""
         world = self.world(members)
         return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
 
@@ -227,7 +228,7 @@ def _serve(connection: Connection, parent: int) -> None:
 
 
 def _all_reduce(job: AllReduceTask) -> float:
-    """Seconds of one all-reduce, the best of several."""
+    """Return the seconds of one all-reduce, the best of several."""
     import torch
     import torch.distributed as dist
 

@@ -9,7 +9,7 @@ import torch
 
 
 def main(num_gpus: int) -> int:
-    """Exit code: 0, or 1 after one line per GPU that fails."""
+    """Return the exit code: 0, or 1 after one line per GPU that fails."""
     faults = [f"GPU {index}: {fault}" for index in range(num_gpus) if (fault := fault_of(index))]
     print("\n".join(faults))
     return 1 if faults else 0

@@ -24,7 +24,7 @@ _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
 def needed(config: Config, role: str) -> int:
-    """GPUs that a node of this role uses: trainer, server (it is there to start some), or both."""
+    """Return the number of GPUs that a node of this role uses: trainer, server (it is there to start some), or both."""
     count = config.trainer.n_procs_per_node if role != "server" else 0
     if role == "server" or (role == "both" and starts_servers(config)):
         count += servers_per_node(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
@@ -32,7 +32,8 @@ def needed(config: Config, role: str) -> int:
 
 
 def are_expected() -> bool:
-    """Whether this is a run on GPUs: torch can use them, and the machine or the scheduler says that there are some."""
+    """Return whether this is a run on GPUs: torch can use them, and the machine or the scheduler says that there are
+    some."""
     import torch
 
     if torch.version.cuda is None:
@@ -81,8 +82,8 @@ def check(config: Config, role: str) -> Result:
 
 
 def unusable(count: int, driver: str, timeout_s: float = _PROBE_S) -> str | None:
-    """What keeps torch from computing on the first `count` GPUs, and the cure. The driver's library counts GPUs, and
-    calls them healthy, that a driver too old for torch's CUDA cannot use."""
+    """Return what keeps torch from computing on the first `count` GPUs, and the cure. The driver's library counts GPUs,
+    and calls them healthy, that a driver too old for torch's CUDA cannot use."""
     probe = [sys.executable, "-m", "launch.preflight.gpu_probe", str(count)]
     cure = "look at `nvidia-smi` and `dmesg`, or take the node out of the job."
     number = driver.partition(".")[0]
@@ -100,8 +101,8 @@ def unusable(count: int, driver: str, timeout_s: float = _PROBE_S) -> str | None
 
 
 def compiler(uses_gpus: bool) -> Result:
-    """Whether a C program with Python's headers compiles here. Triton compiles one at its first kernel on a machine;
-    where it cannot, the fused log-prob head switches itself off, and the servers do not start."""
+    """Return whether a C program with Python's headers compiles here. Triton compiles one at its first kernel on a
+    machine; where it cannot, the fused log-prob head switches itself off, and the servers do not start."""
     if not uses_gpus:
         return Result("none needed: torch runs on the CPU here")
     command = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # Triton's choice
@@ -130,8 +131,8 @@ _CUDA_PROBE = "#include <concepts>\n#include <cuda_runtime.h>\n__global__ void p
 
 
 def cuda_compiler() -> Result:
-    """Whether a CUDA program compiles and links here, with the nvcc that SGLang takes: a server on GPUs compiles some
-    of its kernels when it starts, and ends where it cannot."""
+    """Return whether a CUDA program compiles and links here, with the nvcc that SGLang takes: a server on GPUs compiles
+    some of its kernels when it starts, and ends where it cannot."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = None if home else shutil.which("nvcc")
     nvcc = Path(found or Path(home or "/usr/local/cuda", "bin", "nvcc"))
@@ -177,7 +178,7 @@ def _gpu_faults(nvml: Any, gpu: str) -> list[str]:
 
 
 def faults_of(nvml: Any, handle: Any) -> Iterator[str]:
-    """What is wrong with one GPU. A question that this GPU does not know is no fault."""
+    """Yield what is wrong with one GPU. A question that this GPU does not know is no fault."""
 
     def ask(question: str, *arguments: Any) -> Any:
         try:

@@ -38,8 +38,8 @@ def _handler(token: str) -> type[BaseHTTPRequestHandler]:
 
 
 def fault(url: str, token: str | None, key: str | None = None, timeout_s: float = PATIENCE_S) -> str | None:
-    """Why a GET of `url` does not answer with the token (None: whatever it says, but that it wants another key); none
-    where it does. Goes through no proxy, as the controller's own requests do not."""
+    """Return why a GET of `url` does not answer with the token (None: whatever it says, but that it wants another key);
+    none where it does. Goes through no proxy, as the controller's own requests do not."""
     try:
         answer = http_get(url, key_header(key), timeout_s)
     except OSError as error:
@@ -50,8 +50,8 @@ def fault(url: str, token: str | None, key: str | None = None, timeout_s: float 
 
 
 def to_blame(failed: Collection[tuple[int, int]], trainers: Collection[int], servers: Collection[int]) -> set[int]:
-    """Nodes to blame for (trainer, server) pairs that failed: a server that no trainer reaches, and for what else
-    failed, the trainer."""
+    """Return nodes to blame for (trainer, server) pairs that failed: a server that no trainer reaches, and for what
+    else failed, the trainer."""
     unreached = {server for server in servers if all((trainer, server) in failed for trainer in trainers)}
     if len(servers) > 1 and unreached == set(servers) and len(trainers) == 1:
         return set(trainers)  # it reaches none of several

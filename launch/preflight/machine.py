@@ -66,7 +66,7 @@ def _revision() -> str:
 
 
 def checkpoints_bytes(config: Config) -> tuple[int, int]:
-    """(bytes of one checkpoint, how many are on the disk at once), with the one that is being written."""
+    """Return (bytes of one checkpoint, how many are on the disk at once), with the one that is being written."""
     spec, trainer, width = read_model_spec(config.actor_rollout_ref.model.path), config.trainer, dtype_bytes(config)
     # weights, Adam's moments and, of a half-precision model, its float32 weights; see docs/checkpoints.md
     per_parameter = width + ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
@@ -79,7 +79,7 @@ def checkpoints_bytes(config: Config) -> tuple[int, int]:
 
 
 def disk(config: Config, folder: Path) -> Result:
-    """Room for the checkpoints and logs of the run in `folder`, which may not be there yet."""
+    """Check the room for checkpoints and logs of the run in `folder`, which may not be there yet."""
     one, count = checkpoints_bytes(config)
     there = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
     needed, free = max(0, one * count - there) + LOG_BYTES, _free(folder)
@@ -94,7 +94,7 @@ def disk(config: Config, folder: Path) -> Result:
 
 
 def scratch() -> Result:
-    """Room for compiled kernels and temporary files on this node's own disk."""
+    """Check the room for compiled kernels and temporary files on this node's own disk."""
     folder = Path(tempfile.gettempdir())
     free = _free(folder)
     found = f"{format_bytes(free)} free in {folder}"
@@ -113,7 +113,7 @@ def _free(folder: Path) -> int:
 
 
 def files(config: Config) -> Result:
-    """The model and the prompts, as this node sees them."""
+    """Check that this node sees the model and the prompts."""
     model = config.actor_rollout_ref.model.path
     if fault := ModelFolder.of(model).fault():
         return Result("missing", f"actor_rollout_ref.model.path: `{model}` {fault}")
@@ -182,7 +182,8 @@ class SharedFolder:
 
 
 def open_files_needed(config: Config) -> int:
-    """Connections to servers (two files each in the controller, at its peak), and the libraries' own."""
+    """Return the number of connections to servers (two files each in the controller, at its peak), and the libraries'
+    own."""
     rollout = config.actor_rollout_ref.rollout
     num_servers = len(rollout.server_urls) or rollout.server.num_servers
     return 512 + 2 * rollout.max_concurrency * num_servers
@@ -209,7 +210,7 @@ def _limit(value: int) -> str:
 
 
 def ports(host: str, numbers: Sequence[int]) -> Result:
-    """Whether each port can be listened on at `host`."""
+    """Check whether each port can be listened on at `host`."""
     for number in numbers:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -230,7 +231,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def _holder(port: int) -> str:
-    """Who listens there, where the system tells us."""
+    """Return who listens there, where the system tells us."""
     try:
         for connection in psutil.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
@@ -241,6 +242,6 @@ def _holder(port: int) -> str:
 
 
 def all_ports(first: int | None, num_servers: int, others: Sequence[int]) -> Iterator[int]:
-    """The servers' ports, from the first on, and the others."""
+    """Yield the servers' ports, from the first on, and the others."""
     yield from range(first, first + num_servers) if first else ()
     yield from others

@@ -64,12 +64,12 @@ class PreflightNodes:
         return len(self.names)
 
     def meet(self, value: Any) -> list:
-        """The first `gather`."""
+        """Do the first `gather`."""
         return self.gather("the meeting", value, self._meeting_timeout_s)
 
     def gather(self, what: str, value: Any, timeout_s: float | None = None) -> list:
-        """What every node brings to `what`, in order. JSON-able. Raises PreflightError naming who did not come, or
-        what another node reported to have failed, and that at once."""
+        """Return what every node brings to `what`, in order. JSON-able. Raises PreflightError naming who did not come,
+        or what another node reported to have failed, and that at once."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self.store.set(f"{what}/{self.index}", json.dumps(value))
         keys = [f"{what}/{index}" for index in range(self.count)]

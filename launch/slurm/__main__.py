@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_command(argv: list[str]) -> int:
-    """The last line on standard output is the folder that holds plan.sh, or why there is no plan."""
+    """Make the plan. The last line on standard output is the folder that holds plan.sh, or why there is no plan."""
     options_parser = parser(
         "launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt."
     )
@@ -105,7 +105,7 @@ def plan_command(argv: list[str]) -> int:
 
 
 def write_attempt(plan: JobPlan, config: Config) -> None:
-    """The attempt's folder, logs/latest, and the list of servers, from which the last attempt's may be gone."""
+    """Write the attempt's folder, logs/latest, and the list of servers, from which the last attempt's may be gone."""
     write_whole(plan.config_file, to_yaml(config))
     write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{process_plan(config)}\n")
     plan.write()
@@ -123,7 +123,7 @@ def _notice(config: Config, notice_s: int | None) -> list[str]:
 
 
 def show_plan(config: Config, min_bandwidth: float | None, notice_s: int | None = None) -> None:
-    """Nodes, processes and memory."""
+    """Print nodes, processes and memory."""
     plan = make_plan(config, Allocation.imagined(config), min_bandwidth=min_bandwidth)
     print_line("\n".join([plan.text(), *_notice(config, notice_s), "", process_plan(config)]))
 

@@ -34,8 +34,8 @@ _LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it tells which 
 
 
 def run(plan: JobPlan, role: str) -> int:
-    """Exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end the others,
-    which may still be at it, for any other code."""
+    """Return the exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end
+    the others, which may still be at it, for any other code."""
     node = node_name()
     orders = Orders(Path(plan.logs), role, node)
     try:
@@ -69,8 +69,8 @@ def start(plan: JobPlan, role: str, node: str) -> subprocess.Popen:
 
 
 def wait_for_peers(plan: JobPlan, role: str, orders: "Orders") -> None:
-    """Until the role has ended on all nodes: Slurm ends the others at once when the task of one fails, and the first
-    to fail may be one that lost a peer, which has not told yet what it died of."""
+    """Wait until the role has ended on all nodes: Slurm ends the others at once when the task of one fails, and the
+    first to fail may be one that lost a peer, which has not told yet what it died of."""
     deadline = time.monotonic() + _LAST_WORDS_S
     while len(ends(plan, role)) < len(plan.of_role(role)) and time.monotonic() < deadline:
         if orders.is_to_end():
@@ -116,7 +116,7 @@ class Orders:
         return bool(self._received) and self._cancelled.exists()
 
     def _ask(self) -> None:
-        """The script, if Slurm has told this task to end."""
+        """Tell the script, if Slurm has told this task to end."""
         order = next((number for number in self._received if number != signal.SIGINT), None)
         if order is None or self._asked is None:
             return
@@ -128,7 +128,7 @@ class Orders:
 
 
 def kill_all(pid: int) -> None:
-    """A process and all that it started."""
+    """Kill a process and all that it started."""
     import psutil
 
     try:
@@ -156,7 +156,7 @@ def node_environment(inherited: Mapping[str, str], interface: str | None, caches
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface from which a host is reached; None where that cannot be told."""
+    """Return the network interface from which a host is reached; None where that cannot be told."""
     import psutil
 
     try:

@@ -96,7 +96,8 @@ def done_line(run: str, total_steps: int) -> str:
 
 
 def is_done(config: Config) -> bool:
-    """Whether the run folder holds the result of the whole run: the last act of a training is to write the model."""
+    """Return whether the run folder holds the result of the whole run: the last act of a training is to write the
+    model."""
     run, total = RunFolder.of(config.trainer), config.trainer.total_training_steps
     if not (run.model.is_dir() and run.metrics.is_file()):
         return False

@@ -106,11 +106,11 @@ class JobPlan:
         return _FIRST_PORT + _PORTS_PER_JOB * (self.job_id % _NUM_JOBS) + offset
 
     def of_role(self, role: str) -> tuple[str, ...]:
-        """The nodes on which a role has a process."""
+        """Return the nodes on which a role has a process."""
         return {PREFLIGHT: self.nodes, SERVERS: self.server_nodes, TRAINER: self.trainer_nodes}[role]
 
     def step(self, role: str) -> list[str]:
-        """Arguments of srun: one task on each node of the role, which may use all of the node.
+        """Return the arguments of srun: one task on each node of the role, which may use all of the node.
 
         --overlap and --mem=0: a second step on a node that has one. --cpu-bind=none: one task starts many processes.
         --wait=0: a task that has ended ends no other, whatever WaitTime the cluster sets.
@@ -129,7 +129,7 @@ class JobPlan:
         ]
 
     def command(self, role: str, node: str, python: str = sys.executable) -> list[str]:
-        """What a node's task of a role runs."""
+        """Return what a node's task of a role runs."""
         index = self.of_role(role).index(node)
         makers = {PREFLIGHT: self._preflight, SERVERS: self._servers, TRAINER: self._trainer}
         return [python, "-m", *makers[role](index, node)]
@@ -160,14 +160,14 @@ class JobPlan:
         yield from ("megatron_dapo", "train", "--config", self.config_file)
 
     def shell(self) -> str:
-        """What the body sources: variables, and srun's arguments of each role as arrays."""
+        """Return what the body sources: variables, and srun's arguments of each role as arrays."""
         lines = [f"RUN={shlex.quote(self.run)}", f"LOGS={shlex.quote(self.logs)}"]
         lines += [f"HEAD_NODE={self.trainer_nodes[0]}", f"NUM_SERVER_NODES={len(self.server_nodes)}"]
         lines += [f"{role.upper()}_STEP=({shlex.join(self.step(role))})" for role in ROLES if self.of_role(role)]
         return "\n".join(lines) + "\n"
 
     def text(self) -> str:
-        """What the user sees: roles and nodes, what each runs."""
+        """Return what the user sees: roles and nodes, what each runs."""
         lines = [f"Job {self.job_id}, restart {self.restart_count}" if self.job_id else "Nodes, with imagined names"]
         counts = {TRAINER: (self.n_procs_per_node, "rank"), SERVERS: (self.servers_per_node, "server")}
         for role, (count, what) in counts.items():
@@ -182,7 +182,7 @@ class JobPlan:
         return "\n".join(lines)
 
     def write(self) -> None:
-        """plan.json, which the nodes' tasks read, and plan.sh, for the body."""
+        """Write plan.json, which the nodes' tasks read, and plan.sh, for the body."""
         write_whole(Path(self.logs) / PLAN_FILE, json.dumps(asdict(self), indent=1))
         write_whole(Path(self.logs) / "plan.sh", self.shell())
 
@@ -197,15 +197,15 @@ class JobPlan:
 
 
 def num_nodes(config: Config) -> tuple[int, int]:
-    """Trainer nodes and server nodes that a config needs; no server nodes where the servers are given or replaced by
-    dumped batches."""
+    """Return trainer nodes and server nodes that a config needs; no server nodes where the servers are given or
+    replaced by dumped batches."""
     return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers(config) else 0
 
 
 def make_plan(
     config: Config, allocation: Allocation, start: Progress = BEGINNING, min_bandwidth: float | None = None
 ) -> JobPlan:
-    """Raises UserError where the config does not fit what Slurm gave."""
+    """Raise UserError where the config does not fit what Slurm gave."""
     num_trainers, num_servers = num_nodes(config)
     sentences = list(_mistakes(config, allocation))
     if sentences:
@@ -231,8 +231,8 @@ def make_plan(
 
 
 def own_overrides(plan: JobPlan, config: Config) -> list[str]:
-    """What the job sets in the config that its processes read: absolute folders, how trainer and servers meet, and a
-    requeued job goes on whatever `trainer.resume` said at first."""
+    """Return what the job sets in the config that its processes read: absolute folders, how trainer and servers meet,
+    and a requeued job goes on whatever `trainer.resume` said at first."""
     values: dict[str, str | int] = {"trainer.run_dir": plan.run, "trainer.log_dir": plan.logs}
     rollout = "actor_rollout_ref.rollout"
     if plan.server_nodes:

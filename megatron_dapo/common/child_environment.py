@@ -39,8 +39,9 @@ def set_rank_defaults(environment: MutableMapping[str, str]) -> None:
 
 
 def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables to add for a process that keeps caches below ~ and sockets in TMPDIR, where it could not: a container
-    of a user without a home, a scratch folder with a long name. Raises UserError where there is no other place."""
+    """Return variables to add for a process that keeps caches below ~ and sockets in TMPDIR, where it could not: a
+    container of a user without a home, a scratch folder with a long name. Raises UserError where there is no other
+    place."""
     made = {}
     temporary = tempfile.gettempdir()
     if not has_room_for_sockets(temporary):
@@ -52,7 +53,7 @@ def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def has_room_for_sockets(folder: str | Path) -> bool:
-    """Whether the path of a socket in this folder is short enough."""
+    """Return whether the path of a socket in this folder is short enough."""
     return len(os.fsencode(folder)) <= _MAX_TMPDIR_BYTES
 
 
@@ -77,7 +78,7 @@ def _user() -> str:
 
 
 def _can_make(folder: Path) -> bool:
-    """Whether it is there, or can be, and be written. ~ stays where no home is known."""
+    """Return whether it is there, or can be, and be written. ~ stays where no home is known."""
     there = folder
     while not os.path.exists(there):
         there = there.parent

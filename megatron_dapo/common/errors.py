@@ -22,7 +22,7 @@ class UserError(ValueError):
         super().__init__(self.sentences, details)  # its arguments, so that pickle can make it again
 
     def report(self) -> str:
-        """What the user is shown: a line with the count, then one line per mistake."""
+        """Return what the user is shown: a line with the count, then one line per mistake."""
         num = len(self.sentences)
         details = [self.details.rstrip()] if self.details else []
         return "\n".join([f"{num} mistake{'s' if num != 1 else ''} to correct:", *self.sentences, *details])

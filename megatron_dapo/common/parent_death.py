@@ -12,8 +12,8 @@ _libc = ctypes.CDLL(None)  # not loaded after a fork, where another thread may h
 
 
 def end_with_parent(parent: int) -> None:
-    """Called by a child: the kernel kills it when the thread that started it ends, however that ends (Linux). parent:
-    the starter's pid; where that is gone already the child ends at once."""
+    """Have the kernel kill this child when the thread that started it ends, however that ends (Linux). parent: the
+    starter's pid; where that is gone already the child ends at once."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
