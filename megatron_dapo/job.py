@@ -1,7 +1,7 @@
 """This rank's parts of a run, and what the loop in trainer.py asks of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from megatron_dapo.checkpointing.run_lock import RunLock
 from megatron_dapo.common.errors import JobError, RunStopped, UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import needs_old_log_probs, needs_reference, uses_critic
+from megatron_dapo.config.derived import needs_old_log_probs
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
@@ -27,6 +27,7 @@ from megatron_dapo.platform.watchdog import Watchdog
 from megatron_dapo.rollout.batch_replay import BatchReplay, start_rollout
 from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
+from megatron_dapo.rollout.follower import RolloutFollower
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_watch import report_unresponsive
@@ -40,10 +41,11 @@ from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepDistributor, StepShard
 from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.policy import Policy
-from megatron_dapo.training.reference import Reference
-from megatron_dapo.weight_sync.sync import SyncReport, WeightSync
+from megatron_dapo.training.roles import make_critic, make_reference
+from megatron_dapo.weight_sync.sync import NoServers, WeightSync
 
 Answer = TypeVar("Answer")
+Rollout = RolloutHandle | BatchReplay | RolloutFollower
 
 # beyond the rollout's own deadline, so that its error, which says what is missing, comes first
 _GRACE_S = 120.0
@@ -56,43 +58,49 @@ _SHOWN_SERVERS = 8
 
 
 class Job:
-    """This rank's parts of the run. `rollout` and a real `telemetry` exist on rank 0 only."""
+    """This rank's parts of the run. Rank 0 leads the rollout and writes the metrics; the others follow."""
 
     def __init__(
         self,
         config: Config,
         layout: ParallelLayout,
         telemetry: Telemetry | NullTelemetry,
-        rollout: RolloutHandle | BatchReplay | None,
+        rollout: Rollout,
         run: RunFolder,
         start: Start,
     ) -> None:
-        self.config, self.layout, self.telemetry, self.rollout, self.run = config, layout, telemetry, rollout, run
+        self.config = config
+        self.layout = layout
+        self.telemetry = telemetry
+        self.rollout = rollout
+        self.run = run
         self.policy = Policy(config, layout, weight_loader(start, "model"))
-        self.reference = Reference(config, layout, load_weights) if needs_reference(config) else None
-        self.critic = Critic(config, layout, weight_loader(start, "critic")) if uses_critic(config) else None
+        self.reference = make_reference(config, layout, load_weights, telemetry.phase)
+        self.critic = make_critic(config, layout, weight_loader(start, "critic"), telemetry.phase)
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
-        self.weights = None if config.trainer.replay else self._weight_sync()
-        self._num_rejoins = 0
+        self.weights = NoServers() if config.trainer.replay else self._weight_sync()
+        self._num_rejoins = 0  # of servers, in pushes between two steps
         self._num_optimizer_steps = 0  # of the last step
         self._max_mismatch = config.algorithm.rollout_correction.max_mismatch
         self._servers_of: list[tuple[str, ...]] = []  # of each of the step's samples, by sample_id; on rank 0
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-        critic = _trained(CRITIC, self.critic) if self.critic is not None else None
-        trained = Trained(_trained(MEGATRON, self.policy), critic, self.kl_controller, rollout)
+        critics = [_trained(CRITIC, critic) for critic in self.critic.models]
+        trained = Trained(_trained(MEGATRON, self.policy), next(iter(critics), None), self.kl_controller, rollout)
         self.checkpoints = RunCheckpoints(config, run, layout, trained, start)
 
     def _weight_sync(self) -> WeightSync:
+        api_key = given_server_key(self.config)
         return WeightSync(
             self.policy.weight_source(),
             ServerList.of_config(self.config.actor_rollout_ref.rollout).read_or_keep,
-            partial(SGLangClient, api_key=given_server_key(self.config)),
+            lambda url: SGLangClient(url, api_key),
             self.layout,
             self.config.weight_sync,
             device(),
             num_kv_heads=self.policy.model.spec.num_kv_heads,
             report_unresponsive=partial(report_unresponsive, self.run),
+            phase=self.telemetry.phase,
         )
 
     def wait_for_rollout(self) -> None:
@@ -115,25 +123,19 @@ class Job:
             return self.distributor(step, groups)
 
     def score(self, step: int, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
-        """The shard with the log-probs and advantages that its loss needs, and metrics of them."""
-        if self.reference is not None:  # first: the policy may have to compare itself with its hidden states
-            with self.telemetry.phase("ref_log_probs"):
-                shard = shard.with_mini_batches(self.reference.score(shard.mini_batches))
+        """Return the shard with the log-probs and advantages that its loss needs, and metrics of them."""
+        shard = self.reference.score(shard)  # first: the policy may have to compare itself with its hidden states
         with self.telemetry.phase("old_log_probs"):
             shard = shard.with_mini_batches(self.policy.score(shard.mini_batches))
             if self._max_mismatch is not None and needs_old_log_probs(self.config):
                 self._refuse_foreign(step, shard, self.policy.mean_mismatch(shard.mini_batches, step - 1))
-        if self.critic is not None:
-            with self.telemetry.phase("values"):
-                shard = self.critic.score(shard)
+        shard = self.critic.score(shard)
         with self.telemetry.phase("advantages"):
             return estimate_advantages(shard, self.kl_controller, self.config, self.layout)
 
     def update_critic(self, shard: StepShard) -> dict[str, float]:
-        if self.critic is None:
-            return {}
-        with self.telemetry.phase("update_critic"):
-            return self.critic.update(shard)
+        """Take the critic's optimizer steps, where there is a critic; return its metrics."""
+        return self.critic.update(shard)
 
     def update_policy(self, step: int, shard: StepShard) -> dict[str, float]:
         """Nothing while the critic warms up: then the servers get the same weights again, under a new version."""
@@ -150,13 +152,13 @@ class Job:
     def _refuse_foreign(self, step: int, shard: StepShard, mean: float) -> None:
         """Raises ForeignSamples on all ranks where the step's servers and the trainer differ by more than is allowed;
         the step before is saved then, with the rollout as it was before this one. mean: the same on all ranks."""
-        if mean <= self._max_mismatch:  # not so where it is no number
+        limit = self._max_mismatch
+        if limit is None or mean <= limit:  # not so where it is no number
             return
-        if self.rollout is not None:
-            self.rollout.refuse_batch()
+        self.rollout.refuse_batch()
         with self._saved_if_lost(step - 1):
             shares = self.policy.mismatch_by_sample(shard.mini_batches, weight_version=step - 1)
-            agreement, limit = self.layout.agreement, self._max_mismatch
+            agreement = self.layout.agreement
             raise ForeignSamples(
                 agreement.leader("rollout", foreign_samples, step, mean, limit, shares, self._servers_of)
             )
@@ -164,13 +166,10 @@ class Job:
     def push_weights(self, version: int) -> dict[str, float]:
         """Sends the current weights to the servers that are there: seconds per phase of it, how many have them, and how
         many joined again since this was asked last, in pushes between two steps too. A replay has no servers."""
-        if self.weights is None:
-            return {}
-        report = self._push(version)
-        num_rejoins, self._num_rejoins = self._num_rejoins, 0
-        servers = {"weight_sync/num_servers": report.num_servers, "weight_sync/num_rejoins": num_rejoins}
-        seconds = {f"weight_sync/{phase}_s": seconds for phase, seconds in report.seconds.items()}
-        return seconds | {name: float(value) for name, value in servers.items()}
+        report = self.weights.push(version)
+        num_rejoins = self._num_rejoins + report.num_rejoins
+        self._num_rejoins = 0
+        return report.metrics(num_rejoins)
 
     def performance(self, groups: list[Group] | None, metrics: dict[str, float]) -> dict[str, float]:
         """Of the step so far: GPU memory of the fullest rank, and on rank 0 how well trainer and servers used their
@@ -228,13 +227,7 @@ class Job:
             model = self.policy.model
             export_hf(model, self.layout, ModelFolder.of(self.config.actor_rollout_ref.model.path).hf, self.run.model)
 
-    def _push(self, version: int) -> SyncReport:
-        with self.telemetry.phase("weight_sync"):
-            report = self.weights.push(version)
-        self._num_rejoins += report.num_rejoins
-        return report
-
-    def _ask_rollout(self, version: int, question: Callable[[RolloutHandle | BatchReplay], Answer]) -> Answer | None:
+    def _ask_rollout(self, version: int, question: Callable[[Rollout], Answer]) -> Answer | None:
         """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
         same question again, which loses nothing. Raises RolloutError or UserError on all ranks."""
         answers: list[Answer] = []
@@ -253,7 +246,7 @@ class Job:
         for _ in range(_MAX_SYNCS):
             if not agreement.leader("rollout", needs_sync):
                 return answers[0] if answers else None
-            self._push(version)
+            self._num_rejoins += self.weights.push(version).num_rejoins
         raise RolloutError(f"servers still lack weight version {version} after {_MAX_SYNCS} pushes; see their logs.")
 
     @contextmanager
@@ -323,8 +316,8 @@ def running_job(config: Config) -> Iterator[Job]:
         object_timeout_s=_rollout_timeout_s(config) + _HANG_MARGIN_S,
     )
     run = RunFolder.of(config.trainer)
-    with _watchdog(config, layout, run) as dog:
-        with suppress(RunStopped), _running_job(config, layout, run, dog) as job:
+    with _watchdog(config, layout, run) as own_watchdog:
+        with suppress(RunStopped), _running_job(config, layout, run, own_watchdog) as job:
             yield job
         layout.shutdown()
 
@@ -344,27 +337,27 @@ def _watchdog(config: Config, layout: ParallelLayout, run: RunFolder) -> Watchdo
 
 
 @contextmanager
-def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, dog: Watchdog) -> Iterator[Job]:
-    is_main = layout.rank == 0
-    lock = RunLock(run.lock)
-    layout.agreement.leader(f"locking {run.path}", lock.acquire)
-    start = choose_start(config, run, layout.agreement)
-    # the controller first: it reads the prompts and waits for the servers while the models are built here
-    rollout = start_rollout(config) if is_main else None
-    if is_main:
-        dog.on_alarm = rollout.dump_stacks
-        write_whole(run.create().config, to_yaml(config))
-    telemetry = Telemetry(config, run, start.step if start.folder else None) if is_main else NullTelemetry()
-    job = None
-    try:
+def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, own_watchdog: Watchdog) -> Iterator[Job]:
+    with ExitStack() as stack:
+        lock = RunLock(run.lock)
+        layout.agreement.leader(f"locking {run.path}", lock.acquire)
+        stack.callback(lock.release)
+        start = choose_start(config, run, layout.agreement)
+        # the controller first: it reads the prompts and waits for the servers while the models are built here
+        is_leader = layout.rank == 0
+        rollout = start_rollout(config) if is_leader else RolloutFollower()
+        stack.callback(rollout.close)
+        own_watchdog.on_alarm = rollout.dump_stacks
+        telemetry = _telemetry(config, run, start) if is_leader else NullTelemetry()
+        stack.callback(telemetry.close)
         job = Job(config, layout, telemetry, rollout, run, start)
-        if is_main:
+        stack.callback(job.weights.close)
+        if is_leader:
             print_line(in_use(job.policy.model, job.policy.state))
         yield job
-    finally:
-        telemetry.close()
-        if rollout is not None:
-            rollout.close()
-        if job is not None and job.weights is not None:
-            job.weights.close()
-        lock.release()
+
+
+def _telemetry(config: Config, run: RunFolder, start: Start) -> Telemetry:
+    """Write the resolved config into the run folder, and open the sinks there."""
+    write_whole(run.create().config, to_yaml(config))
+    return Telemetry(config, run, start.step if start.folder else None)

@@ -1,8 +1,9 @@
-"""Rank 0's ear and mouth: times phases, hands each step's metrics to the sinks of `trainer.logger`."""
+"""Times the phases of a step and hands its metrics to the sinks of `trainer.logger`, on rank 0."""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.platform import watchdog
@@ -51,7 +52,7 @@ class Telemetry:
 
     def _write(self, record: Record) -> None:
         for name, sink in self._sinks.items():
-            self._try(name, lambda sink=sink: sink.write(record), f"at step {record.step}")
+            self._try(name, partial(sink.write, record), f"at step {record.step}")
 
     def _try(self, name: str, work: Callable[[], None], when: str) -> None:
         """No run ends for a metric: what cannot be written, as on a full disk, is told once, until it can again."""
@@ -66,7 +67,7 @@ class Telemetry:
 
 
 class NullTelemetry:
-    """The same calls, of which nobody hears but the watchdog."""
+    """The telemetry of the other ranks: phases are told to the watchdog, the rest is rank 0's."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return watchdog.phase(name)

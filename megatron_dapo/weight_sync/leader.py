@@ -97,7 +97,7 @@ class ServerLeader:
             raise WeightSyncError(f"read back: pushed version {version}, but {'; '.join(wrong)}")
         return list(versions)
 
-    def checksums(self, urls: Sequence[str], deadline: Deadline) -> dict[str, list[dict[str, str]]]:
+    def checksums(self, urls: Sequence[str], deadline: Deadline) -> dict[str, Sequence[dict[str, str]]]:
         """Return, by URL, the checksums of every parameter on each of a server's tensor-parallel ranks."""
         limit_s = self._at_least(deadline.left() / 2)
         sums, failures = self._calls.ask(urls, lambda server: server.checksums(), limit_s)

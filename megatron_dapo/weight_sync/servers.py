@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -30,7 +30,7 @@ class ServerControl(Protocol):
     async def begin_weight_update(self) -> None: ...
     async def end_weight_update(self) -> None: ...
     async def weight_version(self) -> int | str: ...
-    async def checksums(self) -> list[dict[str, str]]:
+    async def checksums(self) -> Sequence[dict[str, str]]:
         """Of each tensor-parallel rank of the server, in rank order: parameter name -> checksum."""
         ...
 

@@ -1,6 +1,7 @@
 """A push of the trainer's weights to the servers that are there, stage after stage, under one deadline."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,30 @@ class SyncReport:
     rejoined: bool
     num_verified: int
 
+    def metrics(self, num_rejoins: int) -> dict[str, float]:
+        """Return seconds per phase, how many servers have the weights, and how many joined again: num_rejoins."""
+        servers = {"weight_sync/num_servers": float(self.num_servers), "weight_sync/num_rejoins": float(num_rejoins)}
+        return {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()} | servers
+
+
+class NothingPushed:
+    """The report of a run without servers."""
+
+    num_rejoins = 0
+
+    def metrics(self, num_rejoins: int) -> dict[str, float]:
+        return {}
+
+
+class NoServers:
+    """The weight sync of a run without servers, as a replay is."""
+
+    def push(self, version: int) -> NothingPushed:
+        return NothingPushed()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 @dataclass(frozen=True)
 class _Push:
@@ -68,6 +93,7 @@ class WeightSync:
     connect: URL -> how the server there is asked, on the source rank of each stage (`layout.is_source`), which sends.
     num_kv_heads: of the model, needed for `verify` where a server has more tensor-parallel ranks than that.
     report_unresponsive: called on rank 0 with the servers (URL -> why) that were left out; see ServerLeader.
+    phase: what counts the seconds of a push, and tells the watchdog.
     """
 
     def __init__(
@@ -80,10 +106,12 @@ class WeightSync:
         device: torch.device,
         num_kv_heads: int | None = None,
         report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
+        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         """Collective over all ranks. Raises WeightSyncError when ranks of a stage would not plan alike."""
         self._layout = layout
         self._config = config
+        self._phase = phase
         self._reserve_s = min(RESERVE_S, config.timeout_s / 2)
         self._agreement = Agreement.of_all_ranks(config.timeout_s, WeightSyncError)
         self._calls = ServerCalls(connect)
@@ -113,37 +141,40 @@ class WeightSync:
         `weight_sync.timeout_s` (after all ranks have come), for a failure that no lost server explains. Servers that
         live then go on; one that got only some of the weights bears the version that it had before.
         """
-        watch = Stopwatch()
-        self._require_same_version(version)
-        watch.lap("wait")
-        timeout_s = self._config.timeout_s
-        agreement = self._agreement.until(Deadline(timeout_s - CLEANUP_SHARE * self._reserve_s))
-        push = _Push(version, agreement, Deadline(timeout_s - self._reserve_s), watch)
-        try:
-            delivery = self._deliver(push)
-            confirmed = agreement.leader("commit", self._servers.commit, version, list(delivery.members), push.deadline)
-            watch.lap("commit")
-            num_verified = self._verify(push, confirmed)
-            agreement.leader("resume", self._servers.resume, confirmed, push.deadline)
-            watch.lap("resume")
-        except (WeightSyncError, MissingRanksError):
-            self._give_up()
-            raise
-        self._stage.forget(confirmed)
-        num_rejoins = self._num_rejoins(version, delivery.members, confirmed)
-        self._confirmed = confirmed
-        self._version = str(version)
-        return SyncReport(
-            version=version,
-            seconds=_seconds(watch, delivery.totals),
-            num_bytes=sum(total.num_bytes for total in delivery.totals),
-            num_tensors=sum(total.num_tensors for total in delivery.totals),
-            num_buckets=sum(total.num_buckets for total in delivery.totals),
-            num_servers=len(confirmed),
-            num_rejoins=num_rejoins,
-            rejoined=delivery.rejoined,
-            num_verified=num_verified,
-        )
+        with self._phase("weight_sync"):
+            watch = Stopwatch()
+            self._require_same_version(version)
+            watch.lap("wait")
+            timeout_s = self._config.timeout_s
+            agreement = self._agreement.until(Deadline(timeout_s - CLEANUP_SHARE * self._reserve_s))
+            push = _Push(version, agreement, Deadline(timeout_s - self._reserve_s), watch)
+            try:
+                delivery = self._deliver(push)
+                confirmed = agreement.leader(
+                    "commit", self._servers.commit, version, list(delivery.members), push.deadline
+                )
+                watch.lap("commit")
+                num_verified = self._verify(push, confirmed)
+                agreement.leader("resume", self._servers.resume, confirmed, push.deadline)
+                watch.lap("resume")
+            except (WeightSyncError, MissingRanksError):
+                self._give_up()
+                raise
+            self._stage.forget(confirmed)
+            num_rejoins = self._num_rejoins(version, delivery.members, confirmed)
+            self._confirmed = confirmed
+            self._version = str(version)
+            return SyncReport(
+                version=version,
+                seconds=_seconds(watch, delivery.totals),
+                num_bytes=sum(total.num_bytes for total in delivery.totals),
+                num_tensors=sum(total.num_tensors for total in delivery.totals),
+                num_buckets=sum(total.num_buckets for total in delivery.totals),
+                num_servers=len(confirmed),
+                num_rejoins=num_rejoins,
+                rejoined=delivery.rejoined,
+                num_verified=num_verified,
+            )
 
     def close(self) -> None:
         """Leave the groups and end the connections."""

@@ -1,0 +1,78 @@
+"""The models that not every run has, beside the policy: what the loop asks of them, whether they are there or not."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from megatron_dapo.config.derived import needs_reference, uses_critic
+from megatron_dapo.config.schema import Config
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.critic import Critic
+from megatron_dapo.training.distribute import StepShard
+from megatron_dapo.training.policy import WeightLoader
+from megatron_dapo.training.reference import Reference
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Counts the seconds inside as those of the phase."""
+
+
+class TimedReference:
+    """The reference of a run with a KL term."""
+
+    def __init__(self, reference: Reference, phase: Phase) -> None:
+        self._reference = reference
+        self._phase = phase
+
+    def score(self, shard: StepShard) -> StepShard:
+        """Return the shard with the reference's log-probs. Collective over all ranks."""
+        with self._phase("ref_log_probs"):
+            return shard.with_mini_batches(self._reference.score(shard.mini_batches))
+
+
+class NoReference:
+    """The reference of a run without a KL term."""
+
+    def score(self, shard: StepShard) -> StepShard:
+        return shard
+
+
+class TimedCritic:
+    """The critic of a PPO run."""
+
+    def __init__(self, critic: Critic, phase: Phase) -> None:
+        self._phase = phase
+        self.models = [critic]
+
+    def score(self, shard: StepShard) -> StepShard:
+        """Return the shard with values. Collective over all ranks."""
+        with self._phase("values"):
+            return self.models[0].score(shard)
+
+    def update(self, shard: StepShard) -> dict[str, float]:
+        """Take the critic's optimizer steps towards the shard's returns; return its metrics. Collective."""
+        with self._phase("update_critic"):
+            return self.models[0].update(shard)
+
+
+class NoCritic:
+    """The critic of a run whose advantages need no values."""
+
+    def __init__(self) -> None:
+        self.models: list[Critic] = []
+
+    def score(self, shard: StepShard) -> StepShard:
+        return shard
+
+    def update(self, shard: StepShard) -> dict[str, float]:
+        return {}
+
+
+def make_reference(
+    config: Config, layout: ParallelLayout, load: WeightLoader, phase: Phase
+) -> TimedReference | NoReference:
+    """Build the reference where the config needs one. Collective over all ranks."""
+    return TimedReference(Reference(config, layout, load), phase) if needs_reference(config) else NoReference()
+
+
+def make_critic(config: Config, layout: ParallelLayout, load: WeightLoader, phase: Phase) -> TimedCritic | NoCritic:
+    """Build the critic where the config needs one. Collective over all ranks."""
+    return TimedCritic(Critic(config, layout, load), phase) if uses_critic(config) else NoCritic()
