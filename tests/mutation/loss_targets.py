@@ -163,7 +163,7 @@ EQUIVALENT = {
     },
     "token_loss": {
         **_names("NUM_WARPS: 4 -> 5 \n token_loss: False -> True", NOT_RUN),
-        **_names("token_loss: 0.0 -> 1.0 #2", "beta is not read where no token is replayed"),
+        **_names("token_loss: 0.0 -> 1.0", "beta is not read where no token is replayed"),
         **_names(
             """token_loss_kernel: 0.0 -> 1.0 #4
             token_loss_kernel: 0.0 -> 1.0 #6
