@@ -28,7 +28,7 @@ CONFIG = LossConfig(
     entropy_coef=0.01,
     report_entropy=True,
     off_policy=OffPolicy(),
-    tis_cap=2.0,
+    rollout_is_threshold=2.0,
 )
 REPEATS = {"cpu": 20, "cuda": 50}  # calls that one sample of time is the mean of
 

@@ -111,7 +111,12 @@ def _loss(config: LossConfig, *fields: str) -> Callable[[], object]:
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
 _EVERYTHING = LossConfig(
-    use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.1, report_entropy=True, off_policy=OffPolicy(), tis_cap=2.0
+    use_kl_loss=True,
+    kl_loss_coef=0.1,
+    entropy_coef=0.1,
+    report_entropy=True,
+    off_policy=OffPolicy(),
+    rollout_is_threshold=2.0,
 )
 _ALL_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "is_current", "exp_mask")
 CASES: dict[str, Callable[[], object]] = {

@@ -31,7 +31,7 @@ LOSS = LossConfig(
     entropy_coef=0.01,
     report_entropy=True,
     off_policy=OffPolicy(),
-    tis_cap=2.0,
+    rollout_is_threshold=2.0,
 )
 
 

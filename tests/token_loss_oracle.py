@@ -83,12 +83,12 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
     if abs(lp - old) > 20:
         slope = 0.0
     on, sums = 0 if replayed else 1, {}
-    if config.tis_cap is not None:
+    if config.rollout_is_threshold is not None:
         server_ratio = math.exp(clamp(old - t["rollout_log_probs"], 20.0))
-        importance = min(server_ratio, config.tis_cap)
+        importance = min(server_ratio, config.rollout_is_threshold)
         loss, slope = loss * importance, slope * importance
         sums["actor/rollout_is_mean"] = (importance, 1)
-        sums["actor/rollout_is_truncated"] = (float(server_ratio > config.tis_cap), 1)
+        sums["actor/rollout_is_truncated"] = (float(server_ratio > config.rollout_is_threshold), 1)
     sums["actor/pg_loss"] = (w * loss, 0)
     sums["actor/on_pg_loss"] = (on * w * loss, 0 if config.off_policy is None else on * w)
     if config.off_policy is not None:
@@ -236,10 +236,10 @@ EVERYTHING = LossConfig(
     entropy_coef=0.2,
     report_entropy=True,
     off_policy=OffPolicy(),
-    tis_cap=1.3,
+    rollout_is_threshold=1.3,
 )
 HIGHER = replace(EVERYTHING, off_policy=OffPolicy("dapo_clip_higher", clip_high=1.0))
-EDGES = replace(EVERYTHING, clip=Clip(0.0, 0.0, 1.0), tis_cap=1.0)
+EDGES = replace(EVERYTHING, clip=Clip(0.0, 0.0, 1.0), rollout_is_threshold=1.0)
 
 CASES: dict[str, Callable[[], Case]] = {
     "a few tokens": lambda: random_case(EVERYTHING, n=60, seed=15),
@@ -250,7 +250,7 @@ CASES: dict[str, Callable[[], Case]] = {
         EDGES, [(a, x, 0.0, 0.0, e) for a in (1.0, -2.0, 0.0) for x in (0.0, 0.5, -0.5) for e in (0.0, 1.0)]
     ),
     "up to the clamps and beyond": lambda: by_hand(
-        replace(EVERYTHING, clip=Clip(0.2, 0.28), tis_cap=1e9),
+        replace(EVERYTHING, clip=Clip(0.2, 0.28), rollout_is_threshold=1e9),
         [(a, x, -x, x, 0.0) for a in (1.0, -1.0) for x in (20.0, 20.5, -20.0, -20.5, 30.0, -30.0)],
     ),
     "small weights of the server, large k3": lambda: by_hand(
@@ -258,7 +258,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "tiny differences": lambda: by_hand(EVERYTHING, [(1.0, 0.0, x, -x, 0.0) for x in (1e-6, -2e-5, 3e-4)]),
     "k1": lambda: random_case(replace(EVERYTHING, kl_loss_type="kl", off_policy=None), seed=3),
-    "abs": lambda: random_case(replace(EVERYTHING, kl_loss_type="abs", tis_cap=None), seed=4),
+    "abs": lambda: random_case(replace(EVERYTHING, kl_loss_type="abs", rollout_is_threshold=None), seed=4),
     "abs, exactly 0": lambda: by_hand(replace(EDGES, kl_loss_type="abs"), [(0.0, 0.0, 0.0, 0.0, 0.0)] * 2),
     "k2": lambda: random_case(replace(EVERYTHING, kl_loss_type="mse"), seed=5),
     "full KL": lambda: random_case(
@@ -271,7 +271,9 @@ CASES: dict[str, Callable[[], Case]] = {
         replace(EVERYTHING, clip=Clip(0.1, 0.5), off_policy=OffPolicy(beta=0.5)), seed=7
     ),
     "nothing but the policy": lambda: random_case(LossConfig(report_mismatch=False), seed=8),
-    "weights without a comparison": lambda: random_case(LossConfig(report_mismatch=False, tis_cap=0.9), seed=9),
+    "weights without a comparison": lambda: random_case(
+        LossConfig(report_mismatch=False, rollout_is_threshold=0.9), seed=9
+    ),
     "no token was replayed": lambda: random_case(EVERYTHING, seed=10, exp_mask=None),
     "the old policy is the current one": lambda: random_case(
         replace(EVERYTHING, off_policy=None), seed=11, old_log_probs=None

@@ -27,7 +27,8 @@ class LossConfig:
     report_entropy: bool = False  # the caller computes the entropy; needed where entropy_coef is not 0
     report_mismatch: bool = True  # the batch has the server's log-probs
     off_policy: OffPolicy | None = None  # None: all tokens are on-policy
-    tis_cap: float | None = None  # largest weight of truncated importance sampling against the server; None: no weights
+    # largest weight of truncated importance sampling (TIS) against the server's log-probs; None: no weights
+    rollout_is_threshold: float | None = None
 
     @property
     def sends_entropy_backward(self) -> bool:
@@ -55,9 +56,10 @@ class TokenBatch:
 
     weights, count: from `token_weights`. old_log_probs None: one optimizer step per rollout step, the current log-probs
     are the old ones. ref_log_probs: with use_kl_loss, unless use_full_kl. rollout_log_probs: with report_mismatch or
-    tis_cap. is_current: where the old policy's own weights wrote the token; elsewhere the server's log-probs are older
-    weights', which says nothing of a mismatch (None = everywhere). exp_mask: non-zero where a token was replayed, its
-    old log-probs being those of the policy that wrote it; read with off_policy alone (None = nowhere).
+    rollout_is_threshold. is_current: where the old policy's own weights wrote the token; elsewhere the server's
+    log-probs are older weights', which says nothing of a mismatch (None = everywhere). exp_mask: non-zero where a token
+    was replayed, its old log-probs being those of the policy that wrote it; read with off_policy alone (None =
+    nowhere).
     """
 
     weights: Tensor
@@ -80,7 +82,7 @@ class TokenBatch:
 def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> LossSums:
     """Return sum_t w_t * (policy_t + kl_loss_coef * KL_t - entropy_coef * H_t), with metric sums.
 
-    policy_t: `policy_loss`, with tis_cap times min(exp(old_t - rollout_t), tis_cap).
+    policy_t: `policy_loss`, with rollout_is_threshold times min(exp(old_t - rollout_t), rollout_is_threshold).
 
     Summed, not averaged: Megatron divides by the sum of `batch.count` over micro-batches and ranks
     (calculate_per_token_loss=True). Everything stays on the device. Where weights are 0 neither values nor NaN leak,
@@ -92,9 +94,11 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
 
     importance = is_off_policy = None
     tis_sums: Sums = {}
-    if config.tis_cap is not None:
+    if config.rollout_is_threshold is not None:
         assert batch.rollout_log_probs is not None, "weights against the server need its log-probs"
-        importance, tis_sums = truncated_importance(old_log_probs, batch.rollout_log_probs, counted, config.tis_cap)
+        importance, tis_sums = truncated_importance(
+            old_log_probs, batch.rollout_log_probs, counted, config.rollout_is_threshold
+        )
     if config.off_policy is not None and batch.exp_mask is not None:
         assert batch.old_log_probs is not None, "replayed tokens need the log-probs of the policy that wrote them"
         is_off_policy = batch.exp_mask != 0

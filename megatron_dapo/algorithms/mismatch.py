@@ -29,18 +29,18 @@ def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted:
 
 
 def truncated_importance(
-    trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor, cap: float
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor, rollout_is_threshold: float
 ) -> tuple[Tensor, Sums]:
-    """Return, per token, min(exp(d), cap), d = trainer - rollout within +-20: truncated importance sampling (TIS).
+    """Truncate importance weights (TIS): min(exp(d), rollout_is_threshold), d = trainer - rollout within +-20, per token.
 
-    Returns weights, without gradient, of the shape of all arguments, 1 (or cap, if lower) where a token does not count;
-    and the sums of the mean weight and of the share of tokens where it was truncated.
+    Returns weights, without gradient, of the shape of all arguments, 1 (or the threshold, if lower) where a token does
+    not count; and the sums of the mean weight and of the share of tokens where it was truncated.
     """
     diff = torch.where(counted, trainer_log_probs, 0) - torch.where(counted, rollout_log_probs, 0)
     ratio = diff.detach().clamp(-20.0, 20.0).exp()
-    weights = ratio.clamp(max=cap)
+    weights = ratio.clamp(max=rollout_is_threshold)
     sums = {
         "actor/rollout_is_mean": token_mean(weights, counted),
-        "actor/rollout_is_truncated": token_mean(ratio > cap, counted),
+        "actor/rollout_is_truncated": token_mean(ratio > rollout_is_threshold, counted),
     }
     return weights, sums

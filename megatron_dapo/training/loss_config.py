@@ -18,7 +18,7 @@ def loss_config(config: Config) -> LossConfig:
         entropy_coef=actor.entropy_coef,
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
         off_policy=_off_policy(config) if uses_experience_replay(config) else None,
-        tis_cap=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
+        rollout_is_threshold=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
     )
     if not uses_kl_loss(config):
         return base

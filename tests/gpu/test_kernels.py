@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 LOSSES = {
     "everything": checks.LOSS,
-    "plain": replace(checks.LOSS, off_policy=None, tis_cap=None, use_kl_loss=False),
+    "plain": replace(checks.LOSS, off_policy=None, rollout_is_threshold=None, use_kl_loss=False),
     "replayed_clip_higher": replace(checks.LOSS, off_policy=OffPolicy(mode="dapo_clip_higher", clip_high=1.0)),
     **{kind: replace(checks.LOSS, kl_loss_type=kind) for kind in ("kl", "abs", "mse")},
 }

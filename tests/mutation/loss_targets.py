@@ -172,7 +172,7 @@ EQUIVALENT = {
             FILL,
         ),
         **_names(
-            """token_loss_kernel: server_ratio > tis_cap -> server_ratio >= tis_cap
+            """token_loss_kernel: server_ratio > rollout_is_threshold -> server_ratio >= rollout_is_threshold
             _clamped: x > LARGEST_LOG_RATIO -> x >= LARGEST_LOG_RATIO
             _clamped: x < -LARGEST_LOG_RATIO -> x <= -LARGEST_LOG_RATIO
             _clipped: ratio > high -> ratio >= high

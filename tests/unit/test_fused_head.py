@@ -110,7 +110,9 @@ CHECKS = {
     "float32": Check(torch.float32, 1000, loss_of(CASE), has_old_log_probs=True),
     "bfloat16": Check(torch.bfloat16, 1000, loss_of(CASE), has_old_log_probs=True),
     "one_step": Check(torch.float32, 1000, LossConfig(), has_old_log_probs=False),
-    "replay": Check(torch.float32, 1000, LossConfig(off_policy=OffPolicy(), tis_cap=2.0), has_old_log_probs=True),
+    "replay": Check(
+        torch.float32, 1000, LossConfig(off_policy=OffPolicy(), rollout_is_threshold=2.0), has_old_log_probs=True
+    ),
     "vocabulary": Check(torch.float32, 20_000, loss_of(CASE), has_old_log_probs=True),
     "full_kl": Check(torch.float32, 1000, loss_of(replace(CASE, full_kl=True)), has_old_log_probs=True, full_kl=True),
     "full_kl_in_reward": Check(torch.bfloat16, 1000, LossConfig(), has_old_log_probs=True, full_kl=True),

@@ -21,13 +21,13 @@ def test_the_entropy_is_reported_unless_nothing_asks_for_it():
 
 
 @pytest.mark.parametrize(
-    "overrides, cap",
+    "overrides, threshold",
     [
         ([], None),
         (["algorithm.rollout_correction.rollout_is=token"], 2.0),
         (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=5"], 5.0),
     ],
 )
-def test_the_config_says_whether_tokens_are_weighed(overrides, cap):
+def test_the_config_says_whether_tokens_are_weighed(overrides, threshold):
     loss = loss_config(load_config(None, overrides))
-    assert (loss.tis_cap, loss.off_policy) == (cap, None)
+    assert (loss.rollout_is_threshold, loss.off_policy) == (threshold, None)

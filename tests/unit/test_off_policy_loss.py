@@ -74,13 +74,15 @@ def test_a_replayed_token_may_be_clipped_with_an_upper_bound_of_its_own(clip_hig
 
 
 @pytest.mark.parametrize("mode", OFF_POLICY_LOSSES)
-@pytest.mark.parametrize("tis_cap", [None, 2.0])
-def test_gradients_of_replayed_and_new_tokens_together_equal_finite_differences(mode, tis_cap):
+@pytest.mark.parametrize("rollout_is_threshold", [None, 2.0])
+def test_gradients_of_replayed_and_new_tokens_together_equal_finite_differences(mode, rollout_is_threshold):
     """Ratios away from the kinks of the clip (0.8, 1.28, 1.5) and of the dual clip (3); importance is constant."""
     ratios, advantages = [0.5, 1.1, 1.4, 2.0, 5.0] * 2, [1.0, -1.0, 0.5, 2.0, -0.5] * 2
     log_probs, batch = batch_of(advantages, ratios, [1] * 5 + [0] * 5, [0.7] * 10, [1.0, 0.5, 0.0, 1.0, 1.0] * 2)
     off_policy = OffPolicy(mode, clip_high=0.5 if mode == "dapo_clip_higher" else None)
-    config = LossConfig(clip=CLIP, report_mismatch=False, off_policy=off_policy, tis_cap=tis_cap)
+    config = LossConfig(
+        clip=CLIP, report_mismatch=False, off_policy=off_policy, rollout_is_threshold=rollout_is_threshold
+    )
     assert torch.autograd.gradcheck(lambda new: dapo_loss(TokenOutputs(new), batch, config).loss_sum, (log_probs,))
 
 
@@ -154,7 +156,7 @@ def test_importance_weights_are_truncated_multiply_the_policy_and_have_no_gradie
     # server ratios 0.5, 1.5, 4: weights 0.5, 1.5, 2
     log_probs, batch = batch_of([1.0, -2.0, 1.0], [1.0, 1.0, 1.1], server_ratios=[0.5, 1.5, 4.0])
     batch.old_log_probs.requires_grad_(), batch.rollout_log_probs.requires_grad_()
-    loss, grad, shown = loss_of(log_probs, batch, tis_cap=2.0)
+    loss, grad, shown = loss_of(log_probs, batch, rollout_is_threshold=2.0)
     assert grad == pytest.approx([-0.5, 3.0, -2.2])
     assert loss == pytest.approx(-0.5 + 3.0 - 2.2) and shown["actor/pg_loss"] == pytest.approx(loss / 3)
     assert shown["actor/on_pg_loss"] == shown["actor/pg_loss"]
@@ -168,7 +170,13 @@ def test_importance_weights_leave_kl_and_entropy_alone():
     log_probs, batch = batch_of([1.0], [1.0], server_ratios=[0.5])
     batch = TokenBatch(**vars(batch) | {"ref_log_probs": torch.full((1,), -3.0, dtype=torch.float64)})
     config = LossConfig(
-        CLIP, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="mse", entropy_coef=0.2, report_entropy=True, tis_cap=2.0
+        CLIP,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        kl_loss_type="mse",
+        entropy_coef=0.2,
+        report_entropy=True,
+        rollout_is_threshold=2.0,
     )
     result = dapo_loss(TokenOutputs(log_probs, tensor(0.7)), batch, config)
     assert result.loss_sum.item() == pytest.approx(0.5 * -1.0 + 0.1 * 0.5 - 0.2 * 0.7)
@@ -178,7 +186,7 @@ def test_replayed_tokens_are_weighed_too():
     loss, _, shown = loss_of(
         *batch_of([1.0, 1.0], [1.0, 1.0], exp_mask=[0, 1], server_ratios=[0.5, 4.0]),
         off_policy=OffPolicy(),
-        tis_cap=2.0,
+        rollout_is_threshold=2.0,
     )
     assert loss == pytest.approx(-0.5 - 2 / 1.1)
     assert shown["actor/on_pg_loss"] == pytest.approx(-0.5)
@@ -189,7 +197,7 @@ def test_without_old_log_probs_the_current_ones_are_compared_with_the_server():
     log_probs = tensor(-1.0, -1.0).requires_grad_()
     rollout = tensor(-1.0 - math.log(1.5), -1.0)
     batch = TokenBatch(torch.ones(2).double(), torch.tensor(2), tensor(1.0, 1.0), rollout_log_probs=rollout)
-    loss, grad, shown = loss_of(log_probs, batch, tis_cap=2.0)
+    loss, grad, shown = loss_of(log_probs, batch, rollout_is_threshold=2.0)
     assert loss == pytest.approx(-2.5) and grad == pytest.approx([-1.5, -1.0])  # the weight moves nothing
     assert shown["actor/rollout_is_mean"] == pytest.approx(1.25)
 
@@ -222,13 +230,13 @@ def test_what_a_loss_is_made_of_unless_told():
         report_entropy=False,
         report_mismatch=True,
         off_policy=None,
-        tis_cap=None,
+        rollout_is_threshold=None,
     )
 
 
 def test_the_names_of_the_metrics_follow_the_config():
     plain = metric_names(LossConfig())[0]
-    names = metric_names(LossConfig(off_policy=OffPolicy(), tis_cap=2.0))[0]
+    names = metric_names(LossConfig(off_policy=OffPolicy(), rollout_is_threshold=2.0))[0]
     new = ("actor/off_pg_loss", "exp_mask_ratio", "actor/rollout_is_mean", "actor/rollout_is_truncated")
     assert tuple(name for name in names if name not in plain) == new
     assert tuple(name for name in names if name in plain) == plain

@@ -56,7 +56,7 @@ def token_loss(
         _flat(tokens.advantages),
         _flat(tokens.old_log_probs),
         _flat(kl_N if config.use_full_kl else tokens.ref_log_probs, config.use_kl_loss),
-        _flat(tokens.rollout_log_probs, config.report_mismatch or config.tis_cap is not None),
+        _flat(tokens.rollout_log_probs, config.report_mismatch or config.rollout_is_threshold is not None),
         _flat(tokens.is_current, config.report_mismatch),
         _flat(tokens.exp_mask, off is not None),
         _flat(entropy_N, config.report_entropy),
@@ -71,12 +71,12 @@ def token_loss(
         float("inf") if clip.dual is None else float(clip.dual),
         1.0 + off_high,
         0.0 if off is None else float(off.beta),
-        float("inf") if config.tis_cap is None else float(config.tis_cap),
+        float("inf") if config.rollout_is_threshold is None else float(config.rollout_is_threshold),
         float(config.kl_loss_coef),
         float(config.entropy_coef),
         KL=config.kl_loss_type if config.use_kl_loss else "none",
         OFF_POLICY="none" if off is None else off.mode,
-        TIS=config.tis_cap is not None,
+        TIS=config.rollout_is_threshold is not None,
         MISMATCH=config.report_mismatch,
         NUM_COLUMNS=num_columns,
         BLOCK=BLOCK,
@@ -126,7 +126,7 @@ def token_loss_kernel(
     dual,
     off_ratio_high,
     beta,
-    tis_cap,
+    rollout_is_threshold,
     kl_coef,
     entropy_coef,
     KL: tl.constexpr,
@@ -166,7 +166,7 @@ def token_loss_kernel(
     slope = tl.where(log_ratio == lp - old, slope, 0.0)
     if TIS:
         server_ratio = tl.exp(_clamped(old - rollout))
-        importance = tl.where(server_ratio > tis_cap, tis_cap, server_ratio)
+        importance = tl.where(server_ratio > rollout_is_threshold, rollout_is_threshold, server_ratio)
         loss *= importance
         slope *= importance
     policy = w * loss
@@ -217,7 +217,7 @@ def token_loss_kernel(
     row = _put(row, tl.sum(-lp, 0), num_counted)
     if TIS:
         row = _put(row, tl.sum(tl.where(counted, importance, 0.0), 0), num_counted)
-        row = _put(row, _number(counted & (server_ratio > tis_cap)), num_counted)
+        row = _put(row, _number(counted & (server_ratio > rollout_is_threshold)), num_counted)
     if entropy is not None:
         row = _put(row, tl.sum(h, 0), num_counted)
     if ref_log_probs is not None:
