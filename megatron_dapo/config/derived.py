@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.schema import Config
 
@@ -21,9 +22,13 @@ class Layout:
     def dp(self) -> int:
         return self.world // (self.tp * self.pp)
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(tp, pp, dp) of a rank in Megatron's order: tensor ranks adjacent, pipeline ranks farthest apart."""
-        return rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Return where a rank is, in Megatron's order: tensor ranks adjacent, pipeline ranks farthest apart."""
+        return RankCoordinates(
+            dp=rank // self.tp % self.dp,
+            pp=rank // (self.tp * self.dp),
+            tp=rank % self.tp,
+        )
 
 
 def layout(config: Config) -> Layout:

@@ -63,10 +63,11 @@ def _trainer(config: Config) -> Iterator[str]:
     yield _LAYERS[config.actor_rollout_ref.actor.megatron.use_transformer_engine]
     width = len(str(sizes.world - 1))
     for first in range(0, sizes.world, sizes.tp):
-        _, pp, dp = sizes.coordinates(first)
+        coordinates = sizes.coordinates(first)
         last = first + sizes.tp - 1
         ranks = f"rank  {first:>{width}}" if first == last else f"ranks {first:>{width}}-{last:>{width}}"
-        yield f"{ranks}  TP {'0' if sizes.tp == 1 else f'0-{sizes.tp - 1}'}, PP {pp}, DP {dp}"
+        tensor_ranks = "0" if sizes.tp == 1 else f"0-{sizes.tp - 1}"
+        yield f"{ranks}  TP {tensor_ranks}, PP {coordinates.pp}, DP {coordinates.dp}"
 
 
 def _rollout_step(config: Config) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.platform import nccl, stores
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.device import collective_backend, device, is_gpu, prepare_megatron
@@ -81,9 +82,9 @@ class ParallelLayout:
         """Whether this rank takes part in gathering the stage's weights: all slices and all experts are there once."""
         return self.stage_rank < max(self.tp, self.ep)
 
-    def coordinates(self) -> tuple[int, int, int]:
-        """(dp_rank, pp_rank, tp_rank)."""
-        return self.dp_rank, self.pp_rank, self.tp_rank
+    def coordinates(self) -> RankCoordinates:
+        """Return where this rank is."""
+        return RankCoordinates(dp=self.dp_rank, pp=self.pp_rank, tp=self.tp_rank)
 
     @classmethod
     def initialize(
@@ -146,8 +147,8 @@ class ParallelLayout:
         """Return every rank's value, in rank order, on all of them. Collective over all ranks."""
         return self.agreement.gather(value)
 
-    def all_coordinates(self) -> list[tuple[int, int, int]]:
-        """(dp_rank, pp_rank, tp_rank) of every global rank. Collective over all ranks."""
+    def all_coordinates(self) -> list[RankCoordinates]:
+        """Return where every global rank is. Collective over all ranks."""
         return self.gather(self.coordinates())
 
     @staticmethod

@@ -40,7 +40,7 @@ class StepDistributor:
     def __init__(self, config: Config, layout: ParallelLayout, spec: ModelSpec) -> None:
         self._config, self._layout = config, layout
         self._pad_multiple = layout.sequence_multiple * tokens_multiple(config)
-        self._dp_rank_of = [dp_rank for dp_rank, _, _ in layout.all_coordinates()]
+        self._dp_rank_of = [rank.dp for rank in layout.all_coordinates()]
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
             ffn_size=spec.active_ffn_size,
