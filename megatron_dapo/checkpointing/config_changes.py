@@ -7,75 +7,10 @@ from dataclasses import dataclass
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic, uses_kl_in_reward
+from megatron_dapo.config.keys import known_keys, may_change_on_resume
 from megatron_dapo.config.schema import Config
 
-# Keys, and sections of them, that change where and how fast the run computes, what it writes and when it stops, but not
-# what is learned: layout and memory (results do not depend on how a batch is cut), servers, time-outs, evaluation.
-_FREE = (
-    "data.val_files",
-    "actor_rollout_ref.model.use_remove_padding",
-    "actor_rollout_ref.actor.max_tokens_per_microbatch",
-    "actor_rollout_ref.actor.calculate_entropy",
-    "critic.max_tokens_per_microbatch",
-    "actor_rollout_ref.actor.log_prob_chunk_size",
-    "actor_rollout_ref.actor.fused_kernels",
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
-    "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
-    "actor_rollout_ref.actor.megatron.sequence_parallel",
-    "actor_rollout_ref.actor.megatron.expert_model_parallel_size",
-    "actor_rollout_ref.actor.megatron.use_distributed_optimizer",
-    "actor_rollout_ref.actor.megatron.overlap_grad_reduce",
-    "actor_rollout_ref.actor.megatron.recompute_granularity",
-    "actor_rollout_ref.actor.megatron.recompute_method",
-    "actor_rollout_ref.actor.megatron.recompute_num_layers",
-    "actor_rollout_ref.actor.megatron.recompute_modules",
-    "actor_rollout_ref.actor.megatron.timeout_s",
-    "actor_rollout_ref.rollout.server_urls",
-    "actor_rollout_ref.rollout.server_urls_file",
-    "actor_rollout_ref.rollout.server_api_key_file",
-    "actor_rollout_ref.rollout.server",
-    "actor_rollout_ref.rollout.max_concurrency",
-    "actor_rollout_ref.rollout.request_timeout_s",
-    "actor_rollout_ref.rollout.max_retries",
-    "actor_rollout_ref.rollout.step_timeout_s",
-    "actor_rollout_ref.rollout.multi_turn.num_workers",
-    "actor_rollout_ref.rollout.multi_turn.step_timeout_s",
-    "actor_rollout_ref.rollout.multi_turn.memory_limit_mb",
-    "actor_rollout_ref.rollout.multi_turn.pass_env",
-    "actor_rollout_ref.rollout.val_temperature",
-    "actor_rollout_ref.rollout.val_top_p",
-    "actor_rollout_ref.rollout.val_n",
-    "actor_rollout_ref.rollout.dump_samples",
-    "algorithm.rollout_correction.max_mismatch",
-    "reward.num_workers",
-    "reward.timeout_s",
-    "reward.memory_limit_mb",
-    "reward.pass_env",
-    "reward.max_error_share",
-    "weight_sync",
-    "trainer.experiment_name",
-    "trainer.run_dir",
-    "trainer.gpu_memory_gb",
-    "trainer.log_dir",
-    "trainer.nnodes",
-    "trainer.n_procs_per_node",
-    "trainer.test_freq",
-    "trainer.logger",
-    "trainer.save_interval",
-    "trainer.keep_last",
-    "trainer.keep_every",
-    "trainer.async_save",
-    "trainer.save_hf",
-    "trainer.resume",
-    "trainer.accept_changes",
-    "trainer.accept_missing",
-    "trainer.dump_batches",
-    "trainer.replay",
-)
 _STEPS = "trainer.total_training_steps"
-# what these hold has names of the user's own: each is one value
-_ONE_VALUE = ("reward.kwargs", "actor_rollout_ref.rollout.multi_turn.environment_kwargs")
 
 
 @dataclass(frozen=True)
@@ -123,7 +58,7 @@ def matters(change: ConfigChange, now: Config) -> bool:
     """Whether what is learned depends on it. The length of the run does where the learning rate decays over it."""
     if change.key == _STEPS:
         return bool(_decaying(now))
-    return not any(change.key == free or change.key.startswith(f"{free}.") for free in _FREE)
+    return not may_change_on_resume(change.key)
 
 
 def _decaying(config: Config) -> list[str]:
@@ -154,8 +89,14 @@ def _leaves(tree: dict, prefix: str = "") -> dict[str, str]:
     leaves: dict[str, str] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in _ONE_VALUE:
+        if isinstance(value, dict) and not _is_mapping(key):
             leaves |= _leaves(value, f"{key}.")
         else:
             leaves[key] = json.dumps(value, sort_keys=True)
     return leaves
+
+
+def _is_mapping(name: str) -> bool:
+    """Return whether a key holds names of the user's own: it is one value."""
+    key = known_keys().get(name)
+    return key is not None and key.is_mapping

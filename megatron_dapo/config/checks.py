@@ -1,44 +1,18 @@
-"""What keys demand of each other. One small function per subject yields a `Mistake` for each; no file is read.
-
-A technique whose settings are given while its switch is off is a mistake here: silently-off techniques are how
-published recipes fail.
-"""
+"""What keys demand of each other. One small function per subject yields a `Mistake` for each; no file is read."""
 
 import importlib.util
-import re
 from collections.abc import Iterator
 
-from megatron_dapo.config.derived import (
-    clip_keys,
-    effective_clip,
-    layout,
-    longest_micro_batch_sample,
-    needs_reference,
-)
-from megatron_dapo.config.estimator_checks import estimators
-from megatron_dapo.config.inert_checks import ACTOR, KL_CTRL, OVERLONG, without_effect
-from megatron_dapo.config.keys import known_keys, was_left_off
+from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
+from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
+from megatron_dapo.config.derived import layout, longest_micro_batch_sample
+from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, ROLLOUT, STAGES, WORLD
+from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
-from megatron_dapo.config.loss_checks import loss_function
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.multi_turn_checks import multi_turn, variable_names
-from megatron_dapo.config.replay_checks import experience_replay
-from megatron_dapo.config.sampling_checks import SAMPLING, SAMPLING_CHECKS
+from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, variable_names
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.server_checks import ROLLOUT, SERVER_CHECKS
-
-BUILT_IN_REWARDS = frozenset(
-    {"by_data_source", "math_dapo", "math_verify", "exact_match", "reasoning_gym", "environment"}
-)
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-MEGATRON = f"{ACTOR}.megatron"
-WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
-STAGES = (f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size")
-LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-# what `longest_micro_batch_sample` pads for
-PADDING = tuple(f"{MEGATRON}.{key}" for key in ("tensor_model_parallel_size", "sequence_parallel", "fp8", "fp8_recipe"))
-USE_DAPO = f"{ACTOR}.use_dapo"
+from megatron_dapo.config.unused_keys import unused_keys
 
 
 def batch_sizes(config: Config) -> Iterator[Mistake]:
@@ -120,13 +94,6 @@ def fp8(config: Config) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     given = f"{MEGATRON}.fp8 is {megatron.fp8}"
     if megatron.fp8 == "none":
-        default = known_keys()[f"{MEGATRON}.fp8_recipe"].default
-        if megatron.fp8_recipe != default:
-            yield Mistake(
-                (f"{MEGATRON}.fp8_recipe", f"{MEGATRON}.fp8"),
-                f"{MEGATRON}.fp8_recipe is {megatron.fp8_recipe}, but has no effect while fp8 is none; "
-                f"set fp8 to e4m3 or hybrid, or remove fp8_recipe.",
-            )
         return
     if megatron.use_transformer_engine == "off":
         yield Mistake(
@@ -138,154 +105,6 @@ def fp8(config: Config) -> Iterator[Mistake]:
         yield Mistake(
             (f"{MEGATRON}.fp8", f"{MEGATRON}.dtype"),
             f"{given}, but dtype is float32; set dtype to bfloat16, or fp8 to none.",
-        )
-
-
-def clipping(config: Config) -> Iterator[Mistake]:
-    actor = config.actor_rollout_ref.actor
-    low, high = effective_clip(config)
-    low_key, high_key = clip_keys(config)
-    if low >= 1.0:
-        yield Mistake(
-            (low_key, USE_DAPO),
-            f"{low_key} is {low:g}, but must be below 1: the ratio of two probabilities is never negative.",
-        )
-    if high < low:
-        yield Mistake(
-            (high_key, low_key, USE_DAPO),
-            f"{ACTOR}.clip_ratio_high is {high:g}, below {low_key.rpartition('.')[2]} {low:g}; clip-higher widens the "
-            f"upper side: set clip_ratio_high to that or more.",
-        )
-    if actor.clip_ratio_c is not None and actor.clip_ratio_c <= 1.0 + high:
-        yield Mistake(
-            (f"{ACTOR}.clip_ratio_c", high_key, USE_DAPO),
-            f"{ACTOR}.clip_ratio_c is {actor.clip_ratio_c:g}, inside the clip range that ends at {1.0 + high:g}; "
-            f"set it above that, or to null for no dual clip.",
-        )
-    for name in ("clip_ratio_low", "clip_ratio_high"):
-        value, default = getattr(actor, name), known_keys()[f"{ACTOR}.{name}"].default
-        if value not in (default, None) and was_left_off(actor, "use_dapo"):
-            yield Mistake(
-                (f"{ACTOR}.{name}", USE_DAPO),
-                f"{ACTOR}.{name} is {value:g}, but has no effect while {ACTOR}.use_dapo is false; "
-                f"set use_dapo to true, or remove {name}.",
-            )
-
-
-def dapo_switches(config: Config) -> Iterator[Mistake]:
-    dapo = config.algorithm.dapo
-    switches = {SAMPLING: dapo.dynamic_sampling.enable, OVERLONG: dapo.overlong_reward_shaping.enable}
-    for key, on in switches.items():
-        if on and was_left_off(dapo):
-            yield Mistake(
-                (f"{key}.enable", "algorithm.dapo.enable"),
-                f"{key}.enable is true, but has no effect while algorithm.dapo.enable is false; "
-                f"set algorithm.dapo.enable to true, or {key}.enable to false.",
-            )
-    if dapo.enable and not any(switches.values()):
-        yield Mistake(
-            ("algorithm.dapo.enable", *(f"{key}.enable" for key in switches)),
-            f"algorithm.dapo.enable is true, but does nothing by itself; enable {SAMPLING} or {OVERLONG}, "
-            f"or set it to false (clip-higher is {ACTOR}.use_dapo).",
-        )
-
-
-def overlong_shaping(config: Config) -> Iterator[Mistake]:
-    shaping, limit = config.algorithm.dapo.overlong_reward_shaping, config.data.max_response_length
-    if not shaping.enable:
-        return
-    if shaping.buffer_len >= limit:
-        yield Mistake(
-            (f"{OVERLONG}.enable", f"{OVERLONG}.buffer_len", "data.max_response_length"),
-            f"{OVERLONG}.buffer_len is {shaping.buffer_len}, but must be below data.max_response_length {limit}; "
-            f"a fifth of it is usual.",
-        )
-    elif shaping.expected_len is not None and shaping.expected_len + shaping.buffer_len > limit:
-        yield Mistake(
-            (f"{OVERLONG}.enable", f"{OVERLONG}.expected_len", f"{OVERLONG}.buffer_len", "data.max_response_length"),
-            f"{OVERLONG}.expected_len {shaping.expected_len} + buffer_len {shaping.buffer_len} is above "
-            f"data.max_response_length {limit}, so that the soft interval would be cut; set expected_len to null.",
-        )
-    yield from _overlong_penalties(config)
-
-
-def _overlong_penalties(config: Config) -> Iterator[Mistake]:
-    shaping = config.algorithm.dapo.overlong_reward_shaping
-    penalty, soft = shaping.truncation_penalty, shaping.buffer_len > 0
-    if soft and shaping.penalty_factor == 0.0:
-        yield Mistake(
-            (f"{OVERLONG}.enable", f"{OVERLONG}.penalty_factor", f"{OVERLONG}.buffer_len"),
-            f"{OVERLONG}.penalty_factor is 0, so that buffer_len {shaping.buffer_len} punishes nothing; set it to 1.",
-        )
-    if not soft and penalty == 0.0 and not shaping.filter_truncated:
-        yield Mistake(
-            (
-                f"{OVERLONG}.enable",
-                f"{OVERLONG}.buffer_len",
-                f"{OVERLONG}.truncation_penalty",
-                f"{OVERLONG}.filter_truncated",
-            ),
-            f"{OVERLONG}.enable is true, but buffer_len is 0, truncation_penalty is 0 and filter_truncated is false: "
-            f"nothing would happen; set one of them, or enable to false.",
-        )
-    if not soft and penalty > 0.0 and shaping.soft_penalty_mode in ("additive", "multiplicative"):
-        yield Mistake(
-            (
-                f"{OVERLONG}.enable",
-                f"{OVERLONG}.truncation_penalty",
-                f"{OVERLONG}.soft_penalty_mode",
-                f"{OVERLONG}.buffer_len",
-            ),
-            f"{OVERLONG}.truncation_penalty is {penalty:g}, which rewards truncated responses in mode "
-            f"{shaping.soft_penalty_mode}; make it negative.",
-        )
-    if not soft and penalty != 0.0 and shaping.filter_truncated:
-        yield Mistake(
-            (
-                f"{OVERLONG}.enable",
-                f"{OVERLONG}.filter_truncated",
-                f"{OVERLONG}.truncation_penalty",
-                f"{OVERLONG}.buffer_len",
-            ),
-            f"{OVERLONG}.filter_truncated is true, so that truncated responses have no loss, but truncation_penalty "
-            f"{penalty:g} would still shift their groups' means; set it to 0, or filter_truncated to false.",
-        )
-
-
-def kl(config: Config) -> Iterator[Mistake]:
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    control = algorithm.kl_ctrl
-    pairs = (
-        (f"{ACTOR}.use_kl_loss", actor.use_kl_loss, f"{ACTOR}.kl_loss_coef", actor.kl_loss_coef),
-        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward, f"{KL_CTRL}.kl_coef", control.kl_coef),
-    )
-    for switch_key, on, coefficient_key, coefficient in pairs:
-        if on and coefficient == 0.0:
-            yield Mistake(
-                (switch_key, coefficient_key),
-                f"{switch_key} is true, but {coefficient_key} is 0; set the coefficient, or the switch to false.",
-            )
-        if on is False and coefficient != 0.0:
-            yield Mistake(
-                (coefficient_key, switch_key),
-                f"{coefficient_key} is {coefficient:g}, but has no effect while {switch_key} is false; "
-                f"set the switch to true, or the coefficient to 0.",
-            )
-    if control.type == "adaptive" and control.kl_coef == 0.0 and not algorithm.use_kl_in_reward:
-        yield Mistake(
-            (f"{KL_CTRL}.type", f"{KL_CTRL}.kl_coef", "algorithm.use_kl_in_reward"),
-            f"{KL_CTRL}.type is adaptive, but steers nothing while {KL_CTRL}.kl_coef is 0; set kl_coef, or type to "
-            f"fixed.",
-        )
-    ref = config.actor_rollout_ref.ref
-    if ref.path is not None and not needs_reference(config):
-        yield Mistake(
-            (
-                "actor_rollout_ref.ref.path",
-                *(key for switch, _, coefficient, _ in pairs for key in (switch, coefficient)),
-            ),
-            f"actor_rollout_ref.ref.path is {ref.path}, but no KL coefficient uses a reference model; set "
-            f"{ACTOR}.use_kl_loss with kl_loss_coef, or {KL_CTRL}.kl_coef, or null here.",
         )
 
 
@@ -301,26 +120,6 @@ def optimizer(config: Config) -> Iterator[Mistake]:
             (f"{ACTOR}.optim.lr_warmup_steps", "trainer.total_training_steps"),
             f"{ACTOR}.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but must be below trainer.total_training_steps "
             f"{steps}, or the learning rate never reaches its peak.",
-        )
-
-
-def sampling(config: Config) -> Iterator[Mistake]:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.top_k != -1 and rollout.top_k < 1:
-        yield Mistake(
-            (f"{ROLLOUT}.top_k",), f"{ROLLOUT}.top_k is {rollout.top_k}, but must be 1 or more, or -1 for off."
-        )
-    if rollout.val_temperature == 0.0 and rollout.val_n > 1:
-        yield Mistake(
-            (f"{ROLLOUT}.val_n", f"{ROLLOUT}.val_temperature"),
-            f"{ROLLOUT}.val_n is {rollout.val_n}, but at val_temperature 0 all answers to a prompt are the same; "
-            f"set val_n to 1, or raise val_temperature.",
-        )
-    if rollout.request_timeout_s > rollout.step_timeout_s:
-        yield Mistake(
-            (f"{ROLLOUT}.request_timeout_s", f"{ROLLOUT}.step_timeout_s"),
-            f"{ROLLOUT}.request_timeout_s is {rollout.request_timeout_s:g}, longer than the whole step's "
-            f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the second.",
         )
 
 
@@ -359,12 +158,6 @@ def checkpoints(config: Config) -> Iterator[Mistake]:
             f"trainer.save_interval is {trainer.save_interval}, but must be 1 or more, or -1 for only when the run is "
             f"asked to stop.",
         )
-    if trainer.keep_every is not None and trainer.keep_last is None:
-        yield Mistake(
-            ("trainer.keep_every", "trainer.keep_last"),
-            f"trainer.keep_every is {trainer.keep_every}, but has no effect while keep_last is null and every "
-            f"checkpoint is kept; set keep_last, or remove keep_every.",
-        )
     for name in trainer.accept_changes:
         if name not in known_keys():
             near = nearest(name, known_keys())
@@ -397,34 +190,26 @@ def run_folder_name(config: Config) -> Iterator[Mistake]:
 def reward(config: Config) -> Iterator[Mistake]:
     yield from variable_names("reward.pass_env", config.reward.pass_env)
     name = config.reward.function
-    if name in BUILT_IN_REWARDS or _IMPORT_PATH.fullmatch(name):
+    names = sorted([*BUILT_IN_REWARDS, BY_DATA_SOURCE])
+    if name in names or IMPORT_PATH.fullmatch(name):
         return
-    near = nearest(name, sorted(BUILT_IN_REWARDS))
+    near = nearest(name, names)
     yield Mistake(
         ("reward.function",),
-        f"reward.function is {name!r}, which is neither {', '.join(sorted(BUILT_IN_REWARDS))} nor of the form "
+        f"reward.function is {name!r}, which is neither {', '.join(names)} nor of the form "
         f"package.module:function{f'; the nearest is {near}' if near else ''}.",
     )
 
 
 CHECKS = (
+    unused_keys,
     batch_sizes,
-    *SAMPLING_CHECKS,
     lengths,
     parallel_layout,
     fp8,
-    clipping,
-    dapo_switches,
-    overlong_shaping,
-    estimators,
-    experience_replay,
-    kl,
-    loss_function,
-    without_effect,
+    *ALGORITHM_CHECKS,
     optimizer,
-    sampling,
-    multi_turn,
-    *SERVER_CHECKS,
+    *ROLLOUT_CHECKS,
     evaluation,
     logger,
     checkpoints,

@@ -108,6 +108,11 @@ def longest_micro_batch_sample(config: Config) -> int:
     return round_up(config.data.max_prompt_length + config.data.max_response_length, multiple)
 
 
+def log_prob_chunk_size(config: Config, *, on_gpu: bool) -> int:
+    """Return how many rows of logits the log-prob head holds at once."""
+    return config.actor_rollout_ref.actor.log_prob_chunk_size or (4096 if on_gpu else 1024)
+
+
 def num_mini_batches(config: Config) -> int:
     """Mini-batches that one rollout step's samples are cut into."""
     return config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size

@@ -1,17 +1,18 @@
-"""Every key of the config tree by its dotted name: type in words, default, meaning. Read by loader and reference."""
+"""Every key of the config tree by its dotted name: type in words, default, meaning, and the rules of its field."""
 
 import reprlib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.base import Section
+from megatron_dapo.config.schema.rules import ActsIf, OnResume
 
 _TYPE_WORDS = {
     bool: ("true or false", "true/false values"),
@@ -30,14 +31,35 @@ _BOUND_WORDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "
 
 
 @dataclass(frozen=True)
+class FieldRules:
+    """What the fields of a key and of its sections say of it.
+
+    acts_if: with dotted names of keys; all must hold.
+    """
+
+    acts_if: tuple[ActsIf, ...] = ()
+    may_change_on_resume: bool = False
+
+    def and_of(self, field: FieldInfo, section: str) -> "FieldRules":
+        """Return these rules with those of a field of the section `section` added."""
+        own = tuple(_with_dotted_names(rule, section) for rule in field.metadata if isinstance(rule, ActsIf))
+        is_marked = any(isinstance(mark, OnResume) for mark in field.metadata)
+        return FieldRules(self.acts_if + own, self.may_change_on_resume or is_marked)
+
+
+@dataclass(frozen=True)
 class Key:
-    """A leaf of the tree. `allowed` says in words which values it takes, `doc` what it means."""
+    """A leaf of the tree.
+
+    allowed: which values it takes, in words. doc: what it means. rules: those of its sections, too.
+    """
 
     name: str
     annotation: Any
     allowed: str
     default: Any
     doc: str
+    rules: FieldRules = FieldRules()
 
     @property
     def is_text(self) -> bool:
@@ -57,13 +79,38 @@ class Key:
 @cache
 def known_keys() -> dict[str, Key]:
     """Dotted name -> key, in the order of the schema."""
-    return {key.name: key for key in _leaves(Config, "")}
+    return {key.name: key for key in _leaves(Config, "", FieldRules())}
 
 
 @cache
 def known_sections() -> dict[str, type[Section]]:
     """Dotted name -> section class, in the order of the schema; the whole tree is ""."""
-    return dict(_sections(Config, ""))
+    return {name: section for name, section, _ in _sections(Config, "", FieldRules())}
+
+
+@cache
+def section_rules() -> dict[str, FieldRules]:
+    """Dotted name of a section -> the rules of all its keys."""
+    return {name: rules for name, _, rules in _sections(Config, "", FieldRules())}
+
+
+def may_change_on_resume(name: str) -> bool:
+    """Return whether a key may differ from the run that wrote a checkpoint. It may be one that this program no longer
+    has: then its section says so."""
+    if key := known_keys().get(name):
+        return key.rules.may_change_on_resume
+    section = name
+    while section not in known_sections():
+        section = section.rpartition(".")[0]
+    return section_rules()[section].may_change_on_resume
+
+
+def value_of(config: Config, name: str) -> Any:
+    """Return the value of a key."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def canonical(name: str) -> str:
@@ -75,25 +122,20 @@ def canonical(name: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as a user would write it, cut where it is long."""
+    """Return a value as a user would write it, a text in quotes, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return _SHORT.repr(value)
 
 
-def changed(config: Config, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Those of the keys that are not at their default, with their values in words."""
-    for name in names:
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value != known_keys()[name].default:
-            yield name, value if isinstance(value, str) else show(value)
+def show_text(value: Any) -> str:
+    """Return a value as a user would write it, a text without quotes."""
+    return value if isinstance(value, str) else show(value)
 
 
 def was_left_off(section: Section, switch: str = "enable") -> bool:
-    """Whether nobody touched a section's switch: its other keys then tell of a forgotten `enable: true`. Of a part that
-    was switched off by hand the other keys may stay, so that a recipe can be run without it."""
+    """Return whether nobody touched a section's switch: its other keys then tell of a forgotten `enable: true`. Of a
+    part that was switched off by hand the other keys may stay, so that a recipe can be run without it."""
     return not getattr(section, switch) and switch not in section.model_fields_set
 
 
@@ -101,30 +143,43 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
 
-def _sections(section: type[Section], name: str):
-    yield name, section
+def _sections(section: type[Section], name: str, rules: FieldRules) -> Iterator[tuple[str, type[Section], FieldRules]]:
+    yield name, section, rules
     for child, field in section.model_fields.items():
         if _is_section(field.annotation):
-            yield from _sections(field.annotation, f"{name}.{child}".lstrip("."))
+            yield from _sections(field.annotation, f"{name}.{child}".lstrip("."), rules.and_of(field, name))
 
 
-def _leaves(section: type[Section], prefix: str):
+def _leaves(section: type[Section], prefix: str, rules: FieldRules) -> Iterator[Key]:
     for child, field in section.model_fields.items():
         name = f"{prefix}.{child}".lstrip(".")
         if _is_section(field.annotation):
-            yield from _leaves(field.annotation, name)
+            yield from _leaves(field.annotation, name, rules.and_of(field, prefix))
         else:
-            allowed = _in_words(field.annotation, field.metadata)
             yield Key(
-                name, field.annotation, allowed, field.get_default(call_default_factory=True), field.description or ""
+                name,
+                field.annotation,
+                allowed=_in_words(field.annotation, field.metadata),
+                default=field.get_default(call_default_factory=True),
+                doc=field.description or "",
+                rules=rules.and_of(field, prefix),
             )
 
 
-def _is_section(annotation: Any) -> bool:
+def _with_dotted_names(rule: ActsIf, section: str) -> ActsIf:
+    """Return the rule of a field of a section, with whole names of the keys that it is about."""
+    conditions = (
+        condition if "." in condition.key else condition.of_key(f"{section}.{condition.key}")
+        for condition in rule.conditions
+    )
+    return ActsIf(*conditions)
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _in_words(annotation: Any, metadata: list[Any] = (), plural: bool = False) -> str:
+def _in_words(annotation: Any, metadata: Sequence[Any] = (), plural: bool = False) -> str:
     """Words for a type and its bounds: `PositiveInt | None` -> "a whole number > 0, or null"."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

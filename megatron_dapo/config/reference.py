@@ -1,6 +1,16 @@
 """docs/config.md: every key with its type, default and meaning, from the schema."""
 
-from megatron_dapo.config.keys import ALIASES, Key, known_keys, known_sections, show
+from megatron_dapo.config.keys import (
+    ALIASES,
+    FieldRules,
+    Key,
+    known_keys,
+    known_sections,
+    section_rules,
+    show,
+    show_text,
+)
+from megatron_dapo.config.schema.rules import ActsIf, Condition, Is, IsNot, IsOn
 
 _HEAD = """\
 # Config reference
@@ -15,6 +25,9 @@ A config is a YAML file plus `key=value` overrides on the command line:
 Later overrides win. Values are read as YAML 1.2 (`1e-6` is a number, `on` is a word); a key that takes text takes it as
 it stands. What is not given has the default below. Unknown keys, wrong types and contradictions are reported together
 before anything starts; `--dry-run` shows the resolved config and the process plan.
+
+A key that does not act must have its default, unless its switch is set to false in so many words. What "may change on
+resume" may differ from the run that wrote the checkpoint; any other change has to be named in `trainer.accept_changes`.
 """
 
 _ALIASES_HEAD = """\
@@ -28,7 +41,7 @@ key.
 
 
 def config_reference() -> str:
-    """Markdown, one table per section."""
+    """Return Markdown, one table per section."""
     parts = [_HEAD]
     for name, section in known_sections().items():
         keys = [key for key in known_keys().values() if key.name.rpartition(".")[0] == name]
@@ -38,6 +51,8 @@ def config_reference() -> str:
         parts.append(f"## {name}\n")
         if note:
             parts.append(f"{note}\n")
+        if rules := _rules(section_rules()[name], FieldRules(), name):
+            parts.append(f"All keys: {rules}\n")
         parts.append("| key | value | default | meaning |\n|---|---|---|---|")
         parts.extend(_row(key) for key in keys)
         parts.append("")
@@ -45,8 +60,36 @@ def config_reference() -> str:
 
 
 def _row(key: Key) -> str:
-    cells = (f"`{key.name.rpartition('.')[2]}`", key.allowed, f"`{_default(key)}`", key.doc.replace("\n", " "))
+    section, _, name = key.name.rpartition(".")
+    rules = _rules(key.rules, section_rules()[section], section)
+    meaning = f"{key.doc} {rules}".replace("\n", " ").strip()
+    cells = (f"`{name}`", key.allowed, f"`{_default(key)}`", meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _rules(rules: FieldRules, shown: FieldRules, section: str) -> str:
+    """Return sentences for the rules that are not shown above already; keys of the section by their last name."""
+    acts_if = [_conditions(rule, section) for rule in rules.acts_if if rule not in shown.acts_if]
+    sentences = [f"Acts only if {', and '.join(acts_if)}."] if acts_if else []
+    if rules.may_change_on_resume and not shown.may_change_on_resume:
+        sentences.append("May change on resume.")
+    return " ".join(sentences)
+
+
+def _conditions(rule: ActsIf, section: str) -> str:
+    return " or ".join(_condition(condition, section) for condition in rule.conditions)
+
+
+def _condition(condition: Condition, section: str) -> str:
+    match condition:
+        case Is(values=values):
+            state = f"is {' or '.join(map(show_text, values))}"
+        case IsNot(value=value):
+            state = f"is not {show_text(value)}"
+        case IsOn():
+            state = "is true"
+    above, _, last = condition.key.rpartition(".")
+    return f"`{last if above == section else condition.key}` {state}"
 
 
 def _default(key: Key) -> str:

@@ -6,23 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS
 from megatron_dapo.envs.types import Environment
 
 KEY = "actor_rollout_ref.rollout.multi_turn.environment"
 
-ENVIRONMENTS = {
-    "reasoning_gym": "megatron_dapo.envs.reasoning_gym:ReasoningGym",
-}
-"""Name -> where the class lives (imported only where it runs)."""
-
 
 def check_environment(name: str) -> None:
     """Raise UserError for a name that is neither in the table nor an import path. Imports nothing."""
-    if name in ENVIRONMENTS or ":" in name:
+    if name in BUILT_IN_ENVIRONMENTS or ":" in name:
         return
-    near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
+    near = difflib.get_close_matches(name, BUILT_IN_ENVIRONMENTS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"{KEY}: {name!r} is not known; use {', '.join(ENVIRONMENTS)}, or package.module:Class.{hint}")
+    raise UserError(
+        f"{KEY}: {name!r} is not known; use {', '.join(BUILT_IN_ENVIRONMENTS)}, or package.module:Class.{hint}"
+    )
 
 
 def make(name: str, kwargs: dict[str, Any]) -> Environment:
@@ -30,7 +28,7 @@ def make(name: str, kwargs: dict[str, Any]) -> Environment:
 
     Raises UserError where it cannot be imported or does not take these keyword arguments.
     """
-    module_name, _, attribute = ENVIRONMENTS.get(name, name).partition(":")
+    module_name, _, attribute = BUILT_IN_ENVIRONMENTS.get(name, name).partition(":")
     try:
         factory: Callable[..., Environment] = getattr(importlib.import_module(module_name), attribute)
     except SystemExit as error:

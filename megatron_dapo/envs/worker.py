@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.envs.registry import ENVIRONMENTS, make
+from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS
+from megatron_dapo.envs.registry import make
 from megatron_dapo.envs.types import Environment, Observation, Task
 from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.worker_process import Message, serve
@@ -23,7 +24,7 @@ def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]
     except UserError as error:
         return {"user_error": error.sentences}, host.answer
     name: str = settings["environment"]
-    import_ahead(ENVIRONMENTS.get(name, name))
+    import_ahead(BUILT_IN_ENVIRONMENTS.get(name, name))
     return {}, host.answer
 
 

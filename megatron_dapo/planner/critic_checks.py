@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dapo.config.checks import LENGTHS, PADDING
 from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
-from megatron_dapo.config.keys import changed, known_keys
+from megatron_dapo.config.key_names import LENGTHS, PADDING
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import num_experts_of
@@ -17,19 +16,6 @@ from megatron_dapo.planner.model_checks import (
     model_json_of,
     positions,
 )
-
-
-def without_a_critic(config: Config) -> Iterator[Mistake]:
-    """Its keys do nothing then."""
-    if uses_critic(config):
-        return
-    names = [name for name in known_keys() if name.startswith("critic.")]
-    for name, value in changed(config, [*names, "trainer.critic_warmup"]):
-        yield Mistake(
-            (name, "algorithm.adv_estimator"),
-            f"{name} is {value}, but there is no critic while algorithm.adv_estimator is "
-            f"{config.algorithm.adv_estimator}; set adv_estimator to gae, or remove {name}.",
-        )
 
 
 def batching(config: Config) -> Iterator[Mistake]:
@@ -103,4 +89,4 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[Mistake]:
         )
 
 
-CRITIC_CHECKS = (without_a_critic, batching, schedule)
+CRITIC_CHECKS = (batching, schedule)

@@ -14,6 +14,7 @@ from megatron_dapo.config.derived import (
     critic_batching,
     has_given_servers,
     layout,
+    log_prob_chunk_size,
     needs_reference,
     samples_per_rollout_step,
     uses_critic,
@@ -25,9 +26,6 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 ADAM_MOMENTS = 8  # bytes: two float32
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
-HEAD_CHUNK = (
-    4096  # rows of logits at once on a GPU, where `log_prob_chunk_size` does not say (training/head_options.py)
-)
 # What SGLang takes of an 80 GB GPU for weights and KV cache by itself: all but 0.5 GB, 1.5 MB per token of a chunk of
 # prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
 SERVER_SHARE = 0.82
@@ -217,7 +215,7 @@ def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
     kernels/fused_head.py)."""
     sizes, width, actor = layout(config), dtype_bytes(config), config.actor_rollout_ref.actor
     part = sizes.tp if actor.megatron.sequence_parallel else 1
-    rows = min(tokens, actor.log_prob_chunk_size or HEAD_CHUNK)
+    rows = min(tokens, log_prob_chunk_size(config, on_gpu=True))
     columns = spec.padded_vocab_size(sizes.tp) // sizes.tp
     chunk = rows * columns * (4 + width) + rows * spec.hidden_size * (3 * width + 4)
     return chunk + tokens * spec.hidden_size * width // part
@@ -236,7 +234,7 @@ def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
     sizes, actor = layout(config), config.actor_rollout_ref.actor
     sharing = sizes.dp * (sizes.tp if actor.megatron.sequence_parallel else 1)
     tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
-    chunk = (actor.log_prob_chunk_size or HEAD_CHUNK) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
+    chunk = log_prob_chunk_size(config, on_gpu=True) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
     return tokens * spec.hidden_size * dtype_bytes(config) + chunk
 
 

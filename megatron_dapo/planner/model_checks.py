@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.checks import LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.derived import critic_path, has_given_servers, layout, uses_critic
+from megatron_dapo.config.key_names import LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec, num_experts_of

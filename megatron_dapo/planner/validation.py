@@ -7,13 +7,13 @@ from typing import Any
 
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.checks import CHECKS, MEGATRON, WORLD
+from megatron_dapo.config.checks import CHECKS
 from megatron_dapo.config.derived import world_size
+from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, WORLD
 from megatron_dapo.config.loader import read_config
-from megatron_dapo.config.loss_checks import LOSS_FUNCTION
 from megatron_dapo.config.mistake import Mistake
+from megatron_dapo.config.rollout_checks import own_host
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.server_checks import own_host
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.planner.model_checks import MODEL_CHECKS, model_json_of, read_model_json

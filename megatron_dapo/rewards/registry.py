@@ -4,33 +4,17 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from math import isfinite
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
 from megatron_dapo.rewards.types import RewardResult
 
-BY_DATA_SOURCE = "by_data_source"
-
-
-@dataclass(frozen=True)
-class BuiltinReward:
-    """Where a built-in function lives (imported only where it runs) and its score of a wrong answer."""
-
-    path: str
-    wrong_score: float
-
-
-BUILTINS = {
-    "math_dapo": BuiltinReward("megatron_dapo.rewards.text:math_dapo", wrong_score=-1.0),
-    "math_verify": BuiltinReward("megatron_dapo.rewards.symbolic:math_verify", wrong_score=0.0),
-    "exact_match": BuiltinReward("megatron_dapo.rewards.text:exact_match", wrong_score=0.0),
-    "reasoning_gym": BuiltinReward("megatron_dapo.rewards.reasoning_gym:reasoning_gym", wrong_score=0.0),
-    "environment": BuiltinReward("megatron_dapo.rewards.text:environment", wrong_score=0.0),
-}
+WRONG_SCORES = dict.fromkeys(BUILT_IN_REWARDS, 0.0) | {"math_dapo": -1.0}
+"""What a built-in function gives a wrong answer."""
 
 DATA_SOURCES = {
     "math_dapo*": "math_dapo",
@@ -54,7 +38,7 @@ def function_name(function: str, data_source: str) -> str:
     known = ", ".join(DATA_SOURCES)
     raise UserError(
         f"reward.function: by_data_source has no verifier for data source {data_source!r} (it has: {known}); "
-        f"set reward.function to one of {', '.join(BUILTINS)} or to package.module:function."
+        f"set reward.function to one of {', '.join(BUILT_IN_REWARDS)} or to package.module:function."
     )
 
 
@@ -67,8 +51,8 @@ def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[s
             )
         for source in data_sources:
             function_name(function, source)
-    elif function not in BUILTINS and ":" not in function:
-        names = [*BUILTINS, BY_DATA_SOURCE]
+    elif function not in BUILT_IN_REWARDS and ":" not in function:
+        names = [*BUILT_IN_REWARDS, BY_DATA_SOURCE]
         near = difflib.get_close_matches(function, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UserError(
@@ -84,14 +68,14 @@ def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
     """
     if function == BY_DATA_SOURCE:
         row = next((name for pattern, name in DATA_SOURCES.items() if fnmatchcase(data_source, pattern)), "")
-        return BUILTINS[row].wrong_score if row else 0.0
-    return BUILTINS[function].wrong_score if function in BUILTINS else custom
+        return WRONG_SCORES[row] if row else 0.0
+    return WRONG_SCORES.get(function, custom)
 
 
 @cache
 def load(function: str) -> Callable[..., Any]:
     """Import the function of a built-in name or of a path `package.module:function`. Raises UserError."""
-    path = BUILTINS[function].path if function in BUILTINS else function
+    path = BUILT_IN_REWARDS.get(function, function)
     module_name, _, attribute = path.partition(":")
     try:
         loaded = getattr(importlib.import_module(module_name), attribute)

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
 from megatron_dapo.rewards.import_ahead import import_ahead
-from megatron_dapo.rewards.registry import BUILTINS, BY_DATA_SOURCE, check_signature, function_name, judge, load
+from megatron_dapo.rewards.registry import WRONG_SCORES, check_signature, function_name, judge, load
 from megatron_dapo.rewards.worker_process import Message, serve
 
 
@@ -27,7 +28,7 @@ def _load_ahead(function: str) -> None:
     """Import what the function needs before the first response, whose deadline is not for that."""
     if function != BY_DATA_SOURCE:
         load(function)
-        import_ahead(BUILTINS[function].path if function in BUILTINS else function)
+        import_ahead(BUILT_IN_REWARDS.get(function, function))
 
 
 def _greeting(function: str, kwargs: dict[str, Any]) -> Message:
@@ -38,10 +39,9 @@ def _greeting(function: str, kwargs: dict[str, Any]) -> Message:
         check_signature(function, kwargs)
     except UserError as error:
         return {"user_error": error.sentences}
-    score = (
-        BUILTINS[function].wrong_score if function in BUILTINS else float(getattr(load(function), "wrong_score", 0.0))
-    )
-    return {"wrong_score": score}
+    if function in BUILT_IN_REWARDS:
+        return {"wrong_score": WRONG_SCORES[function]}
+    return {"wrong_score": float(getattr(load(function), "wrong_score", 0.0))}
 
 
 def _answer(function: str, kwargs: dict[str, Any], message: Message) -> Message:

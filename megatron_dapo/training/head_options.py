@@ -3,7 +3,7 @@
 import functools
 import logging
 
-from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl
+from megatron_dapo.config.derived import log_prob_chunk_size, needs_old_log_probs, uses_full_kl
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.kernels.self_check import Check, largest_errors
@@ -29,7 +29,7 @@ def head_options(config: Config, layout: ParallelLayout, spec: ModelSpec) -> dic
         ),
         layout.agreement,
     )
-    return {"head_chunk_size": actor.log_prob_chunk_size or (4096 if is_gpu() else 1024), "fused_head": fused}
+    return {"head_chunk_size": log_prob_chunk_size(config, on_gpu=is_gpu()), "fused_head": fused}
 
 
 @functools.cache  # actor and reference ask the same

@@ -20,7 +20,7 @@ from megatron_dapo.algorithms.metrics import Sums, stack_maxima, stack_sums, tok
 from megatron_dapo.algorithms.mismatch import mismatch_sums
 from megatron_dapo.algorithms.sequence_loss import LossSequence, SequenceLossFunction
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.loss_checks import LOSS_FUNCTION
+from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import HeadLoss

@@ -54,7 +54,7 @@ def sentences(*overrides: str, model: dict | None = None) -> list[str]:
      ["lr_warmup_steps is 10", "critic_warmup 90", "never reaches its peak"]),
     (("critic.loss_type=huber",), ["critic.loss_type is huber", "adv_estimator is grpo", "gae"]),
     (("critic.optim.lr=1e-4",), ["critic.optim.lr is 0.0001", "adv_estimator is grpo"]),
-    (("trainer.critic_warmup=5",), ["trainer.critic_warmup is 5", "no critic"]),
+    (("trainer.critic_warmup=5",), ["trainer.critic_warmup is 5", "adv_estimator is grpo", "adv_estimator to gae"]),
 ])  # fmt: skip
 def test_a_contradiction_is_one_sentence_that_names_key_value_and_cure(overrides, words):
     (sentence,) = sentences(*overrides)

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.algorithm_checks import loss_function
 from megatron_dapo.config.derived import needs_reference
+from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.loss_checks import LOSS_FUNCTION, loss_function
+from megatron_dapo.config.unused_keys import unused_keys
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
 from megatron_dapo.models.log_prob_head import Scores
@@ -92,7 +94,8 @@ def test_a_sequence_goes_from_its_first_counted_token_to_its_last(packed):
     ],
 )
 def test_what_it_cannot_be_combined_with_is_one_sentence(override, key):
-    (mistake,) = loss_function(load_config(None, [f"{LOSS_FUNCTION}=a.b:c", override]))
+    config = load_config(None, [f"{LOSS_FUNCTION}=a.b:c", override])
+    (mistake,) = [*loss_function(config), *unused_keys(config)]
     assert mistake.keys == (key, LOSS_FUNCTION)
     assert not list(loss_function(load_config(None, [f"{LOSS_FUNCTION}=a.b:c"])))
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import is_server_url
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.server_checks import REFUSED_OPTIONS
+from megatron_dapo.config.rollout_checks import REFUSED_OPTIONS
 from megatron_dapo.planner.validation import load_and_validate, validate
 from megatron_dapo.rollout.server_list import parse_urls
 from tests.unit.test_config_validation import SOUND, mistakes

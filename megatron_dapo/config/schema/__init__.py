@@ -4,11 +4,14 @@ A field's docstring is printed by `python -m megatron_dapo config-reference`. Ty
 checks of several keys together live in `config/checks.py`.
 """
 
+from typing import Annotated
+
 from megatron_dapo.config.schema.actor_rollout_ref import ActorRolloutRefConfig
 from megatron_dapo.config.schema.algorithm import AlgorithmConfig
 from megatron_dapo.config.schema.base import Section
 from megatron_dapo.config.schema.critic import CriticConfig
 from megatron_dapo.config.schema.exp_manager import ExpManagerConfig
+from megatron_dapo.config.schema.rules import ActsIf, Is, MayChangeOnResume
 from megatron_dapo.config.schema.run import DataConfig, RewardConfig, TrainerConfig, WeightSyncConfig
 
 
@@ -17,9 +20,9 @@ class Config(Section):
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
-    critic: CriticConfig = CriticConfig()
+    critic: Annotated[CriticConfig, ActsIf(Is("algorithm.adv_estimator", "gae"))] = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     exp_manager: ExpManagerConfig = ExpManagerConfig()
     reward: RewardConfig = RewardConfig()
-    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    weight_sync: MayChangeOnResume[WeightSyncConfig] = WeightSyncConfig()
     trainer: TrainerConfig = TrainerConfig()

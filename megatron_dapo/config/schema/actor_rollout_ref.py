@@ -1,6 +1,6 @@
 """Section `actor_rollout_ref`: the model, how it is trained, how it is sampled from."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -18,13 +18,18 @@ from megatron_dapo.config.schema.base import (
     Section,
 )
 from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
+from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, IsOn, MayChangeOnResume
+
+T = TypeVar("T")
+OfBuiltInLoss = Annotated[T, ActsIf(Is("loss_function", None))]
+WHILE_REPLAYING = ActsIf(IsOn("exp_manager.experience_replay.enable"))
 
 
 class ModelConfig(Section):
     path: str = ""
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer), or of a checkpoint of this program, of
     which the model is taken."""
-    use_remove_padding: bool = True
+    use_remove_padding: MayChangeOnResume[bool] = True
     """Pack sequences without padding (THD). With false every micro-batch is a padded [B, S] rectangle."""
 
 
@@ -48,37 +53,39 @@ class OptimConfig(Section):
 
 
 class MegatronConfig(Section):
-    tensor_model_parallel_size: NumProcesses = 1
+    tensor_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
     """Ranks that share every layer."""
-    pipeline_model_parallel_size: NumProcesses = 1
+    pipeline_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
     """Ranks that share the stack of layers (1F1B schedule)."""
-    virtual_pipeline_model_parallel_size: NumProcesses | None = None
+    virtual_pipeline_model_parallel_size: MayChangeOnResume[NumProcesses | None] = None
     """Model chunks per pipeline rank (interleaved schedule); none = plain 1F1B."""
-    sequence_parallel: bool = False
+    sequence_parallel: MayChangeOnResume[bool] = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
-    expert_model_parallel_size: NumProcesses = 1
+    expert_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
     """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
-    use_distributed_optimizer: bool = True
+    use_distributed_optimizer: MayChangeOnResume[bool] = True
     """Shard optimizer state and main weights over the data-parallel ranks."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: MayChangeOnResume[bool] = False
     """Reduce gradients while the backward pass still runs."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Parameters and activations; auto = bfloat16 (with fp32 main weights) on GPU, float32 on CPU."""
-    recompute_granularity: Literal["none", "full", "selective"] = "none"
+    recompute_granularity: MayChangeOnResume[Literal["none", "full", "selective"]] = "none"
     """Activation recompute: whole layers, or only `recompute_modules`."""
-    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_method: MayChangeOnResume[Literal["uniform", "block"]] = "uniform"
     """With full recompute: every layer in groups, or the first `recompute_num_layers` of each stage."""
-    recompute_num_layers: PositiveInt = 1
+    recompute_num_layers: MayChangeOnResume[PositiveInt] = 1
     """Layers per recompute group (uniform) or recomputed layers per stage (block)."""
-    recompute_modules: list[Literal["core_attn", "mlp"]] = ["core_attn"]
+    recompute_modules: MayChangeOnResume[list[Literal["core_attn", "mlp"]]] = ["core_attn"]
     """With selective recompute: what is recomputed."""
     use_transformer_engine: Literal["auto", "on", "off"] = "auto"
     """Transformer Engine layers; auto = on a GPU where it can be imported."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 products in the layers by Transformer Engine: e4m3, or hybrid (gradients in e5m2). Weights stay bfloat16."""
-    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    fp8_recipe: Annotated[Literal["tensorwise", "delayed", "blockwise", "mxfp8"], ActsIf(IsNot("fp8", "none"))] = (
+        "tensorwise"
+    )
     """Scale of FP8: of the whole tensor, of its past (delayed), of 128 x 128 blocks, of 32 in a row (Blackwell)."""
-    timeout_s: Seconds = 600.0
+    timeout_s: MayChangeOnResume[Seconds] = 600.0
     """A rank that computes for so long without progress, or is not heard of, ends the run and is named (docs/hangs.md);
     collectives among the trainer's ranks fail 60 s later."""
 
@@ -90,44 +97,58 @@ class ActorConfig(Section):
     """Passes over each rollout step's samples."""
     shuffle: bool = True
     """Assign groups to mini-batches at random (seeded by `trainer.seed` and the step), not in order of arrival."""
-    max_tokens_per_microbatch: PositiveInt = 16384
+    max_tokens_per_microbatch: MayChangeOnResume[PositiveInt] = 16384
     """Hard cap on the packed tokens of one micro-batch on one data-parallel rank."""
-    use_dapo: bool = False
+    use_dapo: OfBuiltInLoss[bool] = False
     """Clip-higher: clip to [1 - clip_ratio_low, 1 + clip_ratio_high] instead of 1 +- clip_ratio."""
-    clip_ratio: PositiveFloat = 0.2
-    """Symmetric clip range, used when `use_dapo` is false."""
-    clip_ratio_low: PositiveFloat | None = 0.2
+    clip_ratio: OfBuiltInLoss[
+        Annotated[PositiveFloat, ActsIf(Is("use_dapo", False), Is("clip_ratio_low", None), Is("clip_ratio_high", None))]
+    ] = 0.2
+    """Symmetric clip range."""
+    clip_ratio_low: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.2
     """Lower clip range of clip-higher; none = clip_ratio."""
-    clip_ratio_high: PositiveFloat | None = 0.28
+    clip_ratio_high: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.28
     """Upper clip range of clip-higher; none = clip_ratio."""
-    clip_ratio_c: PositiveFloat | None = 3.0
+    clip_ratio_c: OfBuiltInLoss[PositiveFloat | None] = 3.0
     """Dual clip: upper bound of the ratio where the advantage is negative (> 1); none = no bound."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg_mode: OfBuiltInLoss[
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    ] = "token-mean"
     """How token losses become one number; see docs/loss.md."""
     loss_function: str | None = None
     """A loss of your own over the log-probs of whole sequences, `package.module:function`, in place of the loss that
     the keys of this section make (docs/loss.md); none = that one."""
-    off_policy_shaping_mode: Literal["exgrpo_policy_shaping", "dapo_clip_higher"] = "exgrpo_policy_shaping"
+    off_policy_shaping_mode: Annotated[Literal["exgrpo_policy_shaping", "dapo_clip_higher"], WHILE_REPLAYING] = (
+        "exgrpo_policy_shaping"
+    )
     """Loss of replayed tokens: -A r / (r + off_policy_shaping_beta), not clipped; or clipped as new ones are."""
-    off_policy_shaping_beta: PositiveFloat = 0.1
+    off_policy_shaping_beta: Annotated[
+        PositiveFloat,
+        WHILE_REPLAYING,
+        ActsIf(Is("off_policy_shaping_mode", "exgrpo_policy_shaping")),
+    ] = 0.1
     """Ratio at which exgrpo_policy_shaping gives one half; the smaller, the less tokens count that are still likely."""
-    off_policy_clip_ratio_high: PositiveFloat | None = None
+    off_policy_clip_ratio_high: Annotated[
+        PositiveFloat | None,
+        WHILE_REPLAYING,
+        ActsIf(Is("off_policy_shaping_mode", "dapo_clip_higher")),
+    ] = None
     """Upper clip range of replayed tokens with dapo_clip_higher; none = that of new ones."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL(actor, reference) to the loss."""
-    kl_loss_coef: NonNegativeFloat = 0.0
+    kl_loss_coef: Annotated[NonNegativeFloat, ActsIf(Is("use_kl_loss", True))] = 0.0
     """Weight of the KL loss; the reference model exists only if a KL coefficient is non-zero."""
-    kl_loss_type: Literal["kl", "abs", "mse", "low_var_kl", "full"] = "low_var_kl"
+    kl_loss_type: Annotated[Literal["kl", "abs", "mse", "low_var_kl", "full"], ActsIf(Is("use_kl_loss", True))] = (
+        "low_var_kl"
+    )
     """KL estimator: k1, |k1|, k2 or k3; full = the KL itself, over the whole vocabulary (see docs/loss.md)."""
-    calculate_entropy: bool = True
+    calculate_entropy: MayChangeOnResume[bool] = True
     """Report the policy's entropy (one more reduction over the vocabulary)."""
-    log_prob_chunk_size: PositiveInt | None = None
+    log_prob_chunk_size: MayChangeOnResume[PositiveInt | None] = None
     """Rows of logits held at once by the log-prob head; none = 4096 on GPU, 1024 on CPU."""
-    fused_kernels: Literal["auto", "off"] = "auto"
+    fused_kernels: MayChangeOnResume[Literal["auto", "off"]] = "auto"
     """auto = the fused head, after a check of it against float64 at the start; off = composed from torch operations."""
     optim: OptimConfig = OptimConfig()
     megatron: MegatronConfig = MegatronConfig()
@@ -169,32 +190,32 @@ class RolloutConfig(Section):
     """Keep the k likeliest tokens; -1 = off."""
     stop_token_ids: list[int] = []
     """Further end-of-response tokens besides the model's own."""
-    server_urls: list[str] = []
+    server_urls: MayChangeOnResume[list[str]] = []
     """Servers that already run (http://host:port); none = launch/ starts them."""
-    server_urls_file: str | None = None
+    server_urls_file: MayChangeOnResume[str | None] = None
     """File with such URLs, one per line, in place of the list; it is watched: servers may be added and removed."""
-    server_api_key_file: str | None = None
+    server_api_key_file: MayChangeOnResume[str | None] = None
     """File (mode 600) with the key that the servers demand; none = servers given by URL are asked without one, and our
     own demand a random one of the run."""
-    server: ServerConfig = ServerConfig()
+    server: MayChangeOnResume[ServerConfig] = ServerConfig()
     max_staleness: NonNegativeInt = 0
     """Weight versions between the oldest sampled token of a group and the step that trains on it. 0 = each step is
     trained on what its own weights wrote, and discards surplus groups; above 0 needs `algorithm.rollout_correction`."""
-    max_concurrency: PositiveInt = 512
+    max_concurrency: MayChangeOnResume[PositiveInt] = 512
     """Requests in flight per server."""
-    request_timeout_s: Seconds = 1800.0
+    request_timeout_s: MayChangeOnResume[Seconds] = 1800.0
     """Deadline of one generation request."""
-    max_retries: NumRetries = 3
+    max_retries: MayChangeOnResume[NumRetries] = 3
     """Attempts after a failed request, on the other servers first."""
-    step_timeout_s: Seconds = 7200.0
+    step_timeout_s: MayChangeOnResume[Seconds] = 7200.0
     """Deadline of one `next_batch`; the error names what is still missing."""
-    val_temperature: NonNegativeFloat = 0.0
+    val_temperature: MayChangeOnResume[NonNegativeFloat] = 0.0
     """Temperature of held-out evaluation; 0 = greedy."""
-    val_top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    val_top_p: MayChangeOnResume[Annotated[float, Field(gt=0.0, le=1.0)]] = 1.0
     """Nucleus sampling of held-out evaluation; the published AIME figures use 0.7."""
-    val_n: NumResponses = 1
+    val_n: MayChangeOnResume[NumResponses] = 1
     """Responses per held-out prompt."""
-    dump_samples: NonNegativeInt = 8
+    dump_samples: MayChangeOnResume[NonNegativeInt] = 8
     """Groups written to rollouts/step_NNNNNN.jsonl per step; 0 = none."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
 

@@ -1,6 +1,6 @@
 """Section `algorithm`: advantages, KL in the reward, the techniques of DAPO."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron_dapo.config.schema.base import (
     BoundedInt,
@@ -11,12 +11,13 @@ from megatron_dapo.config.schema.base import (
     PositiveInt,
     Section,
 )
+from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, MayChangeOnResume, WhileEnabled
 
 
 class DynamicSamplingConfig(Section):
     enable: bool = False
     """Sample until `data.train_batch_size` groups carry signal."""
-    filter_mode: Literal["strict", "remove_all_correct", "remove_all_incorrect", "none"] = "strict"
+    filter_mode: WhileEnabled[Literal["strict", "remove_all_correct", "remove_all_incorrect", "none"]] = "strict"
     """Which groups are dropped, judged on raw correctness: all right or all wrong; all right; all wrong; none."""
     form: Literal["resample", "mask"] = "resample"
     """What becomes of those groups: others are sampled in their place; or they stay, with advantages of 0."""
@@ -31,29 +32,31 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False
     """Sample until the responses of `data.train_batch_size` groups differ in `metric`."""
-    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
+    metric: WhileEnabled[Literal["acc", "score", "seq_reward", "seq_final_reward"]] = "acc"
     """What a group's responses must not all have the same of: correctness; the raw reward; the shaped reward, under
     either name (a KL penalty in the reward is subtracted after groups are chosen)."""
-    max_num_gen_batches: BoundedInt = 10
+    max_num_gen_batches: WhileEnabled[BoundedInt] = 10
     """Gen batches of one rollout step before `on_exhausted` decides; 0 or less = no limit."""
-    on_exhausted: Literal["raise", "train_partial"] = "train_partial"
+    on_exhausted: WhileEnabled[Literal["raise", "train_partial"]] = "train_partial"
     """At the limit: stop with the counts, or train on the groups there are."""
 
 
 class OverlongRewardShapingConfig(Section):
     enable: bool = False
     """Punish over-long responses."""
-    buffer_len: NonNegativeInt = 0
+    buffer_len: WhileEnabled[NonNegativeInt] = 0
     """Length of the soft interval before `max_response_length` (DAPO eq. 13); 0 = `truncation_penalty` instead."""
-    expected_len: PositiveInt | None = None
+    expected_len: WhileEnabled[Annotated[PositiveInt | None, ActsIf(IsNot("buffer_len", 0))]] = None
     """Response length without punishment; none = max_response_length - buffer_len."""
-    penalty_factor: NonNegativeFloat = 1.0
+    penalty_factor: WhileEnabled[Annotated[NonNegativeFloat, ActsIf(IsNot("buffer_len", 0))]] = 1.0
     """Punishment at the end of the soft interval."""
-    truncation_penalty: float = -0.5
-    """Punishment of a truncated response when `buffer_len` is 0."""
-    soft_penalty_mode: Literal["additive", "multiplicative", "replace_if_positive", "cap"] = "additive"
+    truncation_penalty: WhileEnabled[Annotated[float, ActsIf(Is("buffer_len", 0))]] = -0.5
+    """Punishment of a truncated response."""
+    soft_penalty_mode: WhileEnabled[
+        Annotated[Literal["additive", "multiplicative", "replace_if_positive", "cap"], ActsIf(Is("buffer_len", 0))]
+    ] = "additive"
     """How `truncation_penalty` acts on the reward, see docs/algorithms.md."""
-    filter_truncated: bool = False
+    filter_truncated: WhileEnabled[bool] = False
     """Overlong filtering: give the tokens of truncated responses no loss."""
 
 
@@ -67,20 +70,20 @@ class DapoConfig(Section):
 class KLControlConfig(Section):
     type: Literal["fixed", "adaptive"] = "fixed"
     """Constant coefficient, or one steered towards `target_kl` (arXiv 1909.08593)."""
-    kl_coef: NonNegativeFloat = 0.0
+    kl_coef: Annotated[NonNegativeFloat, ActsIf(Is("algorithm.use_kl_in_reward", True, None))] = 0.0
     """Coefficient of the KL penalty in the reward (its start value if adaptive)."""
-    target_kl: PositiveFloat = 0.01
+    target_kl: Annotated[PositiveFloat, ActsIf(Is("type", "adaptive"))] = 0.01
     """KL the adaptive controller aims at."""
-    horizon: PositiveInt = 10000
+    horizon: Annotated[PositiveInt, ActsIf(Is("type", "adaptive"))] = 10000
     """Samples over which the adaptive controller acts."""
 
 
 class RolloutCorrectionConfig(Section):
     rollout_is: Literal["none", "token"] = "none"
     """Weigh each token's policy loss by exp(old - server's log-prob), truncated (TIS); see docs/loss.md."""
-    rollout_is_threshold: PositiveFloat = 2.0
+    rollout_is_threshold: Annotated[PositiveFloat, ActsIf(Is("rollout_is", "token"))] = 2.0
     """Largest weight of `rollout_is`."""
-    max_mismatch: PositiveFloat | None = 0.5
+    max_mismatch: MayChangeOnResume[PositiveFloat | None] = 0.5
     """Largest mean |server's - trainer's log-prob| of a step that is trained on: above, the run is saved and stops, and
     names the servers (exit code 15). bf16 makes 0.01, another model 1 or more; none = off."""
 
@@ -88,15 +91,18 @@ class RolloutCorrectionConfig(Section):
 class AlgorithmConfig(Section):
     adv_estimator: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "grpo"
     """Advantage estimator, per token (gae, reinforce_plus_plus) or per response: see docs/algorithms.md."""
-    gamma: Fraction = 1.0
-    """Discount per token, of gae and reinforce_plus_plus."""
-    lam: Fraction = 1.0
-    """Lambda of gae: 1 = what was earned minus the value, 0 = one-step errors (arXiv 1506.02438)."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation (false = Dr. GRPO); of adv_estimator grpo alone."""
+    gamma: Annotated[Fraction, ActsIf(Is("adv_estimator", "gae", "reinforce_plus_plus"))] = 1.0
+    """Discount per token."""
+    lam: Annotated[Fraction, ActsIf(Is("adv_estimator", "gae"))] = 1.0
+    """Lambda: 1 = what was earned minus the value, 0 = one-step errors (arXiv 1506.02438)."""
+    norm_adv_by_std_in_grpo: Annotated[bool, ActsIf(Is("adv_estimator", "grpo"))] = True
+    """Divide by the group's standard deviation (false = Dr. GRPO)."""
     use_kl_in_reward: bool | None = None
     """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards; none = where kl_ctrl.kl_coef is above 0."""
-    kl_penalty: Literal["kl", "abs", "mse", "low_var_kl", "full"] = "kl"
+    kl_penalty: Annotated[
+        Literal["kl", "abs", "mse", "low_var_kl", "full"],
+        ActsIf(IsNot("algorithm.kl_ctrl.kl_coef", 0.0), Is("use_kl_in_reward", True)),
+    ] = "kl"
     """KL estimator of the penalty in the reward; full = the KL itself, over the whole vocabulary."""
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

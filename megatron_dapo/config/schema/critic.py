@@ -5,6 +5,7 @@ from typing import Literal
 
 from megatron_dapo.config.schema.actor_rollout_ref import OptimConfig
 from megatron_dapo.config.schema.base import PositiveFloat, PositiveInt, Section
+from megatron_dapo.config.schema.rules import MayChangeOnResume
 
 
 class CriticModelConfig(Section):
@@ -24,7 +25,7 @@ class CriticConfig(Section):
     """Groups per optimizer step of the critic; divides `data.train_batch_size`; none = the actor's."""
     ppo_epochs: PositiveInt | None = None
     """Passes of the critic over each rollout step's samples; none = the actor's."""
-    max_tokens_per_microbatch: PositiveInt | None = None
+    max_tokens_per_microbatch: MayChangeOnResume[PositiveInt | None] = None
     """Hard cap on the packed tokens of one of the critic's micro-batches; none = the actor's."""
     value_loss_coef: PositiveFloat = 0.5
     """Factor of the value loss. Adam's steps do not depend on it, what `optim.clip_grad` cuts does."""

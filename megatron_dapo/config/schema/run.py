@@ -1,6 +1,6 @@
 """Sections `data`, `reward`, `weight_sync` and `trainer`: what a run reads, and how it goes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron_dapo.config.schema.base import (
     BoundedInt,
@@ -13,12 +13,13 @@ from megatron_dapo.config.schema.base import (
     Seconds,
     Section,
 )
+from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, MayChangeOnResume
 
 
 class DataConfig(Section):
     train_files: list[str] = []
     """Prompt files (.jsonl or .parquet, verl's DAPO-Math-17k schema)."""
-    val_files: list[str] = []
+    val_files: MayChangeOnResume[list[str]] = []
     """Held-out prompt files, answered before the first step, every `trainer.test_freq` steps and after the last."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of chat messages, or a string."""
@@ -53,16 +54,16 @@ class RewardConfig(Section):
     `package.module:function`, or by_data_source (each prompt's own)."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the reward function."""
-    num_workers: NumProcesses = 2
+    num_workers: MayChangeOnResume[NumProcesses] = 2
     """Reward processes."""
-    timeout_s: Seconds = 5.0
+    timeout_s: MayChangeOnResume[Seconds] = 5.0
     """Hard limit of one reward; the worker is killed and the sample counts as wrong."""
-    memory_limit_mb: Megabytes = 2048
+    memory_limit_mb: MayChangeOnResume[Megabytes] = 2048
     """Address space of a reward process."""
-    pass_env: list[str] = []
+    pass_env: MayChangeOnResume[list[str]] = []
     """Names of environment variables that reward processes get though they look like secrets, such as the API key of a
     judge; docs/rewards.md says which do."""
-    max_error_share: Fraction = 0.5
+    max_error_share: MayChangeOnResume[Fraction] = 0.5
     """Largest share of a step's responses that may get no verdict: the function raised, ran out of time, or its process
     ended. Above it, and where none got one, the run stops, saved, and shows a traceback of the function."""
 
@@ -79,46 +80,50 @@ class WeightSyncConfig(Section):
 
 
 class TrainerConfig(Section):
-    experiment_name: str = "run"
+    experiment_name: MayChangeOnResume[str] = "run"
     """Name of the run folder, below runs/."""
-    run_dir: str | None = None
+    run_dir: MayChangeOnResume[str | None] = None
     """Run folder; none = runs/EXPERIMENT_NAME."""
-    log_dir: str | None = None
+    log_dir: MayChangeOnResume[str | None] = None
     """Folder of the processes' log files; none = logs/ of the run folder."""
-    nnodes: NumProcesses = 1
+    nnodes: MayChangeOnResume[NumProcesses] = 1
     """Trainer nodes."""
-    n_procs_per_node: NumProcesses = 1
+    n_procs_per_node: MayChangeOnResume[NumProcesses] = 1
     """Trainer processes (GPUs) per node."""
-    gpu_memory_gb: PositiveFloat = 80.0
+    gpu_memory_gb: MayChangeOnResume[PositiveFloat] = 80.0
     """Memory of one GPU, which a dry run compares its estimate with; what CUDA and NCCL take is not counted."""
     total_training_steps: PositiveInt = 100
     """Rollout steps of the run."""
-    critic_warmup: NonNegativeInt = 0
+    critic_warmup: Annotated[NonNegativeInt, ActsIf(Is("algorithm.adv_estimator", "gae"))] = 0
     """Rollout steps at the beginning in which the critic alone is updated."""
-    test_freq: BoundedInt = -1
+    test_freq: MayChangeOnResume[BoundedInt] = -1
     """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
-    logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl", "tensorboard"]
+    logger: MayChangeOnResume[list[Literal["console", "jsonl", "tensorboard", "wandb"]]] = [
+        "console",
+        "jsonl",
+        "tensorboard",
+    ]
     """Where metrics go."""
     seed: int = 1
     """Seed of mini-batches and samplers."""
-    save_interval: BoundedInt = -1
+    save_interval: MayChangeOnResume[BoundedInt] = -1
     """Rollout steps between checkpoints, with one after the last step; -1 = only when the run is asked to stop."""
-    keep_last: PositiveInt | None = None
+    keep_last: MayChangeOnResume[PositiveInt | None] = None
     """Newest checkpoints that are kept, older ones are deleted; none = all."""
-    keep_every: PositiveInt | None = None
-    """With `keep_last`: checkpoints of steps that are a multiple of this are kept as well."""
-    async_save: bool = True
+    keep_every: MayChangeOnResume[Annotated[PositiveInt | None, ActsIf(IsNot("keep_last", None))]] = None
+    """Checkpoints of steps that are a multiple of this are kept as well."""
+    async_save: MayChangeOnResume[bool] = True
     """Train on while the files of a checkpoint are written."""
-    save_hf: bool = False
+    save_hf: MayChangeOnResume[bool] = False
     """Write the model into each checkpoint's folder hf/ as a Hugging Face checkpoint too."""
-    resume: Literal["auto", "required", "never"] = "auto"
+    resume: MayChangeOnResume[Literal["auto", "required", "never"]] = "auto"
     """Go on from the newest complete checkpoint of the run folder: where there is one, always, or never."""
-    accept_changes: list[str] = []
+    accept_changes: MayChangeOnResume[list[str]] = []
     """Keys that may differ from the run that wrote the checkpoint, although they matter to what is learned."""
-    accept_missing: list[Literal["optimizer", "controller", "critic"]] = []
+    accept_missing: MayChangeOnResume[list[Literal["optimizer", "controller", "critic"]]] = []
     """Parts that a checkpoint may lack: the optimizer's state; the prompt cursor with the groups that wait, which also
     may be of other prompts and then begins anew; the critic, which then starts from critic.model.path."""
-    dump_batches: bool = False
+    dump_batches: MayChangeOnResume[bool] = False
     """Write every finished batch to batches/step_NNNNNN.json.gz of the run folder, for `replay`; off in a replay."""
-    replay: str | None = None
+    replay: MayChangeOnResume[str | None] = None
     """Folder of dumped batches to train on, without servers, rewards or weight sync (`train --replay DIR`)."""

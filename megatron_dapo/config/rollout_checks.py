@@ -1,13 +1,20 @@
-"""What the keys of the SGLang servers demand of each other; `own_host` asks this machine as well."""
+"""What the keys of the rollout demand of each other: sampling, SGLang servers, several turns.
 
+`own_host` asks this machine as well, and is called where files are looked for.
+"""
+
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
 from megatron_dapo.config.derived import is_server_url, starts_servers
+from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT
+from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 
-ROLLOUT = "actor_rollout_ref.rollout"
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 EXTRA_ARGS = f"{ROLLOUT}.server.extra_args"
 _OWN_SERVERS = f"leave it out, or start such servers yourself and name them in {ROLLOUT}.server_urls"
 _ONE_SERVER = f"which ranks a server has is {ROLLOUT}.server.tensor_model_parallel_size; more servers are num_servers"
@@ -47,6 +54,77 @@ REFUSED_OPTIONS = {
         _OWN_SERVERS,
     ),
 }  # fmt: skip
+
+
+def sampling(config: Config) -> Iterator[Mistake]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.top_k != -1 and rollout.top_k < 1:
+        yield Mistake(
+            (f"{ROLLOUT}.top_k",), f"{ROLLOUT}.top_k is {rollout.top_k}, but must be 1 or more, or -1 for off."
+        )
+    if rollout.val_temperature == 0.0 and rollout.val_n > 1:
+        yield Mistake(
+            (f"{ROLLOUT}.val_n", f"{ROLLOUT}.val_temperature"),
+            f"{ROLLOUT}.val_n is {rollout.val_n}, but at val_temperature 0 all answers to a prompt are the same; "
+            f"set val_n to 1, or raise val_temperature.",
+        )
+    if rollout.request_timeout_s > rollout.step_timeout_s:
+        yield Mistake(
+            (f"{ROLLOUT}.request_timeout_s", f"{ROLLOUT}.step_timeout_s"),
+            f"{ROLLOUT}.request_timeout_s is {rollout.request_timeout_s:g}, longer than the whole step's "
+            f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the second.",
+        )
+
+
+def multi_turn(config: Config) -> Iterator[Mistake]:
+    keys, limit = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
+    if not keys.enable:
+        if config.reward.function == "environment":
+            yield Mistake(
+                ("reward.function", f"{MULTI_TURN}.enable"),
+                f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
+                f"set it to true, or name another reward.function.",
+            )
+        return
+    yield from variable_names(f"{MULTI_TURN}.pass_env", keys.pass_env)
+    name = keys.environment
+    if name not in BUILT_IN_ENVIRONMENTS and not IMPORT_PATH.fullmatch(name):
+        near = nearest(name, BUILT_IN_ENVIRONMENTS)
+        yield Mistake(
+            (f"{MULTI_TURN}.environment", f"{MULTI_TURN}.enable"),
+            f"{MULTI_TURN}.environment is {name!r}, which is neither {', '.join(BUILT_IN_ENVIRONMENTS)} nor of the "
+            f"form package.module:Class{f'; the nearest is {near}' if near else ''}.",
+        )
+    if keys.max_tokens_per_turn is not None and keys.max_tokens_per_turn >= limit:
+        yield Mistake(
+            (f"{MULTI_TURN}.max_tokens_per_turn", "data.max_response_length"),
+            f"{MULTI_TURN}.max_tokens_per_turn is {keys.max_tokens_per_turn}, but must be below "
+            f"data.max_response_length {limit}, which is of the whole trajectory; lower it, or set it to null.",
+        )
+    if keys.step_timeout_s > keys.timeout_s:
+        yield Mistake(
+            (f"{MULTI_TURN}.step_timeout_s", f"{MULTI_TURN}.timeout_s"),
+            f"{MULTI_TURN}.step_timeout_s is {keys.step_timeout_s:g}, longer than the whole trajectory's timeout_s "
+            f"{keys.timeout_s:g}; lower the first or raise the second.",
+        )
+    if keys.timeout_s > config.actor_rollout_ref.rollout.step_timeout_s:
+        yield Mistake(
+            (f"{MULTI_TURN}.timeout_s", "actor_rollout_ref.rollout.step_timeout_s"),
+            f"{MULTI_TURN}.timeout_s is {keys.timeout_s:g}, longer than the whole step's "
+            f"actor_rollout_ref.rollout.step_timeout_s {config.actor_rollout_ref.rollout.step_timeout_s:g}; "
+            f"lower the first or raise the second.",
+        )
+
+
+def variable_names(key: str, names: Sequence[str]) -> Iterator[Mistake]:
+    """What is no name may be a value, which is not shown."""
+    for number, name in enumerate(names):
+        if not _VARIABLE.fullmatch(name):
+            yield Mistake(
+                (key,),
+                f"{key}[{number}] is no name of an environment variable; give its name alone, the value stays in the "
+                f"environment.",
+            )
 
 
 def server_urls(config: Config) -> Iterator[Mistake]:
@@ -125,4 +203,4 @@ def own_host(config: Config) -> Iterator[Mistake]:
         )
 
 
-SERVER_CHECKS = (server_urls, server_nodes, extra_args)
+ROLLOUT_CHECKS = (sampling, multi_turn, server_urls, server_nodes, extra_args)
