@@ -118,8 +118,8 @@ class ConversionRanks:
 
         tp, pp = choose_sizes(spec, self.world_size, tp, pp)
         # the processes that cut a layer share its experts out; Megatron computes these under sequence parallelism only
-        ep = math.gcd(tp, spec.mixture.num_experts) if spec.mixture else 1
-        layout = ParallelLayout.initialize(tp=tp, pp=pp, ep=ep, sp=spec.mixture is not None, timeout_s=TIMEOUT_S)
+        ep = math.gcd(tp, spec.moe.num_experts) if spec.moe else 1
+        layout = ParallelLayout.initialize(tp=tp, pp=pp, ep=ep, sp=spec.moe is not None, timeout_s=TIMEOUT_S)
         try:
             yield layout
         finally:
@@ -166,7 +166,7 @@ def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | Non
     if spec.num_layers % pp:
         raise UserError(f"--pp {pp} does not divide the model's {spec.num_layers} layers; choose a divisor.")
     sizes = {"key-value heads": spec.num_kv_heads, "heads": spec.num_heads}
-    if spec.mixture is None:
+    if spec.moe is None:
         sizes["intermediate_size"] = spec.ffn_size
     for name, size in sizes.items():
         if size % tp:

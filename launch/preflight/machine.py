@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megatron_dapo.common.sizes import ceil_div, format_bytes
-from megatron_dapo.config.derived import Layout, uses_critic
+from megatron_dapo.config.derived import ParallelSizes, uses_critic
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.planner.memory import ADAM_MOMENTS, MAIN_PARAMETER, dtype_bytes, num_parameters
@@ -24,7 +24,7 @@ from megatron_dapo.storage.model_folder import ModelFolder
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformer-engine", "flash-attn", "apex")
 LOG_BYTES = 10**9
-WHOLE_MODEL = Layout(tp=1, pp=1, vpp=None, world=1)
+WHOLE_MODEL = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 _SHARED_S = 30.0  # a network file system may show a new file late
 
 

@@ -31,7 +31,7 @@ def mismatch_sums(trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted:
 def truncated_importance(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor, rollout_is_threshold: float
 ) -> tuple[Tensor, Sums]:
-    """Truncate importance weights (TIS): min(exp(d), rollout_is_threshold), d = trainer - rollout within +-20, per token.
+    """Return, per token, min(exp(d), rollout_is_threshold), d = trainer - rollout within +-20 (TIS).
 
     Returns weights, without gradient, of the shape of all arguments, 1 (or the threshold, if lower) where a token does
     not count; and the sums of the mean weight and of the share of tokens where it was truncated.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
-from megatron_dapo.config.derived import layout, longest_micro_batch_sample
+from megatron_dapo.config.derived import longest_micro_batch_sample, parallel_sizes
 from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, ROLLOUT, STAGES, WORLD
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
@@ -23,7 +23,7 @@ def batch_sizes(config: Config) -> Iterator[Mistake]:
             f"data.train_batch_size is {groups}, not a multiple of {ACTOR}.ppo_mini_batch_size {mini}; "
             f"set train_batch_size to a multiple of {mini}, or ppo_mini_batch_size to a divisor of {groups}.",
         )
-    n, sizes = config.actor_rollout_ref.rollout.n, layout(config)
+    n, sizes = config.actor_rollout_ref.rollout.n, parallel_sizes(config)
     model_ranks = sizes.tp * sizes.pp
     if sizes.world % model_ranks == 0 and (mini * n) % sizes.dp:
         yield Mistake(
@@ -61,7 +61,7 @@ def lengths(config: Config) -> Iterator[Mistake]:
 
 
 def parallel_layout(config: Config) -> Iterator[Mistake]:
-    sizes, megatron = layout(config), config.actor_rollout_ref.actor.megatron
+    sizes, megatron = parallel_sizes(config), config.actor_rollout_ref.actor.megatron
     if sizes.world % (sizes.tp * sizes.pp):
         yield Mistake(
             (*WORLD, *STAGES),
@@ -92,19 +92,19 @@ def parallel_layout(config: Config) -> Iterator[Mistake]:
 
 def fp8(config: Config) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
-    given = f"{MEGATRON}.fp8 is {megatron.fp8}"
+    state = f"{MEGATRON}.fp8 is {megatron.fp8}"
     if megatron.fp8 == "none":
         return
     if megatron.use_transformer_engine == "off":
         yield Mistake(
             (f"{MEGATRON}.fp8", f"{MEGATRON}.use_transformer_engine"),
-            f"{given}, which Transformer Engine computes, but use_transformer_engine is off; "
+            f"{state}, which Transformer Engine computes, but use_transformer_engine is off; "
             f"set it to auto, or fp8 to none.",
         )
     if megatron.dtype == "float32":
         yield Mistake(
             (f"{MEGATRON}.fp8", f"{MEGATRON}.dtype"),
-            f"{given}, but dtype is float32; set dtype to bfloat16, or fp8 to none.",
+            f"{state}, but dtype is float32; set dtype to bfloat16, or fp8 to none.",
         )
 
 
@@ -167,10 +167,10 @@ def checkpoints(config: Config) -> Iterator[Mistake]:
                 f"{f'; the nearest is {near}' if near else ''}.",
             )
     if trainer.resume == "never" and (trainer.accept_changes or trainer.accept_missing):
-        given = "accept_changes" if trainer.accept_changes else "accept_missing"
+        name = "accept_changes" if trainer.accept_changes else "accept_missing"
         yield Mistake(
-            (f"trainer.{given}", "trainer.resume"),
-            f"trainer.{given} is given, but nothing is resumed while trainer.resume is never; remove it, or set auto.",
+            (f"trainer.{name}", "trainer.resume"),
+            f"trainer.{name} is given, but nothing is resumed while trainer.resume is never; remove it, or set auto.",
         )
 
 

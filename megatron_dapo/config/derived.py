@@ -9,7 +9,7 @@ from megatron_dapo.config.schema import Config
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelSizes:
     """Parallel sizes of the trainer; `dp` is what TP and PP leave of the world. ep: of the TP x DP ranks of a stage."""
 
     tp: int
@@ -31,9 +31,9 @@ class Layout:
         )
 
 
-def layout(config: Config) -> Layout:
+def parallel_sizes(config: Config) -> ParallelSizes:
     megatron = config.actor_rollout_ref.actor.megatron
-    return Layout(
+    return ParallelSizes(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
         vpp=megatron.virtual_pipeline_model_parallel_size,
@@ -78,7 +78,7 @@ def servers_per_node(config: Config) -> int:
 
 
 def data_parallel_size(config: Config) -> int:
-    return layout(config).dp
+    return parallel_sizes(config).dp
 
 
 def gen_batch_size(config: Config) -> int:

@@ -1,7 +1,7 @@
 """YAML file + `key=value` overrides -> Config. All mistakes are collected and reported together."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class _Setting:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Collected:
     """What was found so far: settings of known keys, mistakes, and the names of unknown keys."""
 
     settings: dict[str, _Setting] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class Reading:
     mistakes: tuple[Mistake, ...]
 
 
-def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
-    """The config of a YAML file (none = all defaults) with `dotted.key=value` overrides on top, later ones winning.
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of a YAML file (none = all defaults) with `dotted.key=value` overrides on top; later ones win.
 
     An override's value is read as YAML; a key that takes text takes it as it stands. Raises UserError with one sentence
     per unknown key, wrong type, value out of range, duplicate key or unreadable file. Keys together: see `validate`.
@@ -63,29 +63,29 @@ def load_config(path: str | Path | None, overrides: list[str] = ()) -> Config:
     return reading.config
 
 
-def read_config(path: str | Path | None, overrides: list[str] = ()) -> Reading:
-    """As `load_config`, but the mistakes come with what is sound, so that further checks can go on."""
-    found = _Found()
+def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Reading:
+    """Read as `load_config` does, but return the mistakes with what is sound, so that further checks can go on."""
+    collected = _Collected()
     if path is not None:
-        _collect(_read_file(Path(path), found.mistakes), "", str(path), found, once=True)
+        _collect(_read_file(Path(path), collected.mistakes), "", str(path), collected, once=True)
     for override in overrides:
-        _apply_override(override, found)
-    if more := found.unknown[MAX_UNKNOWN:]:
-        found.mistakes.append(
+        _apply_override(override, collected)
+    if more := collected.unknown[MAX_UNKNOWN:]:
+        collected.mistakes.append(
             Mistake((), f"Unknown keys besides: {len(more)}, the first of them {more[0]}; remove them.")
         )
-    config, sound = _build(found.settings, found.mistakes)
-    about = {key for mistake in found.mistakes for key in mistake.keys}
-    return Reading(config, frozenset(about - sound), tuple(found.mistakes))
+    config, sound = _build(collected.settings, collected.mistakes)
+    about = {key for mistake in collected.mistakes for key in mistake.keys}
+    return Reading(config, frozenset(about - sound), tuple(collected.mistakes))
 
 
 def to_yaml(config: Config) -> str:
-    """The whole tree as YAML; `load_config` of it gives an equal config."""
+    """Return the whole tree as YAML; `load_config` of it gives an equal config."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like an unknown dotted name; none if nothing is alike.
+    """Return the candidate most like an unknown dotted name; none if nothing is alike.
 
     Compared as a whole, by as many last components as the unknown name has (`actor.clip_high` against
     `actor.clip_ratio_high`), and by an equal last component (the right key in the wrong section).
@@ -134,15 +134,15 @@ def _text_of(path: Path) -> str:
 
 
 def _keys_of(section: str) -> tuple[str, ...]:
-    """All keys of a section; "" = of the tree."""
+    """Return all keys of a section; "" = of the tree."""
     return tuple(name for name in known_keys() if not section or name.startswith(f"{section}."))
 
 
-def _apply_override(override: str, found: _Found) -> None:
+def _apply_override(override: str, collected: _Collected) -> None:
     name, equals, text = override.partition("=")
     name = name.strip()
     if not equals or not name:
-        found.mistakes.append(
+        collected.mistakes.append(
             Mistake(_meant(name), f"Override {override!r} is not of the form key=value, such as trainer.seed=2.")
         )
         return
@@ -151,29 +151,29 @@ def _apply_override(override: str, found: _Found) -> None:
         value, duplicates = parse_yaml(text)
     except YamlMistake as error:
         if key is None or not key.is_text:
-            found.mistakes.append(
+            collected.mistakes.append(
                 Mistake(_meant(name), f"Override {override!r} has a value that is not valid YAML: {error}.")
             )
             return
         value, duplicates = text, []
-    found.mistakes.extend(Mistake((), f"Override {override!r}: {duplicate}; keep one.") for duplicate in duplicates)
+    collected.mistakes.extend(Mistake((), f"Override {override!r}: {duplicate}; keep one.") for duplicate in duplicates)
     if key is not None and key.is_text and not isinstance(value, str) and not (value is None and key.takes_null):
         value = text
     if parent := _mapping_key_above(canonical(name)):
-        value = {**_mapping_so_far(parent, found.settings), canonical(name)[len(parent.name) + 1 :]: value}
+        value = {**_mapping_so_far(parent, collected.settings), canonical(name)[len(parent.name) + 1 :]: value}
         name = parent.name
     head, _, last = name.rpartition(".")
-    _collect({last: value}, head, "override", found)
+    _collect({last: value}, head, "override", collected)
 
 
 def _meant(name: str) -> tuple[str, ...]:
-    """The key, or the keys of the section, that a name is of; none if it is of neither."""
+    """Return the key, or the keys of the section, that a name stands for; none if it stands for neither."""
     known = canonical(name)
     return (known,) if known in known_keys() else _keys_of(known) if known in known_sections() else ()
 
 
 def _mapping_key_above(name: str) -> Key | None:
-    """The key of free names that a name such as reward.kwargs.tolerance goes into."""
+    """Return the key of free names that a name such as reward.kwargs.tolerance goes into."""
     return next((key for key in known_keys().values() if key.is_mapping and name.startswith(f"{key.name}.")), None)
 
 
@@ -182,7 +182,7 @@ def _mapping_so_far(key: Key, settings: dict[str, _Setting]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _collect(tree: dict, prefix: str, where: str, found: _Found, once: bool = False) -> None:
+def _collect(tree: dict, prefix: str, where: str, collected: _Collected, once: bool = False) -> None:
     """Walk a tree along the schema: known keys into the settings, of unknown ones the first into the mistakes.
 
     prefix: as it was written. once: a key that was set before is a mistake (`a: {b: 1}` and `a.b: 1` in one file, or
@@ -192,21 +192,21 @@ def _collect(tree: dict, prefix: str, where: str, found: _Found, once: bool = Fa
         name = f"{prefix}.{child}".lstrip(".")
         key = canonical(name)
         if key in known_keys():
-            if once and key in found.settings:
-                other = found.settings[key].spelling
+            if once and key in collected.settings:
+                other = collected.settings[key].spelling
                 both = "" if other == name else f", as {other} and as {name}"
-                found.mistakes.append(Mistake((key,), f"{key} is given twice in {where}{both}; keep one."))
-            found.settings[key] = _Setting(value, where, name)
+                collected.mistakes.append(Mistake((key,), f"{key} is given twice in {where}{both}; keep one."))
+            collected.settings[key] = _Setting(value, where, name)
         elif key not in known_sections():
-            found.unknown.append(name[:200])
-            if len(found.unknown) <= MAX_UNKNOWN:
-                found.mistakes.append(_unknown(name[:200], value, where))
+            collected.unknown.append(name[:200])
+            if len(collected.unknown) <= MAX_UNKNOWN:
+                collected.mistakes.append(_unknown(name[:200], value, where))
         elif isinstance(value, dict):
-            _collect(value, name, where, found, once)
+            _collect(value, name, where, collected, once)
         elif value is not None:
             inside = ", ".join(known_sections()[key].model_fields)
             text = f"{name} is {show(value)} ({where}), but must be a mapping with keys of {inside}."
-            found.mistakes.append(Mistake(_keys_of(key), text))
+            collected.mistakes.append(Mistake(_keys_of(key), text))
 
 
 def _unknown(name: str, value: Any, where: str) -> Mistake:
@@ -228,7 +228,7 @@ def _unknown(name: str, value: Any, where: str) -> Mistake:
 
 
 def _build(settings: dict[str, _Setting], mistakes: list[Mistake]) -> tuple[Config, set[str]]:
-    """The typed config, and the keys whose value is in it: those of a wrong type or range go into `mistakes`."""
+    """Return the typed config, and the keys whose value is in it: those of a wrong type or range go into `mistakes`."""
     try:
         return Config.model_validate(_tree(settings)), set(settings)
     except ValidationError as error:
@@ -253,6 +253,6 @@ def _tree(settings: dict[str, _Setting]) -> dict[str, Any]:
 
 
 def _key_at(location: tuple[str | int, ...]) -> str:
-    """The key that a location inside its value belongs to."""
+    """Return the key that a location inside its value belongs to."""
     parts = [str(part) for part in location]
     return next(name for i in range(1, len(parts) + 1) if (name := ".".join(parts[:i])) in known_keys())

@@ -176,13 +176,13 @@ def extra_args(config: Config) -> Iterator[Mistake]:
 
 
 def _value_of(option: str, arguments: list[str]) -> str | None:
-    """The value that the server would take for an option: the last one given."""
-    found = None
+    """Return the value that the server would take for an option: the last one given."""
+    last = None
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         name, equals, value = argument.partition("=")
         if name == option:
-            found = value if equals else following
-    return found
+            last = value if equals else following
+    return last
 
 
 def own_host(config: Config) -> Iterator[Mistake]:

@@ -19,9 +19,11 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts in the place of every layer's MLP. norm_topk_prob: the weights of a token's experts are
-    divided by their sum."""
+class MoEConfig:
+    """A mixture of experts (MoE) in the place of every layer's MLP.
+
+    norm_topk_prob: the weights of a token's experts are divided by their sum.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -35,7 +37,7 @@ class ModelSpec:
     family: str  # key of FAMILIES
     num_layers: int
     hidden_size: int
-    ffn_size: int  # of the MLP; in a mixture, of one expert
+    ffn_size: int  # of the MLP; in a MoE model, of one expert
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -47,20 +49,20 @@ class ModelSpec:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    mixture: Mixture | None = None  # none = dense
+    moe: MoEConfig | None = None  # none = dense
     value_head: bool = False  # a critic: one number per position in the place of the log-probs
 
     def as_critic(self) -> "ModelSpec":
-        """The same body with a value head."""
+        """Return the same body with a value head."""
         return replace(self, tied_embeddings=False, value_head=True)
 
     @property
     def active_ffn_size(self) -> int:
-        """What a token passes through."""
-        return self.ffn_size * (self.mixture.experts_per_token if self.mixture else 1)
+        """Return the width of the MLPs that a token passes through."""
+        return self.ffn_size * (self.moe.experts_per_token if self.moe else 1)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding: the vocabulary, rounded up so that tensor-parallel ranks hold equal shares."""
+        """Return the rows of the embedding: the vocabulary, rounded up to equal shares of tensor-parallel ranks."""
         return round_up(self.vocab_size, tp)
 
 
@@ -70,18 +72,18 @@ class Family:
 
     qkv_bias: bool
     qk_norm: bool
-    is_mixture: bool = False
+    is_moe: bool = False
 
     @property
     def ffn_key(self) -> str:
-        return "moe_intermediate_size" if self.is_mixture else "intermediate_size"
+        return "moe_intermediate_size" if self.is_moe else "intermediate_size"
 
 
 FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False),
     "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True),
     "LlamaForCausalLM": Family(qkv_bias=False, qk_norm=False),
-    "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, is_mixture=True),
+    "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, is_moe=True),
 }
 
 # Fields that change the computation, and the values under which they do not. Any other value is an error.
@@ -100,17 +102,20 @@ NEUTRAL_VALUES: dict[str, Callable[[object], bool]] = {
     ),
     "shared_expert_intermediate_size": lambda value: not value,
 }
-# As above: every layer of a mixture has experts, no layer of another family has. What training by log-probs does not
+# As above: every layer of a MoE model has experts, no layer of another family has. What training by log-probs does not
 # use (router_aux_loss_coef, output_router_logits) is not looked at.
-NEUTRAL_IN_MIXTURES = {
+NEUTRAL_IN_MOE: dict[str, Callable[[object], bool]] = {
     "decoder_sparse_step": lambda value: value == 1,
     "mlp_only_layers": lambda value: not value,
 }
-NEUTRAL_IN_OTHERS = dict.fromkeys(("num_experts", "num_local_experts"), lambda value: not value)
+NEUTRAL_IN_OTHERS: dict[str, Callable[[object], bool]] = {
+    "num_experts": lambda value: not value,
+    "num_local_experts": lambda value: not value,
+}
 
 
 def read_model_spec(path: str | Path) -> ModelSpec:
-    """ModelSpec of a checkpoint folder. Raises UserError with every unsupported architecture or field."""
+    """Return the ModelSpec of a checkpoint folder. Raises UserError with every unsupported architecture or field."""
     folder = ModelFolder.of(path)
     if fault := folder.fault():
         raise UserError(f"actor_rollout_ref.model.path: `{path}` {fault}")
@@ -118,7 +123,7 @@ def read_model_spec(path: str | Path) -> ModelSpec:
 
 
 def read_vocab_size(path: str | Path) -> int:
-    """Tokens that the model of a checkpoint folder knows. Raises UserError."""
+    """Return how many tokens the model of a checkpoint folder knows. Raises UserError."""
     folder = ModelFolder.of(path)
     if fault := folder.fault():
         raise UserError(f"actor_rollout_ref.model.path: `{path}` {fault}")
@@ -129,7 +134,7 @@ def read_vocab_size(path: str | Path) -> int:
 
 
 def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
-    """ModelSpec of a parsed config.json. Raises UserError with everything that is wrong or not supported there."""
+    """Return the ModelSpec of a parsed config.json. Raises UserError with all that is wrong or not supported there."""
     named = hf.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
     family = FAMILIES.get(architecture)
@@ -137,9 +142,9 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         raise UserError(
             [f"{source}: architecture `{architecture}` is not supported; supported are {', '.join(FAMILIES)}"]
         )
-    no_values = _no_values(hf, source, family)
-    mixture, mixture_problems = _mixture(hf, source) if family.is_mixture and not no_values else (None, [])
-    neutral = NEUTRAL_VALUES | (NEUTRAL_IN_MIXTURES if family.is_mixture else NEUTRAL_IN_OTHERS)
+    wrong_types = _wrong_types(hf, source, family)
+    moe, moe_problems = _moe(hf, source) if family.is_moe and not wrong_types else (None, [])
+    neutral = NEUTRAL_VALUES | (NEUTRAL_IN_MOE if family.is_moe else NEUTRAL_IN_OTHERS)
     wrong = [
         f"{source}: `{key}: {hf[key]}` is not supported for {architecture}"
         for key, is_neutral in neutral.items()
@@ -147,9 +152,9 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
     ]
     rope, rope_problems = _rope(hf, source)
     missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if hf.get(key) is None]
-    missing += mixture_problems
-    if no_values or wrong or rope_problems or missing:
-        raise UserError(no_values + wrong + rope_problems + missing)
+    missing += moe_problems
+    if wrong_types or wrong or rope_problems or missing:
+        raise UserError(wrong_types + wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
     return ModelSpec(
         family=architecture,
@@ -167,7 +172,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         tied_embeddings=bool(hf.get("tie_word_embeddings")),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        mixture=mixture,
+        moe=moe,
     )
 
 
@@ -181,9 +186,9 @@ _NUMBERS = ("rms_norm_eps", "rope_theta")
 _SWITCHES = ("tie_word_embeddings", "norm_topk_prob")
 
 
-def _no_values(hf: dict, source: str, family: Family) -> list[str]:
-    """A sentence per key whose value is of a wrong type. null is as good as absent."""
-    sizes = (*_SIZES, family.ffn_key) if family.is_mixture else (*_SIZES[:-3], family.ffn_key)
+def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
+    """Return a sentence per key whose value is of a wrong type. null is as good as absent."""
+    sizes = (*_SIZES, family.ffn_key) if family.is_moe else (*_SIZES[:-3], family.ffn_key)
     kinds = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
     kinds |= dict.fromkeys(_NUMBERS, ("a number above 0", _is_positive))
     kinds |= dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool)))
@@ -203,37 +208,40 @@ def _is_positive(value: object) -> bool:
 
 
 def num_experts_of(hf: dict) -> Any:
-    """Of a parsed config.json; none where it names none. Newer transformers write it under another name."""
+    """Return the number of experts in a parsed config.json, whatever its type; none where there is none. Newer versions
+    of transformers write it under another name."""
     return hf.get("num_experts", hf.get("num_local_experts"))
 
 
-def _mixture(hf: dict, source: str) -> tuple[Mixture | None, list[str]]:
-    """The experts, and what is wrong there."""
-    num_experts, per_token, norm = num_experts_of(hf), hf.get("num_experts_per_tok"), bool(hf.get("norm_topk_prob"))
-    found = {"num_experts": num_experts, "num_experts_per_tok": per_token}
-    if missing := [f"{source}: `{key}` is missing" for key, value in found.items() if value is None]:
-        return None, missing
+def _moe(hf: dict, source: str) -> tuple[MoEConfig | None, list[str]]:
+    """Return the experts, and what is wrong there. The types are checked already."""
+    num_experts: int | None = num_experts_of(hf)
+    per_token: int | None = hf.get("num_experts_per_tok")
+    norm = bool(hf.get("norm_topk_prob"))
+    if num_experts is None or per_token is None:
+        values = {"num_experts": num_experts, "num_experts_per_tok": per_token}
+        return None, [f"{source}: `{key}` is missing" for key, value in values.items() if value is None]
     if not 1 <= per_token <= num_experts:
         return None, [f"{source}: `num_experts_per_tok: {per_token}` is not between 1 and num_experts {num_experts}"]
     if per_token == 1 and norm:
         return None, [
             f"{source}: `norm_topk_prob: true` with num_experts_per_tok 1 is not supported: every weight is 1"
         ]
-    return Mixture(num_experts, per_token, norm), []
+    return MoEConfig(num_experts, per_token, norm), []
 
 
 def _rope(hf: dict, source: str) -> tuple[dict, list[str]]:
-    """The rotary settings, under their new name (rope_parameters) or old (rope_scaling), and what is wrong there."""
-    given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    """Return the rotary settings, under their new name (rope_parameters) or old (rope_scaling), and what is wrong."""
+    blocks = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
     if wrong := [
         f"{source}: `{name}: {json.dumps(rope)}` is not one object with the settings of all layers"
-        for name, rope in given.items()
+        for name, rope in blocks.items()
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
     ]:
         return {}, wrong
-    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+    if len(blocks) == 2 and blocks["rope_parameters"] != blocks["rope_scaling"]:
         return {}, [f"{source}: `rope_parameters` and `rope_scaling` differ; keep the one that is meant"]
-    rope = next(iter(given.values()), {})
+    rope: dict = next(iter(blocks.values()), {})
     kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
         return rope, [f"{source}: rope type `{kind}` is not supported; supported are default and llama3"]

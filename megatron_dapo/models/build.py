@@ -95,16 +95,16 @@ def _mark_experts(chunk: ModelChunk) -> None:
         mark(parameter, allreduce=False, tensor_model_parallel=True)
 
 
-def _mixture(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
+def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
     """Return the settings of the experts: no token is dropped, and nothing but the policy's loss balances the load."""
-    if spec.mixture is None:
+    if spec.moe is None:
         return {}
     return dict(
-        num_moe_experts=spec.mixture.num_experts,
-        moe_router_topk=spec.mixture.experts_per_token,
+        num_moe_experts=spec.moe.num_experts,
+        moe_router_topk=spec.moe.experts_per_token,
         moe_ffn_hidden_size=spec.ffn_size,
         # softmax over the chosen experts alone is the softmax over all, divided by the sum of the chosen
-        moe_router_pre_softmax=not spec.mixture.norm_topk_prob,
+        moe_router_pre_softmax=not spec.moe.norm_topk_prob,
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=use_te,
         moe_permute_fusion=use_te,
@@ -121,7 +121,7 @@ def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
             recompute_num_layers=megatron.recompute_num_layers,
         )
     if megatron.recompute_granularity == "selective":
-        names = {"mlp": "moe"} if spec.mixture else {}
+        names = {"mlp": "moe"} if spec.moe else {}
         modules = [names.get(name, name) for name in megatron.recompute_modules]
         return dict(recompute_granularity="selective", recompute_modules=modules)
     return {}
@@ -174,14 +174,14 @@ def _transformer_config(
         apply_rope_fusion=use_te,
         # interleaved pipelining on gloo and NCCL alike: separate sends and receives
         **(dict(overlap_p2p_comm=True, batch_p2p_comm=False) if layout.vpp else {}),
-        **_mixture(spec, layout, use_te),
+        **_moe(spec, layout, use_te),
         **_recompute(megatron, spec),
         **_fp8(megatron),
     )
 
 
 def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, vp_stage: int | None):
-    num_experts = spec.mixture.num_experts if spec.mixture else None
+    num_experts = spec.moe.num_experts if spec.moe else None
     if use_te:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts, moe_grouped_gemm=bool(num_experts), qk_layernorm=spec.qk_norm

@@ -111,16 +111,16 @@ def _down(m: ModelSpec) -> list[tuple[int, ...]]:
 
 
 def _router(m: ModelSpec) -> list[tuple[int, ...]]:
-    assert m.mixture is not None, "the row is of a mixture"
-    return [(m.mixture.num_experts, m.hidden_size)]
+    assert m.moe is not None, "the row is of a mixture of experts"
+    return [(m.moe.num_experts, m.hidden_size)]
 
 
 def _is_dense(m: ModelSpec) -> bool:
-    return m.mixture is None
+    return m.moe is None
 
 
-def _is_mixture(m: ModelSpec) -> bool:
-    return m.mixture is not None
+def _is_moe(m: ModelSpec) -> bool:
+    return m.moe is not None
 
 
 # fmt: off
@@ -145,12 +145,12 @@ DECODER = (
     Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS, _down,
         where=_is_dense),
     Row("decoder.layers.{l}.mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), REPLICATED,
-        _router, where=_is_mixture),
+        _router, where=_is_moe),
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight",
-        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), WHOLE_GATE_UP, _gate_up, where=_is_mixture,
+        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), WHOLE_GATE_UP, _gate_up, where=_is_moe,
         alias="decoder.layers.{l}.mlp.experts.linear_fc1.weight{e}"),
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",),
-        REPLICATED, _down, where=_is_mixture, alias="decoder.layers.{l}.mlp.experts.linear_fc2.weight{e}"),
+        REPLICATED, _down, where=_is_moe, alias="decoder.layers.{l}.mlp.experts.linear_fc2.weight{e}"),
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _norm),
     Row("output_layer.weight", VALUE_HEAD[:1], REPLICATED, lambda m: [(1, m.hidden_size)],
         where=lambda m: m.value_head),
@@ -173,8 +173,8 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of the model."""
     rows: list[tuple[Row, dict[str, int]]] = [(row, {}) for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
-    if spec.mixture:
-        rows = _repeated(rows, "e", spec.mixture.num_experts)
+    if spec.moe:
+        rows = _repeated(rows, "e", spec.moe.num_experts)
     return {
         name.format(**numbers): shape
         for row, numbers in _repeated(rows, "l", spec.num_layers)

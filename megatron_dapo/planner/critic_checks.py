@@ -71,7 +71,7 @@ def schedule(config: Config) -> Iterator[Mistake]:
 
 
 def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[Mistake]:
-    """A critic of another size than the actor's: the same demands, and the same tokens."""
+    """Ask of a critic of another size than the actor's what is asked of the actor's model, and the same tokens."""
     path = config.critic.model.path
     critic_json = model_json_of(path) if path and uses_critic(config) else None
     if critic_json is None:
@@ -80,12 +80,12 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[Mistake]:
     for check in (*checks, experts) if num_experts_of(critic_json) else checks:
         for mistake in check(config, critic_json):
             yield Mistake(("critic.model.path", *mistake.keys), f"critic.model.path {path}: {mistake.text}")
-    ours, theirs = actor_json.get("vocab_size"), critic_json.get("vocab_size")
-    if ours != theirs:
+    actor_size, critic_size = actor_json.get("vocab_size"), critic_json.get("vocab_size")
+    if actor_size != critic_size:
         yield Mistake(
             ("critic.model.path", "actor_rollout_ref.model.path"),
-            f"critic.model.path is {path}, whose vocab_size is {theirs}, but the actor's is {ours}: both must read the "
-            f"same tokens; choose a critic of the actor's family.",
+            f"critic.model.path is {path}, whose vocab_size is {critic_size}, but the actor's is {actor_size}: both "
+            f"must read the same tokens; choose a critic of the actor's family.",
         )
 
 

@@ -1,6 +1,6 @@
 """What `--dry-run` of every command that trains does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
@@ -15,7 +15,7 @@ from megatron_dapo.planner.validation import load_and_validate
 
 def dry_run(
     path: str | Path | None,
-    overrides: list[str] = (),
+    overrides: Sequence[str] = (),
     *,
     num_processes: int | None = None,
     show: bool = True,

@@ -10,7 +10,7 @@ appendix B: model FLOPs, not hardware FLOPs)."""
 
 
 def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) -> int:
-    """Of one pass over samples of these lengths, packed or not: padding does not count.
+    """Count the operations of one pass over samples of these lengths, packed or not: padding does not count.
 
     Two operations per parameter of a product and token, and causal attention over the keys that a token sees, itself
     and those before it (PaLM's 12 L H Q T counts those after it too; Megatron-LM's num_floating_point_operations halves
@@ -20,7 +20,7 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) ->
     lengths = list(lengths)
     hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
     projections = hidden * (width + 2 * spec.num_kv_heads * spec.head_dim) + width * hidden
-    router = spec.mixture.num_experts * hidden if spec.mixture else 0
+    router = spec.moe.num_experts * hidden if spec.moe else 0
     products = 2 * (projections + router + 3 * hidden * spec.active_ffn_size)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = 2 * 2 * width * pairs  # queries with keys, weights with values

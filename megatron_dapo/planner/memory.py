@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 
 from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
 from megatron_dapo.config.derived import (
-    Layout,
+    ParallelSizes,
     critic_batching,
     has_given_servers,
-    layout,
     log_prob_chunk_size,
     needs_reference,
+    parallel_sizes,
     samples_per_rollout_step,
     uses_critic,
     uses_full_kl,
@@ -86,12 +86,12 @@ class ServerParts:
 def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Parts:
     """Of the pipeline stage that needs most. critic: where it is of another size than the actor; with or without value
     head."""
-    stages = [_stage(config, actor, (critic or actor).as_critic(), stage) for stage in range(layout(config).pp)]
+    stages = [_stage(config, actor, (critic or actor).as_critic(), stage) for stage in range(parallel_sizes(config).pp)]
     return max(stages, key=lambda parts: parts.total)
 
 
 def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> Parts:
-    sizes, width = layout(config), dtype_bytes(config)
+    sizes, width = parallel_sizes(config), dtype_bytes(config)
     states = model_states(config, actor, stage)
     tokens = _padded(config, config.actor_rollout_ref.actor.max_tokens_per_microbatch)
     activations, critic_total, reference = activation_bytes(config, actor, stage, tokens), 0, 0
@@ -116,7 +116,7 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
     )
 
 
-def num_parameters(spec: ModelSpec, sizes: Layout, stage: int) -> tuple[int, int]:
+def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[int, int]:
     """(those that all data-parallel ranks share, those of experts) on one rank of a stage: Megatron's GPTModel cut by
     columns and rows over TP (arXiv 1909.08053, section 3), as models/build.py builds it."""
     hidden, dim, tp = spec.hidden_size, spec.head_dim, sizes.tp
@@ -125,11 +125,11 @@ def num_parameters(spec: ModelSpec, sizes: Layout, stage: int) -> tuple[int, int
     layer += qkv // tp if spec.qkv_bias else 0
     layer += 2 * dim if spec.qk_norm else 0
     mlp, experts = 3 * hidden * spec.ffn_size, 0
-    if spec.mixture is None:
+    if spec.moe is None:
         layer += mlp // tp
     else:
-        layer += spec.mixture.num_experts * hidden  # the router
-        experts = spec.mixture.num_experts // sizes.ep * mlp
+        layer += spec.moe.num_experts * hidden  # the router
+        experts = spec.moe.num_experts // sizes.ep * mlp
     layers = spec.num_layers // sizes.pp
     vocabulary = spec.padded_vocab_size(tp) // tp * hidden
     shared = layers * layer + (vocabulary if stage == 0 else 0)
@@ -143,7 +143,7 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     """Weights, float32 gradients, and Adam's two moments with the float32 weights of a half-precision model (arXiv
     1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter), the last sharded by the distributed optimizer: over DP;
     those of experts over the ranks that hold the same ones."""
-    sizes, width = layout(config), dtype_bytes(config)
+    sizes, width = parallel_sizes(config), dtype_bytes(config)
     shared, experts = num_parameters(spec, sizes, stage)
     state = ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0)
     by_dp, by_expert_dp = 1, 1
@@ -163,7 +163,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     recompute a layer keeps its input alone), for this program's layers: RMSNorm with float32 statistics, flash
     attention, gated MLP, no dropout. tokens: of one micro-batch.
     """
-    sizes, width, megatron = layout(config), dtype_bytes(config), config.actor_rollout_ref.actor.megatron
+    sizes, width, megatron = parallel_sizes(config), dtype_bytes(config), config.actor_rollout_ref.actor.megatron
     part = sizes.tp if megatron.sequence_parallel else 1
     layers, number = spec.num_layers // sizes.pp, megatron.recompute_num_layers
     entry = spec.hidden_size * width / part
@@ -180,27 +180,27 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     else:
         kept, computed = layers * whole, 0.0
     # of one layer: the gathered input of a product, its gradient, and that of the MLP's widest product
-    ffn = spec.active_ffn_size / (1 if spec.mixture else sizes.tp)
+    ffn = spec.active_ffn_size / (1 if spec.moe else sizes.tp)
     computed += (2 * spec.hidden_size + 2 * ffn) * width
     return round(tokens * (kept * _in_flight(sizes, stage) + computed))
 
 
-def _kept_per_token(spec: ModelSpec, sizes: Layout, width: int, part: int) -> tuple[float, float, float]:
+def _kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int) -> tuple[float, float, float]:
     """Bytes per token that one layer keeps for backward: (attention, MLP, norms and the inputs of the two blocks).
     part: ranks that share a sequence."""
     heads = spec.num_heads + spec.num_kv_heads
     # q, k, v as they came; q and k rotated; the output, which is as large as q
     attention = 3 * heads * spec.head_dim * width / sizes.tp
-    if spec.mixture is None:
+    if spec.moe is None:
         mlp = 4 * spec.ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
     else:  # tokens are evenly spread over the experts; each is copied once per expert
-        mlp = (4 * spec.active_ffn_size + spec.mixture.experts_per_token * spec.hidden_size) * width / part
+        mlp = (4 * spec.active_ffn_size + spec.moe.experts_per_token * spec.hidden_size) * width / part
     # twice: float32 input and normed output of the norm, input of the product
     rest = 2 * spec.hidden_size * (4 + 2 * width) / part
     return attention, mlp, rest
 
 
-def _in_flight(sizes: Layout, stage: int) -> float:
+def _in_flight(sizes: ParallelSizes, stage: int) -> float:
     """Micro-batches of a stage that wait for their backward pass, in stages: 1F1B, or the interleaved schedule's
     warm-up (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches)."""
     behind = sizes.pp - stage - 1
@@ -213,7 +213,7 @@ def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
     """One chunk of float32 logits and its gradient, the chunk's hidden states (its own, and with sequence parallelism
     the next ones that travel; their gradient in float32), and the gradient of all of them (kernels/logits_chunk.py,
     kernels/fused_head.py)."""
-    sizes, width, actor = layout(config), dtype_bytes(config), config.actor_rollout_ref.actor
+    sizes, width, actor = parallel_sizes(config), dtype_bytes(config), config.actor_rollout_ref.actor
     part = sizes.tp if actor.megatron.sequence_parallel else 1
     rows = min(tokens, log_prob_chunk_size(config, on_gpu=True))
     columns = spec.padded_vocab_size(sizes.tp) // sizes.tp
@@ -231,7 +231,7 @@ def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
 
 def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
     """The reference's last hidden states of a rollout step, all responses at their longest, and its chunk of logits."""
-    sizes, actor = layout(config), config.actor_rollout_ref.actor
+    sizes, actor = parallel_sizes(config), config.actor_rollout_ref.actor
     sharing = sizes.dp * (sizes.tp if actor.megatron.sequence_parallel else 1)
     tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
     chunk = log_prob_chunk_size(config, on_gpu=True) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
@@ -243,7 +243,7 @@ def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
     on each GPU) x dim numbers per token (arXiv 2309.06180, section 3)."""
     server, width = config.actor_rollout_ref.rollout.server, dtype_bytes(config)
     tp = server.tensor_model_parallel_size
-    whole = sum(num_parameters(spec, Layout(tp=1, pp=1, vpp=None, world=1), stage=0))
+    whole = sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
     share = server.mem_fraction_static or SERVER_SHARE
     weights = whole * width // tp
     per_token = 2 * spec.num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * width
@@ -255,23 +255,24 @@ def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
 
 def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> list[str]:
     """A sentence with the cure for each kind of GPU that the estimate does not fit into."""
-    found, available = [], config.trainer.gpu_memory_gb
+    sentences: list[str] = []
+    available = config.trainer.gpu_memory_gb
     parts = trainer_memory(config, actor, critic)
     if parts.total > available * GB:
         largest, size = next(iter(parts.by_name.items()))
-        found.append(
+        sentences.append(
             f"A trainer GPU would need about {parts.total / GB:.0f} GB, {size / GB:.0f} of them for {largest}, above "
             f"trainer.gpu_memory_gb {available:g}; {CURES[largest]}."
         )
     if not has_given_servers(config) and not config.trainer.replay:
         server, longest = server_memory(config, actor), config.data.max_prompt_length + config.data.max_response_length
         if server.num_tokens < longest:
-            found.append(
+            sentences.append(
                 f"A server GPU would have {server.weights / GB:.1f} GB of weights and room for {server.num_tokens} "
                 f"tokens, fewer than the {longest} of one prompt with its response (trainer.gpu_memory_gb "
                 f"{available:g}); raise actor_rollout_ref.rollout.server.tensor_model_parallel_size."
             )
-    return found
+    return sentences
 
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -295,5 +296,5 @@ def dtype_bytes(config: Config) -> int:
 
 def _padded(config: Config, tokens: int) -> int:
     """To a multiple that tensor-parallel ranks can share."""
-    tp = layout(config).tp
+    tp = parallel_sizes(config).tp
     return round_up(tokens, tp)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import critic_path, has_given_servers, layout, uses_critic
+from megatron_dapo.config.derived import critic_path, has_given_servers, parallel_sizes, uses_critic
 from megatron_dapo.config.key_names import LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
@@ -16,12 +16,12 @@ CHUNKS = (f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.virtual_pipel
 
 
 def read_model_json(config: Config) -> dict[str, Any] | None:
-    """config.json of the actor's checkpoint; none where it cannot be read (`validate` says why)."""
+    """Return config.json of the actor's checkpoint; none where it cannot be read (`validate` says why)."""
     return model_json_of(config.actor_rollout_ref.model.path)
 
 
 def model_json_of(path: str) -> dict[str, Any] | None:
-    """config.json of a checkpoint of either kind."""
+    """Return config.json of a checkpoint of either kind; none where it cannot be read."""
     try:
         content = json.loads(ModelFolder.of(path).config_json.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -30,19 +30,25 @@ def model_json_of(path: str) -> dict[str, Any] | None:
 
 
 def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | None:
-    """Of the actor and, where there is one, of the critic's model; none where one cannot be read, or is not supported
-    (`validate` says why)."""
-    paths = [config.actor_rollout_ref.model.path, *([critic_path(config)] if uses_critic(config) else [])]
-    found = [model_json_of(path) for path in paths]
+    """Return the ModelSpec of the actor and, where there is one, of the critic; none where one cannot be read, or is
+    not supported (`validate` says why)."""
+    actor = _model_spec_of(config.actor_rollout_ref.model.path)
+    critic = _model_spec_of(critic_path(config)) if uses_critic(config) else None
+    if actor is None or (critic is None and uses_critic(config)):
+        return None
+    return actor, critic
+
+
+def _model_spec_of(path: str) -> ModelSpec | None:
+    content = model_json_of(path)
     try:
-        actor, *critic = [model_spec(content) for content in found if content is not None]
+        return None if content is None else model_spec(content)
     except (UserError, ValueError):
         return None
-    return (actor, critic[0] if critic else None) if None not in found else None
 
 
 def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    tp = layout(config).tp
+    tp = parallel_sizes(config).tp
     heads = _size(model, "num_attention_heads")
     sizes = {
         "num_attention_heads": heads,
@@ -61,7 +67,7 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    sizes, layers = layout(config), _size(model, "num_hidden_layers")
+    sizes, layers = parallel_sizes(config), _size(model, "num_hidden_layers")
     if not layers:
         return
     chunks = sizes.pp * (sizes.vpp or 1)
@@ -77,7 +83,9 @@ def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    sizes, megatron, num_experts = layout(config), config.actor_rollout_ref.actor.megatron, num_experts_of(model)
+    sizes = parallel_sizes(config)
+    megatron = config.actor_rollout_ref.actor.megatron
+    num_experts = num_experts_of(model)
     if not num_experts:
         if sizes.ep > 1:
             yield Mistake(
@@ -111,7 +119,7 @@ def _architecture(model: dict[str, Any]) -> str:
 
 
 def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    megatron, tp = config.actor_rollout_ref.actor.megatron, layout(config).tp
+    megatron, tp = config.actor_rollout_ref.actor.megatron, parallel_sizes(config).tp
     heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
     if megatron.fp8 == "none" or not heads or not hidden or num_experts_of(model):
         return
@@ -185,7 +193,7 @@ def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def _size(model: dict[str, Any], name: str) -> int | None:
-    """A positive whole number of config.json; none where it is absent or of another type."""
+    """Return a positive whole number of config.json; none where it is absent or of another type."""
     value = model.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 

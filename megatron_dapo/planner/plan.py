@@ -9,9 +9,9 @@ from megatron_dapo.config.derived import (
     effective_clip,
     gen_batch_size,
     has_reference_for_own_loss,
-    layout,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
+    parallel_sizes,
     samples_per_rollout_step,
     servers_per_node,
     starts_servers,
@@ -54,7 +54,7 @@ def process_plan(config: Config) -> str:
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    sizes, trainer = layout(config), config.trainer
+    sizes, trainer = parallel_sizes(config), config.trainer
     parallel = f"TP {sizes.tp}, PP {sizes.pp}, DP {sizes.dp}"
     parallel += f", EP {sizes.ep}" if sizes.ep > 1 else ""
     parallel += f", {sizes.vpp} chunks per stage" if sizes.vpp else ""
@@ -163,7 +163,7 @@ def _reference(config: Config) -> Iterator[str]:
     weights = config.actor_rollout_ref.ref.path or "the actor's starting weights"
     yield f"{weights}, on the trainer ranks, for the {' and the '.join(reasons)}"
     if uses_full_kl(config):
-        sizes, megatron = layout(config), actor.megatron
+        sizes, megatron = parallel_sizes(config), actor.megatron
         sharing = sizes.dp * (sizes.tp if megatron.sequence_parallel else 1)
         tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
         yield "KL over the whole vocabulary: each rank of the last stage keeps its last hidden states until the update,"
@@ -209,7 +209,7 @@ def _memory(config: Config) -> Iterator[str]:
 def _weight_sync(config: Config) -> str:
     sync = config.weight_sync
     groups = _count(
-        layout(config).pp, "process group (one per pipeline stage)", "process groups (one per pipeline stage)"
+        parallel_sizes(config).pp, "process group (one per pipeline stage)", "process groups (one per pipeline stage)"
     )
     verify = f", {sync.verify_num_tensors} tensors compared after each push" if sync.verify else ""
     return f"{groups}, buckets of {sync.bucket_size_mb} MB, deadline {sync.timeout_s:g} s{verify}"

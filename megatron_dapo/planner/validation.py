@@ -1,7 +1,7 @@
 """Checks before anything starts: keys against each other, the model and this machine. All reported together."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,16 @@ def validate(
 
 
 def load_and_validate(
-    path: str | Path | None, overrides: list[str] = (), check_files: bool = True, num_processes: int | None = None
+    path: str | Path | None, overrides: Sequence[str] = (), check_files: bool = True, num_processes: int | None = None
 ) -> Config:
-    """The checked config of a file and its overrides. Raises UserError with every mistake: unknown keys and refused
-    values, and what contradicts the rest or this machine among the keys whose values are known."""
+    """Return the checked config of a file and its overrides.
+
+    Raises UserError with every mistake: unknown keys and refused values, and what contradicts the rest or this machine
+    among the keys whose values are known.
+    """
     reading = read_config(path, overrides)
-    found = _mistakes(reading.config, read_model_json(reading.config), check_files, num_processes)
-    _raise([*reading.mistakes, *(mistake for mistake in found if reading.in_doubt.isdisjoint(mistake.keys))])
+    mistakes = _mistakes(reading.config, read_model_json(reading.config), check_files, num_processes)
+    _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
     return reading.config
 
 
@@ -146,7 +149,7 @@ def _model(key: str, path: str) -> Iterator[Mistake]:
 
 
 def _transformer_engine(config: Config) -> Iterator[Mistake]:
-    """Looked for on machines with GPUs alone: a recipe is read, and a job planned, on others too."""
+    """Look for Transformer Engine on machines with GPUs alone: a recipe is read, and a job planned, on others too."""
     megatron = config.actor_rollout_ref.actor.megatron
     if not nvidia_driver.is_loaded() or importlib.util.find_spec("transformer_engine") is not None:
         return

@@ -16,56 +16,65 @@ class FileLock:
         self._file: TextIO | None = None
 
     def try_acquire(self) -> bool:
-        """Whether this process holds it now. Raises OSError where the file cannot be made."""
+        """Return whether this process holds the lock now. Raises OSError where the file cannot be made."""
         while True:
-            self._file = self._file or self.path.open("a+", encoding="utf-8")
-            is_mine = self._is_mine()
-            if self._is_there():
+            file = self._open()
+            is_held = _try_lock(file)
+            if self._is_there(file):
                 break
             self.release()  # who held it has removed it: a lock on it would keep nobody out
-        if is_mine:
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-            self._file.flush()
-        return is_mine
+        if is_held:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
+        return is_held
 
     def holder(self) -> str:
-        """Who holds it, in words, after try_acquire."""
-        self._file.seek(0)
-        return self._file.read().strip() or "another process"
+        """Return in words who holds the lock, after try_acquire."""
+        file = self._open()
+        file.seek(0)
+        return file.read().strip() or "another process"
 
     def holder_here(self) -> int | None:
-        """Pid of its holder, after try_acquire, where that is a process of this machine that runs."""
-        found = re.fullmatch(r"process (\d+) on (.*)", self.holder())
-        if found is None or found[2] != os.uname().nodename:
+        """Return the pid of the holder, after try_acquire, where that is a process of this machine that runs."""
+        match = re.fullmatch(r"process (\d+) on (.*)", self.holder())
+        if match is None or match[2] != os.uname().nodename:
             return None
+        pid = int(match[1])
         try:
-            os.kill(int(found[1]), 0)
+            os.kill(pid, 0)
         except ProcessLookupError:
             return None
         except PermissionError:  # another user's
             pass
-        return int(found[1])
+        return pid
 
     def release(self, remove: bool = False) -> None:
-        """remove: the file goes too; only for the holder."""
+        """Give the lock back. remove: the file goes too; only for the holder."""
         if remove:
             self.path.unlink(missing_ok=True)
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _is_mine(self) -> bool:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # no locks here
-            return True
-        return True
+    def _open(self) -> TextIO:
+        if self._file is None:
+            self._file = self.path.open("a+", encoding="utf-8")
+        return self._file
 
-    def _is_there(self) -> bool:
+    def _is_there(self, file: TextIO) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
         except FileNotFoundError:
             return False
+
+
+def _try_lock(file: TextIO) -> bool:
+    """Lock a file and return whether it worked; true where the storage knows no locks."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # no locks here
+        return True
+    return True

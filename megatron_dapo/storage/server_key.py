@@ -25,8 +25,8 @@ class ServerKey(str):
 
 def server_key_file(config: Config) -> Path:
     """Where the key of the servers that we start is: the file that the config names, or the run's own."""
-    given = config.actor_rollout_ref.rollout.server_api_key_file
-    return Path(given or RunFolder.of(config.trainer).server_key).absolute()
+    named = config.actor_rollout_ref.rollout.server_api_key_file
+    return Path(named or RunFolder.of(config.trainer).server_key).absolute()
 
 
 def make_server_key(config: Config) -> Path:

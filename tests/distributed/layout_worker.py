@@ -88,7 +88,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     result["weights"] = gathered(policy.weight_source(), layout)
     estimated = model_states(config, policy.model.spec, layout.pp_rank)
     result["states"] = layout.gather((layout.pp_rank, asdict(states_of(policy)), asdict(estimated)))
-    if policy.model.spec.mixture:
+    if policy.model.spec.moe:
         result["errors"] = errors_of_a_poisoned_expert(policy, scored, layout)
     if critic is not None:
         result["critic"] = critic_step(critic, shard, layout)

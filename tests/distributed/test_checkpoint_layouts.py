@@ -37,7 +37,7 @@ MIXTURE_WRITERS = {
     "moe_dp2": (2, {}, False),
     "moe_tp2_dp2_ep2": (4, {"tp": 2, "sp": True, "ep": 2}, True),
 }
-MIXTURE_READERS = {
+MOE_READERS = {
     "pp2": (2, {"pp": 2}, False),
     "dp2_ep2": (2, {"ep": 2}, True),
     "tp2": (2, {"tp": 2, "sp": True}, True),
@@ -63,19 +63,19 @@ SAVED_AT_ONCE = ("tp1", "dp2_half")  # there also from a checkpoint that was not
 STEPS, END = 3, 6
 
 
-def is_mixture(name: str) -> bool:
+def is_moe(name: str) -> bool:
     return name.startswith("moe")
 
 
 def kind_of(name: str, weights: str = "start") -> str:
     """The model of a writer's checkpoint. weights: "start", or "other" values, which loading must overwrite."""
-    return {"start": "moe", "other": "other_moe"}[weights] if is_mixture(name) else weights
+    return {"start": "moe", "other": "other_moe"}[weights] if is_moe(name) else weights
 
 
 # what processes of a number wrote can be read by as many, and by those that come later; see `results`
 PAIRS = [
     (writer, reader)
-    for writers, readers in ((WRITERS, READERS), (MIXTURE_WRITERS, MIXTURE_READERS))
+    for writers, readers in ((WRITERS, READERS), (MIXTURE_WRITERS, MOE_READERS))
     for reader, (to_read, *_) in readers.items()
     for writer, (to_write, *_) in writers.items()
     if (to_write, to_read) != (4, 2)
@@ -130,7 +130,7 @@ def cases_of(world: int, folder: Path) -> list[dict]:
         cases.append(dict(read, name="read/tied/pp2", model="other_tied"))
         cases.append(dict(name="failed", model="start", sizes={}, save=str(folder / "failed"), failing_rank=1))
     for writer, reader in PAIRS:
-        processes, sizes, sharded = (MIXTURE_READERS if is_mixture(writer) else READERS)[reader]
+        processes, sizes, sharded = (MOE_READERS if is_moe(writer) else READERS)[reader]
         if processes == world:
             case = dict(sizes=sizes, sharded=sharded, steps=(STEPS, STEPS), more=STEPS + 1)
             case |= dict(model=kind_of(writer, "other"), load=str(folder / f"from_{writer}"))

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dapo.config.derived import (
-    Layout,
+    ParallelSizes,
     dapo_techniques,
     data_parallel_size,
     effective_clip,
@@ -79,7 +79,7 @@ def test_a_reference_model_is_needed_only_for_a_coefficient_that_acts(overrides,
 
 def test_rank_coordinates_are_megatrons_order():
     # Megatron-core's default order is tp-cp-ep-dp-pp: tensor ranks adjacent, then data, pipeline last.
-    sizes = Layout(tp=2, pp=2, vpp=None, world=8)
+    sizes = ParallelSizes(tp=2, pp=2, vpp=None, world=8)
     coordinates = [sizes.coordinates(rank) for rank in range(8)]
     assert [(rank.tp, rank.pp, rank.dp) for rank in coordinates] == [
         (0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1),

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.model_spec import Mixture, RopeScaling, model_spec, read_model_spec
+from megatron_dapo.huggingface.model_spec import MoEConfig, RopeScaling, model_spec, read_model_spec
 from megatron_dapo.models.weight_map import hf_tensors
 
 pytestmark = pytest.mark.unit
@@ -99,7 +99,7 @@ QWEN3_MOE = {
 
 def test_qwen3_30b_a3b_is_read_as_published():
     spec = model_spec(QWEN3_MOE)
-    assert spec.mixture == Mixture(num_experts=128, experts_per_token=8, norm_topk_prob=True)
+    assert spec.moe == MoEConfig(num_experts=128, experts_per_token=8, norm_topk_prob=True)
     assert (spec.ffn_size, spec.active_ffn_size) == (768, 8 * 768)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 4, 128) and spec.qk_norm and not spec.qkv_bias
     # 30.5 billion parameters, as its name and model card say

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.config.derived import Layout, layout
+from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.memory import (
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unit
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = {"dapo_32b.yaml": QWEN2_5_32B, "dapo_7b.yaml": QWEN2_5_7B, "ppo_qwen2.5_7b.yaml": QWEN2_5_7B}
 MEGATRON = "actor_rollout_ref.actor.megatron"
-ONE_RANK = Layout(tp=1, pp=1, vpp=None, world=1)
+ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 
 
 def recipe(name: str, *overrides: str):
@@ -131,7 +131,7 @@ def test_the_process_plan_shows_it(tmp_path):
     total = trainer_memory(config, model_spec(QWEN2_5_32B)).total / GB
     assert f"memory        trainer: {total:.1f} of 80 GB per GPU: gradients 8.2, optimizer 6.1, weights 4.1" in text
     assert "server: weights 16.4 GB per GPU, KV cache 49.2 for" in text and "DO NOT FIT" not in text
-    assert layout(config).dp == 4
+    assert parallel_sizes(config).dp == 4
     unknown = process_plan(load_config(CONFIGS / "dapo_32b.yaml", ["actor_rollout_ref.model.path=/nowhere"]))
     assert "not estimated: the model's config.json is not in /nowhere" in unknown
 
@@ -158,5 +158,5 @@ def experts(num_experts: int = 8) -> ModelSpec:
 def test_experts_are_shared_over_their_own_ranks():
     dense, whole = num_parameters(experts(), ONE_RANK, stage=0)
     assert whole == 12 * 8 * 3 * 96 * 32
-    shared, part = num_parameters(experts(), Layout(tp=2, pp=1, vpp=None, world=4, ep=4), stage=0)
+    shared, part = num_parameters(experts(), ParallelSizes(tp=2, pp=1, vpp=None, world=4, ep=4), stage=0)
     assert part == whole // 4 and dense / 2 < shared < dense

@@ -8,9 +8,9 @@ import pytest
 from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
-    layout,
     needs_reference,
     num_optimizer_steps_per_rollout_step,
+    parallel_sizes,
     samples_per_rollout_step,
     servers_per_node,
     uses_critic,
@@ -142,7 +142,8 @@ def test_the_reference_runs_recipes_train_on_their_own_weights_and_discard_littl
 @pytest.mark.parametrize("name", NODES)
 def test_the_reference_runs_recipes_fill_their_nodes_and_take_16_optimizer_steps_per_rollout_step(name):
     config, (trainer_nodes, server_nodes, parallel, num_servers, gpus) = recipe(name), NODES[name]
-    server, sizes, actor = config.actor_rollout_ref.rollout.server, layout(config), config.actor_rollout_ref.actor
+    server, actor = config.actor_rollout_ref.rollout.server, config.actor_rollout_ref.actor
+    sizes = parallel_sizes(config)
     assert (config.trainer.nnodes, server.nnodes, config.trainer.n_procs_per_node) == (trainer_nodes, server_nodes, 8)
     assert (sizes.tp, sizes.pp, sizes.dp) == parallel and actor.megatron.sequence_parallel
     assert (server.num_servers, server.tensor_model_parallel_size) == (num_servers, gpus)

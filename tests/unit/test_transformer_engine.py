@@ -90,10 +90,10 @@ def test_asking_for_it_where_it_cannot_be_is_an_error_with_the_cure(model_path, 
     assert all(word in sentence for word in [*words, "needs a GPU", "transformer_engine"]), sentence
 
 
-def as_named_by_transformer_engine(name: str, is_mixture: bool) -> str:
+def as_named_by_transformer_engine(name: str, is_moe: bool) -> str:
     """Its layers hold the norm before a product inside the product's module, and all experts in one."""
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
-    if is_mixture:
+    if is_moe:
         return re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)", r"\2\1", name)
     return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
@@ -109,9 +109,7 @@ def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
         decoder = chunk.decoder
 
         def named_parameters(self):
-            return [
-                (as_named_by_transformer_engine(name, bool(spec.mixture)), p) for name, p in chunk.named_parameters()
-            ]
+            return [(as_named_by_transformer_engine(name, bool(spec.moe)), p) for name, p in chunk.named_parameters()]
 
     assert {name for name, _ in Renamed().named_parameters()} != {name for name, _ in chunk.named_parameters()}
     ours, theirs = weight_entries([chunk], spec), weight_entries([Renamed()], spec)

@@ -62,7 +62,7 @@ class MegatronConfig(Section):
     sequence_parallel: MayChangeOnResume[bool] = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
     expert_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
-    """Ranks that share the experts of a mixture, out of a stage's TP x DP; each expert is whole on its rank."""
+    """Ranks that share the experts of a MoE model, out of a stage's TP x DP; each expert is whole on its rank."""
     use_distributed_optimizer: MayChangeOnResume[bool] = True
     """Shard optimizer state and main weights over the data-parallel ranks."""
     overlap_grad_reduce: MayChangeOnResume[bool] = False
