@@ -29,6 +29,7 @@ from megatron_dapo.config.key_names import (
     SAMPLING_SWITCHES,
     USE_DAPO,
     N,
+    keys_of,
 )
 from megatron_dapo.config.keys import known_keys, show_text, value_of, was_left_off
 from megatron_dapo.config.mistake import Mistake
@@ -184,39 +185,24 @@ def _overlong_penalties(config: Config) -> Iterator[Mistake]:
     penalty, soft = shaping.truncation_penalty, shaping.buffer_len > 0
     if soft and shaping.penalty_factor == 0.0:
         yield Mistake(
-            (f"{OVERLONG}.enable", f"{OVERLONG}.penalty_factor", f"{OVERLONG}.buffer_len"),
+            keys_of(OVERLONG, "enable", "penalty_factor", "buffer_len"),
             f"{OVERLONG}.penalty_factor is 0, so that buffer_len {shaping.buffer_len} punishes nothing; set it to 1.",
         )
     if not soft and penalty == 0.0 and not shaping.filter_truncated:
         yield Mistake(
-            (
-                f"{OVERLONG}.enable",
-                f"{OVERLONG}.buffer_len",
-                f"{OVERLONG}.truncation_penalty",
-                f"{OVERLONG}.filter_truncated",
-            ),
+            keys_of(OVERLONG, "enable", "buffer_len", "truncation_penalty", "filter_truncated"),
             f"{OVERLONG}.enable is true, but buffer_len is 0, truncation_penalty is 0 and filter_truncated is false: "
             f"nothing would happen; set one of them, or enable to false.",
         )
     if not soft and penalty > 0.0 and shaping.soft_penalty_mode in ("additive", "multiplicative"):
         yield Mistake(
-            (
-                f"{OVERLONG}.enable",
-                f"{OVERLONG}.truncation_penalty",
-                f"{OVERLONG}.soft_penalty_mode",
-                f"{OVERLONG}.buffer_len",
-            ),
+            keys_of(OVERLONG, "enable", "truncation_penalty", "soft_penalty_mode", "buffer_len"),
             f"{OVERLONG}.truncation_penalty is {penalty:g}, which rewards truncated responses in mode "
             f"{shaping.soft_penalty_mode}; make it negative.",
         )
     if not soft and penalty != 0.0 and shaping.filter_truncated:
         yield Mistake(
-            (
-                f"{OVERLONG}.enable",
-                f"{OVERLONG}.filter_truncated",
-                f"{OVERLONG}.truncation_penalty",
-                f"{OVERLONG}.buffer_len",
-            ),
+            keys_of(OVERLONG, "enable", "filter_truncated", "truncation_penalty", "buffer_len"),
             f"{OVERLONG}.filter_truncated is true, so that truncated responses have no loss, but truncation_penalty "
             f"{penalty:g} would still shift their groups' means; set it to 0, or filter_truncated to false.",
         )
@@ -227,8 +213,8 @@ def estimators(config: Config) -> Iterator[Mistake]:
     if chosen == "rloo" and config.actor_rollout_ref.rollout.n == 1:
         yield Mistake(
             (ESTIMATOR, N),
-            f"{ESTIMATOR} is rloo, which compares a response with the others of its group, but "
-            f"{N} is 1; set n to 2 or more, or {ESTIMATOR} to reinforce_plus_plus.",
+            f"{ESTIMATOR} is rloo, which compares a response with the others of its group, but {N} is 1; "
+            f"set n to 2 or more, or {ESTIMATOR} to reinforce_plus_plus.",
         )
 
 
@@ -298,12 +284,10 @@ def kl(config: Config) -> Iterator[Mistake]:
             f"fixed.",
         )
     ref = config.actor_rollout_ref.ref
+    kl_keys = [key for switch, _, coefficient, _ in pairs for key in (switch, coefficient)]
     if ref.path is not None and not needs_reference(config):
         yield Mistake(
-            (
-                "actor_rollout_ref.ref.path",
-                *(key for switch, _, coefficient, _ in pairs for key in (switch, coefficient)),
-            ),
+            ("actor_rollout_ref.ref.path", *kl_keys),
             f"actor_rollout_ref.ref.path is {ref.path}, but no KL coefficient uses a reference model; set "
             f"{ACTOR}.use_kl_loss with kl_loss_coef, or {KL_CTRL}.kl_coef, or null here.",
         )

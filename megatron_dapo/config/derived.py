@@ -77,10 +77,6 @@ def servers_per_node(config: Config) -> int:
     return server.num_servers // max(1, server.nnodes)
 
 
-def data_parallel_size(config: Config) -> int:
-    return parallel_sizes(config).dp
-
-
 def gen_batch_size(config: Config) -> int:
     """Prompts per gen batch."""
     return config.data.gen_batch_size or config.data.train_batch_size

@@ -11,15 +11,21 @@ KL_CTRL = "algorithm.kl_ctrl"
 CORRECTION = "algorithm.rollout_correction"
 REPLAY = "exp_manager.experience_replay"
 
+
+def keys_of(section: str, *names: str) -> tuple[str, ...]:
+    """Return the dotted names of keys of a section."""
+    return tuple(f"{section}.{name}" for name in names)
+
+
 USE_DAPO = f"{ACTOR}.use_dapo"
 N = f"{ROLLOUT}.n"
 LOSS_FUNCTION = f"{ACTOR}.loss_function"
 ESTIMATOR = "algorithm.adv_estimator"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
-STAGES = (f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size")
+STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size")
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 # what `derived.longest_micro_batch_sample` pads for
-PADDING = tuple(f"{MEGATRON}.{key}" for key in ("tensor_model_parallel_size", "sequence_parallel", "fp8", "fp8_recipe"))
+PADDING = keys_of(MEGATRON, "tensor_model_parallel_size", "sequence_parallel", "fp8", "fp8_recipe")
 # what `derived.uses_filter_mode` and `derived.uses_dynamic_sampling` read
 FILTER_MODE = ("algorithm.dapo.enable", f"{SAMPLING}.enable", f"{SAMPLING}.filter_mode")
 SAMPLING_SWITCHES = (*FILTER_MODE, f"{GROUPS}.enable")

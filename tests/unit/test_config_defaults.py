@@ -2,9 +2,12 @@
 
 import pytest
 
-from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.keys import known_keys, may_change_on_resume
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.reference import config_reference
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.rules import Is, IsNot, IsOn
+from megatron_dapo.config.unused_keys import unused_keys
 
 pytestmark = pytest.mark.unit
 
@@ -68,3 +71,30 @@ def test_the_reference_lists_every_key_once():
         section, _, name = key.name.rpartition(".")
         table = reference.partition(f"## {section}\n")[2].partition("\n## ")[0]
         assert table.count(f"| `{name}` |") == 1, key.name
+
+
+def test_a_rule_is_about_keys_and_values_that_there_are():
+    rules = [rule for key in known_keys().values() for rule in key.rules.acts_if]
+    assert len(rules) > 30
+    for rule in rules:
+        for condition in rule.conditions:
+            key = known_keys()[condition.key]
+            values = condition.values if isinstance(condition, Is) else ()
+            values += (condition.value,) if isinstance(condition, IsNot) else ()
+            assert not isinstance(condition, IsOn) or key.default is False
+            for value in values:
+                load_config(None, [f"{key.name}={'null' if value is None else str(value).lower()}"])
+
+
+def test_an_unused_key_is_a_mistake_of_its_own_and_of_the_keys_that_keep_it_from_being_read():
+    settings = ["algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward=false", "critic.optim.lr=1e-4"]
+    keys = [mistake.keys for mistake in unused_keys(load_config(None, settings))]
+    assert keys == [
+        ("critic.optim.lr", "algorithm.adv_estimator"),
+        ("algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward"),
+    ]
+
+
+def test_a_section_that_may_change_on_resume_frees_all_its_keys():
+    assert may_change_on_resume("weight_sync.verify") and may_change_on_resume("actor_rollout_ref.rollout.server.host")
+    assert not may_change_on_resume("actor_rollout_ref.rollout.n") and not may_change_on_resume("trainer.seed")

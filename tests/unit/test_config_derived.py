@@ -5,10 +5,10 @@ import pytest
 from megatron_dapo.config.derived import (
     ParallelSizes,
     dapo_techniques,
-    data_parallel_size,
     effective_clip,
     needs_reference,
     num_optimizer_steps_per_rollout_step,
+    parallel_sizes,
     samples_per_rollout_step,
     servers_per_node,
     world_size,
@@ -110,7 +110,7 @@ def test_the_plan_names_every_process_and_the_sizes_of_a_step():
             "reward.num_workers=3",
         ],
     )
-    assert (world_size(config), data_parallel_size(config)) == (8, 2)
+    assert (world_size(config), parallel_sizes(config).dp) == (8, 2)
     assert (num_optimizer_steps_per_rollout_step(config), samples_per_rollout_step(config)) == (4, 128)
     plan = process_plan(config)
     for words in (
