@@ -1,13 +1,10 @@
-"""The one place that knows the file names of a run folder, and how a file is written whole."""
+"""The one place that knows the file names of a run folder."""
 
 import errno
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import TrainerConfig
@@ -134,25 +131,3 @@ def batch_steps(batches: str | Path) -> list[int]:
     """The rollout steps of which a folder holds a batch, ascending; [] where there is no such folder."""
     names = (re.fullmatch(r"step_(\d{6,})\.json\.gz", path.name) for path in Path(batches).glob("step_*.json.gz"))
     return sorted(int(name[1]) for name in names if name)
-
-
-def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part: temp file, fsync, rename."""
-    with whole_file(path) as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
-
-
-@contextmanager
-def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """As `write_whole`, for what is written piece by piece; where the block raises, `path` stays as it was."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
