@@ -63,9 +63,10 @@ test-unit: setup ## Unit tests only (under three minutes)
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
 
-lint: setup ## Ruff: rules and format
+lint: setup ## Ruff: rules and format; mypy: types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
 
 mutation: setup ## Change the loss in every place in turn; a test must fail each time (minutes)
 	@$(BIN)/python -m tests.mutation.mutate_loss $(ARGS)
@@ -75,5 +76,5 @@ bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--q
 	    echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
 
 clean: ## Remove caches and build leftovers; .venv, .cache and runs/ stay
-	@rm -rf .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
