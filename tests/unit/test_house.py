@@ -1,7 +1,9 @@
 """Rules of the house that a machine can hold: what stands where, and what is never in any file."""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,21 @@ FOLDERS = (
     "tests/gpu",
 )
 CODE = ("megatron_dapo", "launch", "examples", "benchmarks", "checkpoints_tools", "requirements", "tests")
+PROGRAM = ("megatron_dapo", "launch", "checkpoints_tools")
+# names that were replaced, and what to look for instead
+REPLACED = {
+    "Entrant": "ServerMember",
+    "Mixture": "MoEConfig",
+    "Place": "RankStatus, RankVariables, RankCoordinates",
+    "come_back": "rejoin",
+    "dog": "watchdog",
+    "fall_silent": "mute",
+    "farewell": "closing",
+    "heed": "install",
+    "hello": "greeting",
+    "inert_checks": "unused_keys",
+    "set_going": "resume",
+}
 MAX_LINES = 500
 # written so that this file keeps its own rules
 NEVER = {
@@ -146,3 +163,32 @@ def test_every_test_file_carries_the_marker_of_its_folder(layer):
         if not re.search(rf"^pytestmark = .*pytest\.mark\.{layer}\b", path.read_text(), re.MULTILINE | re.DOTALL)
     ]
     assert not unmarked
+
+
+def test_no_class_name_exists_twice():
+    """Who searches for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for path in python_files(*PROGRAM):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
+    twice = {class_name: found for class_name, found in places.items() if len(found) > 1}
+    assert not twice
+
+
+def identifiers(source: str) -> set[str]:
+    """All names in a Python source, without the underscores that begin them."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.string.lstrip("_") for token in tokens if token.type == tokenize.NAME}
+
+
+def test_no_name_that_was_replaced_comes_back():
+    """Neither in code nor, in backticks, in the docs."""
+    found = {
+        name(path): old for path in python_files(*PROGRAM) if (old := identifiers(path.read_text()) & REPLACED.keys())
+    }
+    for path in (ROOT / "docs").glob("*.md"):
+        words = {word for span in re.findall(r"`([^`\n]+)`", path.read_text()) for word in re.findall(r"\w+", span)}
+        if old := words & REPLACED.keys():
+            found[name(path)] = old
+    assert not found, f"{found}; the names in use are {REPLACED}"
