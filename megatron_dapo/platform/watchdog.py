@@ -7,7 +7,6 @@ does not hear from another. Then every rank that still can writes its stacks, an
 collective cannot be interrupted. Nothing keeps it from ending: a file system that hangs is one of the reasons for it.
 """
 
-import dis
 import faulthandler
 import json
 import os
@@ -43,35 +42,46 @@ _LAST_RESORT_S = 60.0  # the process ends by then, whatever holds it
 _STORE_TIMEOUT_S = 60.0
 _LONGEST_STEP_S = 2.0  # of the judge's clock: time in which the whole process was stopped counts for no more
 _SHOWN_RANKS = 8
+_COLLECTIVES = (
+    os.path.join("torch", "distributed"),
+    os.path.join("megatron", "core", "distributed"),
+    os.path.join("megatron", "core", "pipeline_parallel"),
+    os.path.join("megatron", "core", "tensor_parallel"),
+)
 _REPOSITORY = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
 class _Here:
     """Where this process's main thread is. entered: phases begun and left so far; beats: steps within this one."""
 
-    step, phase, entered, beats = 0, "", 0, 0
+    step = 0
+    phase = ""
+    entered = 0
+    beats = 0
 
     def enter(self, phase: str) -> None:
-        self.phase, self.beats, self.entered = phase, 0, self.entered + 1
+        self.phase = phase
+        self.beats = 0
+        self.entered += 1
 
 
 _here = _Here()
 
 
 def beat() -> None:
-    """Something was done: the limit of the phase counts from here."""
+    """Say that something was done: the limit of the phase counts from here."""
     _here.beats += 1
 
 
 def begin_step(step: int) -> None:
-    """What follows belongs to this rollout step."""
+    """Say that what follows belongs to this rollout step."""
     _here.step = step
     ends.begin_step(step)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Everything inside belongs to this phase; in the same order on all ranks."""
+    """Say that everything inside belongs to this phase; in the same order on all ranks."""
     outer = _here.phase
     _here.enter(name)
     try:
@@ -100,8 +110,9 @@ class RankStatus:
 
 
 def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
-    """Whom the others wait for: ranks that do not answer; else, of those in the earliest phase, the ranks that are in
-    no collective; else those that did least in it. Nobody where all are alike. places: of the ranks that answer."""
+    """Return whom the others wait for: ranks that do not answer; else, of those in the earliest phase, the ranks that
+    are in no collective; else those that did least in it. Nobody where all are alike. places: of the ranks that answer.
+    """
     if silent or not places:
         return sorted(silent)
     first = min(place.entered for place in places.values())
@@ -109,24 +120,24 @@ def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
     working = [rank for rank in behind if not places[rank].waits]
     candidates = working or behind
     beats = min(places[rank].beats for rank in candidates)
-    found = sorted(rank for rank in candidates if places[rank].beats == beats)
-    return found if len(found) < len(places) or len(places) == 1 else []
+    slowest = sorted(rank for rank in candidates if places[rank].beats == beats)
+    return slowest if len(slowest) < len(places) or len(places) == 1 else []
 
 
 def sentence(
     why: str, places: Mapping[int, RankStatus], last: Mapping[int, RankStatus], silent: set[int], folder: Path
 ) -> str:
-    """What the user is told, on one line. last: where ranks were when they were last heard of."""
-    ranks = missing(places, silent)
-    told = []
-    for rank in ranks:
+    """Return what the user is told, on one line. last: where ranks were when they were last heard of."""
+    descriptions = []
+    for rank in missing(places, silent):
         place = places.get(rank) or last[rank]
         state = "has left, last " if place.has_left else "does not answer, last " if rank in silent else "is "
-        told.append(f"rank {rank} (process {place.pid} on {place.node}) {state}{place}")
-    blame = f"missing: {_some(told)}"
-    if not told:
-        blame = "no rank stands out: " + _some([f"rank {rank} is {place}" for rank, place in sorted(places.items())])
-    return f"Hang: {why}; {blame}. Stacks of the ranks that answer: {folder}"
+        descriptions.append(f"rank {rank} (process {place.pid} on {place.node}) {state}{place}")
+    culprits = f"missing: {_some(descriptions)}"
+    if not descriptions:
+        everybody = [f"rank {rank} is {place}" for rank, place in sorted(places.items())]
+        culprits = f"no rank stands out: {_some(everybody)}"
+    return f"Hang: {why}; {culprits}. Stacks of the ranks that answer: {folder}"
 
 
 def _some(texts: list[str]) -> str:
@@ -371,16 +382,8 @@ def _flight_records() -> Iterator[tuple[str, bytes]]:
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread's innermost Python code is a collective of torch, or the wait for one. Reads no source: the file
-    system may be what hangs."""
-    if frame is None:
-        return False
-    code = frame.f_code
-    return f"torch{os.sep}distributed" in code.co_filename or any(
-        step.argval == "wait" and step.positions is not None and step.positions.lineno == frame.f_lineno
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_METHOD", "LOAD_ATTR")
-    )
+    """Whether a thread's innermost Python code is torch's or Megatron's for collectives: then it waits for others."""
+    return frame is not None and any(folder in frame.f_code.co_filename for folder in _COLLECTIVES)
 
 
 def _line_of(frame: FrameType | None) -> str:

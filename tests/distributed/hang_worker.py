@@ -71,8 +71,8 @@ def train(rank: int, trouble: Callable[[int], None], folder: Path) -> None:
     """Three steps, in the last of which there is trouble; rank 1 leaves at once, rank 0 after more than the limit."""
     watchdog._WRITING_S = WRITING_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
-    with Watchdog(Agreement(None, DEADLINE_S), folder / "hang", {"update": LIMIT_S}, 2 * LIMIT_S, LIMIT_S) as dog:
-        dog.on_alarm = lambda: (folder / f"alarm-{rank}").touch()
+    with Watchdog(Agreement(None, DEADLINE_S), folder / "hang", {"update": LIMIT_S}, 2 * LIMIT_S, LIMIT_S) as own:
+        own.on_alarm = lambda: (folder / f"alarm-{rank}").touch()
         for step in range(1, 4):
             watchdog.begin_step(step)
             with watchdog.phase("distribute"):

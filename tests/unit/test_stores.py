@@ -106,11 +106,11 @@ def test_a_strangers_alarm_does_not_end_a_run(tmp_path):
         code = 1
         try:
             rank = Rank()
-            with Watchdog(rank, tmp_path / "hang", {}, default_s=60.0, silence_s=60.0) as dog:
+            with Watchdog(rank, tmp_path / "hang", {}, default_s=60.0, silence_s=60.0) as own:
                 stranger = stores.join_store("127.0.0.1", rank.gathered[0][0], SOON)
                 stranger.set("alarm", "hello from a stranger")
-                before = dog._num_exchanges
-                while dog._num_exchanges < before + 3:
+                before = own._num_exchanges
+                while own._num_exchanges < before + 3:
                     time.sleep(0.05)
             code = 0
         finally:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,12 +82,11 @@ def test_a_phase_within_a_phase_gives_way_to_the_outer_one_again():
 
 
 def test_a_rank_that_waits_is_known_without_its_source_which_may_be_on_a_file_system_that_hangs():
-    seen = []
-    look = lambda: seen.append(watchdog._is_waiting(sys._getframe(1)))  # noqa: E731
-    code = compile("def run(work):\n    work.wait()\n    work.go()\n", "/not/there.py", "exec")
-    exec(code, scope := {})
-    scope["run"](SimpleNamespace(wait=look, go=look))
-    assert seen == [True, False]
+    waits = {}
+    for file in ("torch/distributed/c10d.py", "megatron/core/pipeline_parallel/p2p.py", "megatron_dapo/job.py"):
+        look = lambda file=file: waits.update({file: watchdog._is_waiting(sys._getframe(1))})  # noqa: E731
+        exec(compile("look()", f"/not/there/{file}", "exec"), {"look": look})
+    assert list(waits.values()) == [True, True, False]
     assert not watchdog._is_waiting(None)
 
 
@@ -108,9 +106,9 @@ def last_words(folder: Path, log: int, trouble: Callable[[Watchdog], None]) -> i
             os.dup2(log, 2)
             sys.stderr = os.fdopen(2, "w")
             threading.excepthook = threading.__excepthook__  # and not pytest's
-            dog = Watchdog(SingleRank(), folder / "hang", {}, default_s=60.0, silence_s=60.0)
-            trouble(dog)
-            dog._end("why")
+            own = Watchdog(SingleRank(), folder / "hang", {}, default_s=60.0, silence_s=60.0)
+            trouble(own)
+            own._end("why")
         finally:
             os._exit(1)
     deadline = time.monotonic() + 20.0
@@ -124,28 +122,28 @@ def last_words(folder: Path, log: int, trouble: Callable[[Watchdog], None]) -> i
     return None
 
 
-def blocks(dog: Watchdog) -> None:
+def blocks(own: Watchdog) -> None:
     """Nobody reads: opening it never returns, as on a file system that hangs."""
     watchdog._WRITING_S = 0.1
-    dog._folder.mkdir()
-    os.mkfifo(dog._folder / "rank-0.txt")
+    own._folder.mkdir()
+    os.mkfifo(own._folder / "rank-0.txt")
 
 
-def no_record(dog: Watchdog) -> None:
+def no_record(own: Watchdog) -> None:
     def fail() -> None:
         raise RuntimeError("no record")
 
     watchdog._flight_records = fail
 
 
-def no_controller(dog: Watchdog) -> None:
+def no_controller(own: Watchdog) -> None:
     def fail() -> None:
         raise ProcessLookupError
 
-    dog.on_alarm = fail
+    own.on_alarm = fail
 
 
-def no_patience(dog: Watchdog) -> None:
+def no_patience(own: Watchdog) -> None:
     watchdog._LAST_RESORT_S = 0.1
 
 
