@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
 from megatron_dapo.kernels.linear_logprob import VocabShare, inverse_temperature
 from megatron_dapo.kernels.logits_chunk import ChunkBackend, Divergence, accumulation_dtype, chunk_backend
+from megatron_dapo.kernels.pending import wait_for
 from megatron_dapo.kernels.row_plan import RowChunk, RowPlan
 from megatron_dapo.kernels.statistics import Merged, merge_over, sum_over
 from megatron_dapo.kernels.token_loss import token_loss
@@ -248,7 +249,7 @@ def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]
     ahead = [start(chunk) for chunk in plan.chunks[:1]]
     for i, chunk in enumerate(plan.chunks):
         gathered, work = ahead.pop()
-        work.wait()
+        wait_for(work)
         ahead += [start(following) for following in plan.chunks[i + 1 : i + 2]]
         yield chunk, gathered if chunk.kept is None else gathered.index_select(0, chunk.kept)
 
@@ -293,7 +294,7 @@ class _GradHidden:
     def _settle(self) -> None:
         if self._pending is not None:
             work, chunk, rows, _ = self._pending
-            work.wait()
+            wait_for(work)
             self._grad.index_copy_(0, chunk.local, rows[: len(chunk.local)])
             self._pending = None
 

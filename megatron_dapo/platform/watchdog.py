@@ -47,6 +47,7 @@ _COLLECTIVES = (
     os.path.join("megatron", "core", "distributed"),
     os.path.join("megatron", "core", "pipeline_parallel"),
     os.path.join("megatron", "core", "tensor_parallel"),
+    os.path.join("megatron_dapo", "kernels", "pending.py"),
 )
 _REPOSITORY = str(Path(__file__).resolve().parents[2]) + os.sep
 
@@ -382,7 +383,7 @@ def _flight_records() -> Iterator[tuple[str, bytes]]:
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread's innermost Python code is torch's or Megatron's for collectives: then it waits for others."""
+    """Whether a thread's innermost Python code is for collectives: then it waits for other ranks."""
     return frame is not None and any(folder in frame.f_code.co_filename for folder in _COLLECTIVES)
 
 

@@ -159,7 +159,8 @@ def test_a_rank_has_its_defaults_before_it_imports_torch(tmp_path):
 import os, sys, types
 sys.modules["torch"] = None  # its import fails
 from megatron_dapo import __main__
-__main__._checked_config = lambda *arguments: None
+from megatron_dapo.config.schema import Config
+__main__._checked_config = lambda *arguments: Config()
 try:
     __main__.main(["train"])
 except ImportError:

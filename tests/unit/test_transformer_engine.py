@@ -159,7 +159,7 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb_thd", print)
     monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **options: ("its layer", options))
-    monkeypatch.setattr(build, "GPTModel", lambda *arguments, **options: asked.append((arguments, options)))
+    monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)))
     megatron = MegatronConfig(fp8=kind, fp8_recipe="blockwise" if kind == "e4m3" else "tensorwise", dtype="bfloat16")
     with pytest.raises(AttributeError, match="post_process"):  # of None, the model that is not built here
         build_model(read_model_spec(model_path), layout, megatron)

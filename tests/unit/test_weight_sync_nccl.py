@@ -144,5 +144,5 @@ def test_the_preflight_measures_nccl_as_the_run_will_use_it(seen, monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(InterruptedError):
-        all_reduce._all_reduce(all_reduce.Job("ring", ("127.0.0.1", store.port), 0, 2, "nccl", 0, WAIT_S))
+        all_reduce._all_reduce(all_reduce.AllReduceTask("ring", ("127.0.0.1", store.port), 0, 2, "nccl", 0, WAIT_S))
     assert seen == [{"NCCL_CUMEM_ENABLE": "0", BLOCKING_WAIT: "0"}]
