@@ -281,11 +281,11 @@ def foreign_samples(
             one[0] += total
             one[1] += number
     means = sorted(((total / number, server) for server, (total, number) in sums.items()), reverse=True)
-    told = [f"{server} by {by:.3g}" for by, server in means[:_SHOWN_SERVERS]]
-    told += [f"and {len(means) - _SHOWN_SERVERS} more"] if len(means) > _SHOWN_SERVERS else []
+    named = [f"{server} by {by:.3g}" for by, server in means[:_SHOWN_SERVERS]]
+    named += [f"and {len(means) - _SHOWN_SERVERS} more"] if len(means) > _SHOWN_SERVERS else []
     return (
         f"the batch of step {step} is not trained on: the servers' log-probs differ from the trainer's by {mean:.3g} "
-        f"in the mean, more than algorithm.rollout_correction.max_mismatch {limit:g} ({'; '.join(told)}); see to it "
+        f"in the mean, more than algorithm.rollout_correction.max_mismatch {limit:g} ({'; '.join(named)}); see to it "
         f"that these servers run the trainer's model, and that nobody else steers them, or raise the key."
     )
 

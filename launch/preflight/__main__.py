@@ -290,14 +290,14 @@ class Preflight:
             (trainer, int(server)): fault for trainer, faults in enumerate(per_node) for server, fault in faults.items()
         }
         own = [f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)]
-        blamed = nodes.index in http.to_blame(failed, self._trainers, self._servers)
+        is_culprit = nodes.index in http.find_culprits(failed, self._trainers, self._servers)
         found = f"{len(self._servers)} server node{'s' if len(self._servers) > 1 else ''} reached"
-        if nodes.index in self._trainers or blamed:
+        if nodes.index in self._trainers or is_culprit:
             problem = (
                 f"HTTP fails ({'; '.join(own)}); look at its firewall, its name in DNS, and at "
                 f"actor_rollout_ref.rollout.server.host = {self._host()}."
             )
-            self._add("HTTP", machine.Result("fails" if own else found, problem if blamed else None))
+            self._add("HTTP", machine.Result("fails" if own else found, problem if is_culprit else None))
 
     def _given_servers(self) -> None:
         if self._nodes.index not in self._trainers or self._config.trainer.replay:

@@ -1,5 +1,5 @@
 """An all-reduce over the trainer's ranks, as training will do it: does it work, is it right, is it fast enough; and
-where it is not, which node is to blame."""
+where it is not, which node is the culprit."""
 
 import multiprocessing
 import os
@@ -98,7 +98,7 @@ def num_fork_rounds(num_trainers: int) -> int:
 def check(
     nodes: PreflightNodes, trainers: Sequence[int], rounds: Sequence[AllReduceRanks], backend: str, floor_gb_s: float
 ) -> Result:
-    """Measure the all-reduce over the trainer nodes, seen from this node; `Result.problem` on the nodes to blame alone.
+    """Measure the all-reduce over the trainer nodes, seen from this node; `Result.problem` on the culprits alone.
     trainers: indices of the trainer nodes. rounds: this node's ranks for each all-reduce; on other nodes none."""
     probe = _Probe(nodes, trainers, backend, rounds[0].count if rounds else 0)
     world = probe.world(trainers)
@@ -117,10 +117,10 @@ def check(
         found = "failed"
         own = {index: error for index, error in failures.items() if error != OTHERS}
         what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(own.values())))})"
-    blamed = probe.blame(rounds[1:], floor_gb_s) if len(trainers) > 2 else _without_pairs(failures, trainers)
-    if nodes.index not in blamed:
+    culprits = probe.culprits(rounds[1:], floor_gb_s) if len(trainers) > 2 else _without_pairs(failures, trainers)
+    if nodes.index not in culprits:
         return Result(found if nodes.index in trainers else "")
-    return Result(found, f"{what}{_where(blamed, trainers)}; {_CURES[backend]}, or take the node out of the job.")
+    return Result(found, f"{what}{_where(culprits, trainers)}; {_CURES[backend]}, or take the node out of the job.")
 
 
 _CURES = {
@@ -134,8 +134,8 @@ def _without_pairs(failures: Mapping[int, str], trainers: Sequence[int]) -> list
     return [index for index, error in failures.items() if error != OTHERS] or list(trainers)
 
 
-def _where(blamed: Sequence[int], trainers: Sequence[int]) -> str:
-    if len(blamed) == len(trainers):
+def _where(culprits: Sequence[int], trainers: Sequence[int]) -> str:
+    if len(culprits) == len(trainers):
         return ", and no node is better than the others" if len(trainers) > 1 else ""
     return ", and it is so with every node that was tried" if len(trainers) > 2 else ""
 
@@ -150,7 +150,7 @@ def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
         order = [order[0], order[-1], *order[1:-1]]
 
 
-def to_blame(speeds: Mapping[tuple[int, int], float], floor: float) -> list[int]:
+def find_culprits(speeds: Mapping[tuple[int, int], float], floor: float) -> list[int]:
     """Return the nodes that are below the floor with every partner; all of them where a pair is slow and nobody stands
     out. speeds: of pairs of nodes, 0 where the all-reduce failed."""
     best: dict[int, float] = {}
@@ -187,7 +187,7 @@ class _Probe:
         world = self.world(members)
         return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
 
-    def blame(self, rounds: Sequence[AllReduceRanks], floor: float) -> list[int]:
+    def culprits(self, rounds: Sequence[AllReduceRanks], floor: float) -> list[int]:
         """All-reduces between pairs of trainer nodes, many at a time. Collective over all nodes."""
         speeds: dict[tuple[int, int], float] = {}
         for number, pairs in zip(range(_PAIR_ROUNDS), pairings(len(self._trainers)), strict=False):
@@ -199,7 +199,7 @@ class _Probe:
                 both = [answers[index] for index in pair]
                 failed = any(isinstance(each, str) for each in both)
                 speeds[pair[0], pair[1]] = 0.0 if failed else self.gb_s(pair, max(both))
-        return to_blame(speeds, floor)
+        return find_culprits(speeds, floor)
 
 
 # ------------------------------------------------------------------------------------------------------ in the ranks

@@ -49,8 +49,8 @@ def fault(url: str, token: str | None, key: str | None = None, timeout_s: float 
     return None if token in (None, answer.body.decode(errors="replace")) else "something else answers there"
 
 
-def to_blame(failed: Collection[tuple[int, int]], trainers: Collection[int], servers: Collection[int]) -> set[int]:
-    """Return nodes to blame for (trainer, server) pairs that failed: a server that no trainer reaches, and for what
+def find_culprits(failed: Collection[tuple[int, int]], trainers: Collection[int], servers: Collection[int]) -> set[int]:
+    """Return the culprits of (trainer, server) pairs that failed: a server that no trainer reaches, and for what
     else failed, the trainer."""
     unreached = {server for server in servers if all((trainer, server) in failed for trainer in trainers)}
     if len(servers) > 1 and unreached == set(servers) and len(trainers) == 1:

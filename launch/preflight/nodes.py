@@ -26,7 +26,7 @@ class NodeFinding:
 
 
 class PreflightError(Exception):
-    """A check that cannot be carried through: a node is missing, or failed in the middle. node: who is to blame."""
+    """A check that cannot be carried through: a node is missing, or failed in the middle. node: the culprit."""
 
     def __init__(self, node: str, problem: str) -> None:
         super().__init__(f"{node}: {problem}")

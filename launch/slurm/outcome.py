@@ -64,9 +64,9 @@ def outcome(plan: JobPlan, facts: Facts) -> AttemptOutcome:
     if facts.phase == TRAINER and EndKind.USER_ERROR in trainer:
         return _failed(USER_ERROR_EXIT_CODE, (first_mistake(plan) or first_cause(plan, TRAINER)).text)
     # before the trainer, which may have died of it
-    blamed = SERVERS if facts.servers_ended else facts.phase
-    cause = first_cause(plan, blamed)
-    return _failed(SERVERS_FAILED if cause.kind is EndKind.SERVERS_LOST else FAILURES[blamed], cause.text)
+    culprit = SERVERS if facts.servers_ended else facts.phase
+    cause = first_cause(plan, culprit)
+    return _failed(SERVERS_FAILED if cause.kind is EndKind.SERVERS_LOST else FAILURES[culprit], cause.text)
 
 
 def _saved(plan: JobPlan, facts: Facts) -> AttemptOutcome:

@@ -278,9 +278,9 @@ class _GradHidden:
             if chunk.kept is not None:
                 whole = share_NH.new_zeros(self._plan.group.size() * chunk.width, share_NH.size(1))
                 whole.index_copy_(0, chunk.kept, share_NH)
-            mine = share_NH.new_empty(chunk.width, share_NH.size(1))
-            work = dist.reduce_scatter_tensor(mine, whole, group=self._plan.group, async_op=True)
-            self._pending = (work, chunk, mine, whole)  # `whole` must live until then
+            reduced_rows = share_NH.new_empty(chunk.width, share_NH.size(1))
+            work = dist.reduce_scatter_tensor(reduced_rows, whole, group=self._plan.group, async_op=True)
+            self._pending = (work, chunk, reduced_rows, whole)  # `whole` must live until then
         elif self._group is not None and self._group.size() > 1:
             work = dist.all_reduce(share_NH, group=self._group, async_op=True)
             self._pending = (work, chunk, share_NH, None)

@@ -127,12 +127,12 @@ def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> Toke
     )
 
 
-def _largest(ours: Tensor | None, theirs: Tensor | None) -> float:
-    assert ours is not None and theirs is not None, "both were asked for"
-    return (ours.detach().double() - theirs.detach()).abs().max().item()
+def _largest(value: Tensor | None, expected: Tensor | None) -> float:
+    assert value is not None and expected is not None, "both were asked for"
+    return (value.detach().double() - expected.detach()).abs().max().item()
 
 
-def _relative(ours: Tensor | None, theirs: Tensor) -> float:
-    assert ours is not None, "the loss was sent backward"
-    theirs = theirs.detach()
-    return ((ours.detach().double() - theirs).norm() / theirs.norm()).item()
+def _relative(value: Tensor | None, expected: Tensor) -> float:
+    assert value is not None, "the loss was sent backward"
+    expected = expected.detach()
+    return ((value.detach().double() - expected).norm() / expected.norm()).item()

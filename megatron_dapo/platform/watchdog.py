@@ -194,9 +194,9 @@ class Watchdog:
         # everybody waits for rank 0 and through its store; rank 0 looks after all
         self._watched = [rank for rank in (range(self._world) if self._rank == 0 else [0]) if rank != self._rank]
         host, timeout = stores.meeting_address(), timedelta(seconds=_STORE_TIMEOUT_S)
-        mine = stores.host_store(host, 0, timeout) if self._rank == 0 else None
-        port, token = agreement.gather((mine.port, secrets.token_bytes(32)) if mine else None)[0]
-        store = mine or stores.join_store(host, port, timeout)
+        leader_store = stores.host_store(host, 0, timeout) if self._rank == 0 else None
+        port, token = agreement.gather((leader_store.port, secrets.token_bytes(32)) if leader_store else None)[0]
+        store = leader_store or stores.join_store(host, port, timeout)
         self._store = stores.SignedStore(store, token)
         client = store.clone()  # type: ignore[attr-defined]  # of every store, and missing from torch's stubs
         self._own_store = stores.SignedStore(client, token)  # a client answers one thread at a time
@@ -288,11 +288,11 @@ class Watchdog:
         """Tell the others, write the stacks, say who is missing. Whatever may never return has a thread of its own."""
         began = time.monotonic()
         frame = sys._current_frames().get(self._main_thread)
-        mine = self._place(at=_line_of(frame), waits=_is_waiting(frame))
-        places, last = {self._rank: mine}, {rank: place for rank, (_, place) in self._heard.items()}
+        own_status = self._place(at=_line_of(frame), waits=_is_waiting(frame))
+        places, last = {self._rank: own_status}, {rank: place for rank, (_, place) in self._heard.items()}
         # as long as the store does not answer, rank 0 is the one who does not
         silent = {0} if self._rank else set(range(1, self._world))
-        asking = _in_thread(self._ask, why, mine, places, last, silent)
+        asking = _in_thread(self._ask, why, own_status, places, last, silent)
         writing = [_in_thread(self.on_alarm), _in_thread(self._write_stacks)]
         asking.join(_ANSWERS_S + 1.0)
         for thread in writing:
@@ -308,7 +308,12 @@ class Watchdog:
             _in_thread(self._part, set(places) - {self._rank}, until).join(max(0.0, until + 1.0 - time.monotonic()))
 
     def _ask(
-        self, why: str, mine: RankStatus, places: dict[int, RankStatus], last: dict[int, RankStatus], silent: set[int]
+        self,
+        why: str,
+        own_status: RankStatus,
+        places: dict[int, RankStatus],
+        last: dict[int, RankStatus],
+        silent: set[int],
     ) -> None:
         """Tells the others, and fills in what they answer. Never returns where the store does not answer."""
         store, others = self._own_store, sorted(set(range(self._world)) - {self._rank})
@@ -316,7 +321,7 @@ class Watchdog:
             store.set_first("alarm", why)
             silent.clear()
             silent.update(others)
-            store.set(f"stopped/{self._rank}", json.dumps(asdict(mine)))
+            store.set(f"stopped/{self._rank}", json.dumps(asdict(own_status)))
             for rank, text in zip(others, store.get(*(f"place/{rank}" for rank in others)), strict=True):
                 if text is not None:
                     last[rank] = RankStatus(**json.loads(text)[1])

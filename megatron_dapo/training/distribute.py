@@ -52,9 +52,9 @@ class StepDistributor:
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
         """groups: the rollout step's on rank 0, None elsewhere."""
         outgoing = self._cut(step, groups) if groups is not None else None
-        mine: list = [None]
-        dist.scatter_object_list(mine, outgoing, src=0, group=self._layout.cpu_group)
-        actors, critics, rewards = mine[0]
+        received: list = [None]
+        dist.scatter_object_list(received, outgoing, src=0, group=self._layout.cpu_group)
+        actors, critics, rewards = received[0]
         return StepShard(self._collated(actors), rewards, self._collated(critics))
 
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:

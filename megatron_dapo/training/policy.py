@@ -83,8 +83,8 @@ class Policy:
         step."""
         batches = list(chain(*mini_batches))
         log_probs = self._schedule.log_probs(batches)
-        mine = shares_of(batches, log_probs, weight_version) if log_probs and self.layout.tp_rank == 0 else {}
-        return {sample_id: share for shares in self.layout.gather(mine) for sample_id, share in shares.items()}
+        own_shares = shares_of(batches, log_probs, weight_version) if log_probs and self.layout.tp_rank == 0 else {}
+        return {sample_id: share for shares in self.layout.gather(own_shares) for sample_id, share in shares.items()}
 
     def update(
         self,

@@ -34,6 +34,7 @@ REPLACED = {
     "Entrant": "ServerMember",
     "Mixture": "MoEConfig",
     "Place": "RankStatus, RankVariables, RankCoordinates",
+    "blame": "culprits",
     "come_back": "rejoin",
     "dog": "watchdog",
     "fall_silent": "mute",

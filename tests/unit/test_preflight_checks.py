@@ -40,12 +40,12 @@ def test_a_few_rounds_of_pairs_find_one_node_with_a_bad_network(count):
     rounds = list(all_reduce.pairings(count))[: all_reduce.num_fork_rounds(count) - 1]
     for bad in range(count):
         speeds = {pair: 0.0 if bad in pair else 10.0 for pairs in rounds for pair in pairs}
-        assert all_reduce.to_blame(speeds, floor=5.0) == [bad]
+        assert all_reduce.find_culprits(speeds, floor=5.0) == [bad]
 
 
 def test_where_the_pairs_are_fast_or_all_slow_nobody_stands_out():
-    assert all_reduce.to_blame({(0, 1): 10.0, (1, 2): 10.0, (0, 2): 10.0}, 5.0) == [0, 1, 2]
-    assert all_reduce.to_blame({(0, 1): 1.0, (1, 2): 1.0, (0, 2): 1.0}, 5.0) == [0, 1, 2]
+    assert all_reduce.find_culprits({(0, 1): 10.0, (1, 2): 10.0, (0, 2): 10.0}, 5.0) == [0, 1, 2]
+    assert all_reduce.find_culprits({(0, 1): 1.0, (1, 2): 1.0, (0, 2): 1.0}, 5.0) == [0, 1, 2]
 
 
 SERVER = "actor_rollout_ref.rollout.server"
@@ -81,12 +81,12 @@ def test_the_plan_tells_the_memory_of_the_servers_that_the_run_starts(overrides,
     ],
 )
 def test_a_server_that_no_trainer_reaches_is_blamed_and_else_the_trainer(failed, blamed):
-    assert http.to_blame(failed, trainers=[0, 1], servers=[2, 3]) == blamed
+    assert http.find_culprits(failed, trainers=[0, 1], servers=[2, 3]) == blamed
 
 
 def test_one_trainer_that_reaches_none_of_several_servers_is_blamed_itself():
-    assert http.to_blame({(0, 1), (0, 2)}, trainers=[0], servers=[1, 2]) == {0}
-    assert http.to_blame({(0, 1)}, trainers=[0], servers=[1]) == {1}
+    assert http.find_culprits({(0, 1), (0, 2)}, trainers=[0], servers=[1, 2]) == {0}
+    assert http.find_culprits({(0, 1)}, trainers=[0], servers=[1]) == {1}
 
 
 class Nvml:
