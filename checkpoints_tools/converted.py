@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from checkpoints_tools.command_line import progress
 from megatron_dapo.checkpointing.folders import newest_first
 from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifest, verify
-from megatron_dapo.checkpointing.resume import verify_together
+from megatron_dapo.checkpointing.resume import verify_on_all_ranks
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
@@ -112,7 +112,7 @@ def require_contents(job: "ConversionRanks", folder: Path) -> None:
     """
     if job.is_main:
         print("comparing checksums ...", file=sys.stderr, flush=True)
-    _require_whole(folder, verify_together(folder, job.agreement))
+    _require_whole(folder, verify_on_all_ranks(folder, job.agreement))
 
 
 def _require_whole(folder: Path, verdict: Verdict) -> None:

@@ -104,12 +104,12 @@ class Job:
         )
 
     def wait_for_rollout(self) -> None:
-        """Until prompts are read and every server is healthy. Servers start while the models are built."""
+        """Wait until prompts are read and every server is healthy. Servers start while the models are built."""
         with self.telemetry.phase("start"):
             self._ask_rollout(0, lambda rollout: rollout.wait_ready())
 
     def next_batch(self, step: int) -> tuple[list[Group] | None, dict[str, float]]:
-        """The step's groups and the rollout's metrics, on rank 0."""
+        """Return the step's groups and the rollout's metrics, on rank 0."""
         watchdog.begin_step(step)
         with self._saved_if_lost(step - 1), self.telemetry.phase("rollout"):
             is_to_stop = self.checkpoints.is_asked_to_stop
@@ -117,7 +117,7 @@ class Job:
         return (list(batch.groups), batch.metrics) if batch else (None, {})
 
     def distribute(self, step: int, groups: list[Group] | None) -> StepShard:
-        self._carry_on_saving()
+        self._poll_save()
         self._servers_of = [sample.servers for group in groups or () for sample in group.samples]
         with self.telemetry.phase("distribute"):
             return self.distributor(step, groups)
@@ -138,8 +138,11 @@ class Job:
         return self.critic.update(shard)
 
     def update_policy(self, step: int, shard: StepShard) -> dict[str, float]:
-        """Nothing while the critic warms up: then the servers get the same weights again, under a new version."""
-        self._carry_on_saving()
+        """Take one optimizer step per mini-batch and return metrics.
+
+        Nothing while the critic warms up: then the servers get the same weights again, under a new version.
+        """
+        self._poll_save()
         if step <= self.config.trainer.critic_warmup:
             return {}
         with self.telemetry.phase("update"):
@@ -150,7 +153,7 @@ class Job:
         return metrics
 
     def _refuse_foreign(self, step: int, shard: StepShard, mean: float) -> None:
-        """Raises ForeignSamples on all ranks where the step's servers and the trainer differ by more than is allowed;
+        """Raise ForeignSamples on all ranks where the step's servers and the trainer differ by more than is allowed;
         the step before is saved then, with the rollout as it was before this one. mean: the same on all ranks."""
         limit = self._max_mismatch
         if limit is None or mean <= limit:  # not so where it is no number
@@ -164,16 +167,21 @@ class Job:
             )
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Sends the current weights to the servers that are there: seconds per phase of it, how many have them, and how
-        many joined again since this was asked last, in pushes between two steps too. A replay has no servers."""
+        """Send the current weights to the servers that are there.
+
+        Returns seconds per phase, how many servers have the weights, and how many joined again since the last call, in
+        pushes between two steps too. A replay has no servers.
+        """
         report = self.weights.push(version)
         num_rejoins = self._num_rejoins + report.num_rejoins
         self._num_rejoins = 0
         return report.metrics(num_rejoins)
 
     def performance(self, groups: list[Group] | None, metrics: dict[str, float]) -> dict[str, float]:
-        """Of the step so far: GPU memory of the fullest rank, and on rank 0 how well trainer and servers used their
-        GPUs. groups, metrics: the rollout's and the update's. Collective over all ranks; nothing on a CPU."""
+        """Return GPU memory of the fullest rank and, on rank 0, how well trainer and servers used their GPUs so far.
+
+        groups, metrics: the rollout's and the update's. Collective over all ranks; nothing on a CPU.
+        """
         if not is_gpu():
             return {}
         peaks = self.layout.gather(peak_memory())
@@ -190,7 +198,7 @@ class Job:
         }
 
     def validate(self, step: int) -> None:
-        """Answers the held-out prompts with the current weights, where there are any and servers to ask."""
+        """Answer the held-out prompts with the current weights, where there are any and servers to ask."""
         if self.config.trainer.replay or not self.config.data.val_files:
             return
         with self._saved_if_lost(step, self._num_optimizer_steps), self.telemetry.phase("validation"):
@@ -198,20 +206,23 @@ class Job:
         self.telemetry.log_validation(step, metrics or {})
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Where it is due. Raises RunStopped where the run was asked to stop."""
+        """Save a checkpoint where one is due. Raises RunStopped where the run was asked to stop."""
         with self.telemetry.phase("checkpoint"):
             is_stopped = self.checkpoints.after_step(step, _optimizer_steps(metrics))
         if is_stopped:
             raise RunStopped
 
-    def _carry_on_saving(self) -> None:
-        """Between the parts of a step, so that a checkpoint has its name before the next step ends: it takes two looks,
-        after its tensors and after its checksums, and a run that is killed goes on from what has a name."""
+    def _poll_save(self) -> None:
+        """Finish a background save as far as it is ready, so that a checkpoint has its name before the next step ends.
+
+        Called between the parts of a step: it takes two looks, after the tensors and after the checksums, and a run
+        that is killed goes on from what has a name.
+        """
         with self.telemetry.phase("checkpoint"):
             self.checkpoints.poll()
 
     def finish(self) -> None:
-        """After the last step: waits for the checkpoint that is still being written, then saves the model, which is
+        """Wait, after the last step, for the checkpoint that is still being written, then save the model, which is
         also done where that checkpoint could not be written. Raises JobError, or UserError, on all ranks."""
         try:
             with self.telemetry.phase("checkpoint"):
@@ -222,14 +233,17 @@ class Job:
         self._save_model()
 
     def _save_model(self) -> None:
-        """As a Hugging Face checkpoint in the run folder."""
+        """Save the model as a Hugging Face checkpoint in the run folder."""
         with self.telemetry.phase("save_model"):
             model = self.policy.model
             export_hf(model, self.layout, ModelFolder.of(self.config.actor_rollout_ref.model.path).hf, self.run.model)
 
     def _ask_rollout(self, version: int, question: Callable[[Rollout], Answer]) -> Answer | None:
-        """Rank 0 asks, the others wait. A server that came back without the current weights gets them first: then the
-        same question again, which loses nothing. Raises RolloutError or UserError on all ranks."""
+        """Ask the rollout on rank 0, while the others wait. Raises RolloutError or UserError on all ranks.
+
+        A server that came back without the current weights gets them first; then the question is asked again, which
+        loses nothing.
+        """
         answers: list[Answer] = []
 
         def needs_sync() -> bool:
@@ -251,8 +265,10 @@ class Job:
 
     @contextmanager
     def _saved_if_lost(self, step: int, num_steps: int = 0) -> Iterator[None]:
-        """Where the rollout ends in the middle of a step, for good or since it was asked to, the step that is done is
-        saved, and what was sampled since. Then the error ends the run, or RunStopped."""
+        """Save the last finished step, and what was sampled since, where the rollout ends inside the block.
+
+        It may end for good, or because it was asked to. Then its error ends the run, or RunStopped.
+        """
         try:
             yield
         except (RolloutError, UserError) as error:

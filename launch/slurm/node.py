@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.process_names import task_name
-from launch.slurm.plan import KILLED_TOGETHER, TRAINER, JobPlan
+from launch.slurm.plan import KILLED_AS_ONE, TRAINER, JobPlan
 from megatron_dapo.common.addresses import local_address_towards, node_name
 from megatron_dapo.common.child_environment import COMMON, cache_folder
 from megatron_dapo.common.ends import End, EndKind, end_of_code
@@ -47,7 +47,7 @@ def run(plan: JobPlan, role: str) -> int:
     code = end.exit_code
     if role == TRAINER and code == SAVED_EXIT_CODE:
         return 0
-    if role in KILLED_TOGETHER and code:
+    if role in KILLED_AS_ONE and code:
         wait_for_peers(plan, role, orders)
     return code
 

@@ -19,7 +19,7 @@ from megatron_dapo.storage.server_key import server_key_file
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)
-KILLED_TOGETHER = (PREFLIGHT, TRAINER)  # whose tasks wait for one another, and need none that is alone
+KILLED_AS_ONE = (PREFLIGHT, TRAINER)  # whose tasks wait for one another, and need none that is alone
 PLAN_FILE = "plan.json"
 
 # Below 32768, where Linux takes the ports of outgoing connections from, and a block of its own for each of 384 jobs in
@@ -124,7 +124,7 @@ class JobPlan:
             "--ntasks-per-node=1",
             f"--nodelist={','.join(nodes)}",
             *("--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--wait=0"),
-            f"--kill-on-bad-exit={1 if role in KILLED_TOGETHER else 0}",
+            f"--kill-on-bad-exit={1 if role in KILLED_AS_ONE else 0}",
             f"--output={self.logs}/{role}-%N.log",
         ]
 

@@ -52,7 +52,7 @@ def find_start(root: Path, config: Config, agreement: Agreement) -> Start:
     what = f"choosing a checkpoint in {root}"
     skipped: list[str] = []
     for folder in agreement.leader(what, _candidates, root, config):
-        verdict = verify_together(folder, agreement)
+        verdict = verify_on_all_ranks(folder, agreement)
         if verdict.is_whole:
             return agreement.leader(what, _checked, folder, verdict, skipped, config)
         skipped.append(f"{folder.name}: {_faults(verdict)}")
@@ -67,7 +67,7 @@ def find_start(root: Path, config: Config, agreement: Agreement) -> Start:
     return Start()
 
 
-def verify_together(folder: Path, agreement: Agreement) -> Verdict:
+def verify_on_all_ranks(folder: Path, agreement: Agreement) -> Verdict:
     """Return what `verify` does, on all ranks: each reads its share of the bytes. Collective."""
     what = f"reading {folder}"
     verdict, files = agreement.leader(what, compare_sizes, folder)

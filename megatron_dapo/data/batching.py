@@ -139,7 +139,7 @@ def _check_reward(earned: SampleReward, estimator: str) -> None:
 def mini_batches(
     samples: Sequence[TrainSample], num_groups: int, seed: int | str | None = None
 ) -> list[list[TrainSample]]:
-    """Return whole groups, at most num_groups at a time, in order of arrival or shuffled by `seed`.
+    """Return whole groups, at most num_groups at a time, in their order (that of the draws) or shuffled by `seed`.
 
     Where the groups do not divide (a partial rollout step), the mini-batches differ by one group at most: each is one
     optimizer step of full length, and a step on a lone left-over group would weigh as much as the others.

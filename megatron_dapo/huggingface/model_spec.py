@@ -68,7 +68,11 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings)."""
+    """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings, no biases).
+
+    qkv_bias: biases of query, key and value. qk_norm: an RMSNorm per query and key head, before the rotation. is_moe:
+    experts in place of every MLP, as in Qwen3-MoE.
+    """
 
     qkv_bias: bool
     qk_norm: bool

@@ -1,4 +1,4 @@
-"""The actor's loss of given log-probs with its gradient and every metric, in one call: for heads that need it forward.
+"""Computes the actor's loss of given log-probs, its gradient and every metric in one forward call.
 
 One algorithm, `algorithms.dapo_loss`. On CUDA one launch and a small reduction compute what it computes, elsewhere it
 is run as it is and differentiated.

@@ -32,11 +32,11 @@ from megatron_dapo.common.files import write_whole
 from megatron_dapo.platform import stores
 from megatron_dapo.platform.agreement import Agreement
 
-TELL_INTERVAL_S = 1.0
+PUBLISH_INTERVAL_S = 1.0
 _JUDGE_INTERVAL_S = 0.25
 _ANSWERS_S = 6.0  # for every rank to notice an alarm
 _WRITING_S = 20.0  # for the stacks, from the alarm on
-_FAREWELL_S = 4.0  # after that, for every rank to have said where it is
+_CLOSING_S = 4.0  # after that, for every rank to have said where it is
 _RECORD_S = 2.0  # then for the record of this process's end
 _LAST_RESORT_S = 60.0  # the process ends by then, whatever holds it
 _STORE_TIMEOUT_S = 60.0
@@ -190,7 +190,7 @@ class Watchdog:
         self._main_thread = threading.main_thread().ident or 0  # there is one while it runs
         self._closing = threading.Event()
         self._heard: dict[int, tuple[int, RankStatus]] = {}  # rank -> (how often it has spoken, where it was)
-        self._alarm, self._num_exchanges, self._num_told = "", 0, 0
+        self._alarm, self._num_exchanges, self._num_published = "", 0, 0
         # everybody waits for rank 0 and through its store; rank 0 looks after all
         self._watched = [rank for rank in (range(self._world) if self._rank == 0 else [0]) if rank != self._rank]
         host, timeout = stores.meeting_address(), timedelta(seconds=_STORE_TIMEOUT_S)
@@ -202,7 +202,7 @@ class Watchdog:
         self._own_store = stores.SignedStore(client, token)  # a client answers one thread at a time
         if self._rank == 0:
             self._store.set("alarm", "")
-        self._tell()
+        self._publish()
         # now every key is there
         places = agreement.gather(self._place())
         self._heard = {rank: (0, place) for rank, place in enumerate(places)}
@@ -221,15 +221,15 @@ class Watchdog:
         """The others are told that this rank leaves."""
         self._closing.set()
         for thread in self._threads:
-            thread.join(2 * TELL_INTERVAL_S)
+            thread.join(2 * PUBLISH_INTERVAL_S)
 
     # ------------------------------------------------------------------------------------ the thread that talks
 
     def _talk(self) -> None:
         keys = ["alarm", *(f"place/{rank}" for rank in self._watched)]
-        while not self._closing.wait(TELL_INTERVAL_S):
+        while not self._closing.wait(PUBLISH_INTERVAL_S):
             try:
-                self._tell()
+                self._publish()
                 alarm, *places = self._store.get(*keys)
             except dist.DistError:
                 continue  # the judge sees that nothing is heard
@@ -240,13 +240,15 @@ class Watchdog:
             self._alarm = alarm or ""
             self._num_exchanges += 1
         try:
-            self._tell(has_left=True)
+            self._publish(has_left=True)
         except dist.DistError:
             return  # rank 0 has left before
 
-    def _tell(self, has_left: bool = False) -> None:
-        self._num_told += 1
-        self._store.set(f"place/{self._rank}", json.dumps([self._num_told, asdict(self._place(has_left=has_left))]))
+    def _publish(self, has_left: bool = False) -> None:
+        self._num_published += 1
+        self._store.set(
+            f"place/{self._rank}", json.dumps([self._num_published, asdict(self._place(has_left=has_left))])
+        )
 
     def _place(self, at: str = "", waits: bool = False, has_left: bool = False) -> RankStatus:
         return RankStatus(
@@ -304,7 +306,7 @@ class Watchdog:
         # the storage may be what hangs
         _in_thread(ends.record_end, EndKind.HANG, HANG_EXIT_CODE, text).join(_RECORD_S)
         if not asking.is_alive():
-            until = began + _WRITING_S + _FAREWELL_S * (2 if self._rank == 0 else 1)
+            until = began + _WRITING_S + _CLOSING_S * (2 if self._rank == 0 else 1)
             _in_thread(self._part, set(places) - {self._rank}, until).join(max(0.0, until + 1.0 - time.monotonic()))
 
     def _ask(

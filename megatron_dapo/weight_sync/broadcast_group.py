@@ -98,7 +98,7 @@ class BroadcastGroup:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(produced)
                 for work in [backend.broadcast([tensor], options) for tensor in tensors]:
-                    work.wait(limit)  # NCCL heeds no limit in the options
+                    work.wait(limit)  # NCCL ignores the limit in the options
 
         self._tasks.put(partial(_fulfil, done, send_on_own_stream))
         return done

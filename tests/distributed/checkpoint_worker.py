@@ -162,7 +162,7 @@ def _verified(folder: Path, layout: ParallelLayout) -> list[tuple[tuple[str, ...
         return manifest.compare_contents(folder, files)
 
     resume.compare_contents = compare_contents
-    return layout.gather((resume.verify_together(folder, layout.agreement).damage, read))
+    return layout.gather((resume.verify_on_all_ranks(folder, layout.agreement).damage, read))
 
 
 def _tracker_draw() -> float:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
-from checkpoints_tools.job import Job, leave_gpus_alone
+from checkpoints_tools.job import ConversionRanks, leave_gpus_alone
 
 COMMANDS = {
     "hf_to_megatron": (hf_to_megatron.parser, hf_to_megatron.convert),
@@ -19,7 +19,7 @@ COMMANDS = {
 
 def main() -> None:
     leave_gpus_alone()
-    job = Job()
+    job = ConversionRanks()
     for command, arguments in json.loads(Path(sys.argv[1]).read_text()):
         parser, work = COMMANDS[command]
         code = work(job, parser().parse_args(arguments))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_dapo.checkpointing.pending_save import PendingSave
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.agreement import Agreement
-from megatron_dapo.platform.watchdog import TELL_INTERVAL_S, Watchdog
+from megatron_dapo.platform.watchdog import PUBLISH_INTERVAL_S, Watchdog
 from tests.helpers import free_port
 
 WORLD, LIMIT_S, DEADLINE_S, WRITING_S = 2, 5.0, 60.0, 8.0
@@ -77,7 +77,7 @@ def train(rank: int, trouble: Callable[[int], None], folder: Path) -> None:
             watchdog.begin_step(step)
             with watchdog.phase("distribute"):
                 dist.all_reduce(torch.ones(1))
-                time.sleep(2.5 * TELL_INTERVAL_S * (step == 2))  # so that the others have heard of it
+                time.sleep(2.5 * PUBLISH_INTERVAL_S * (step == 2))  # so that the others have heard of it
             if step == 3 and trouble is sleep_before_update:
                 trouble(rank)
             with watchdog.phase("update"):

@@ -118,7 +118,7 @@ def test_a_checkpoint_has_its_name_before_the_next_step_ends(tmp_path):
     saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0)], Retention())
     job = job_of(saver)
     job.distributor, job.config = lambda step, groups: None, load_config(None, ["trainer.critic_warmup=9"])
-    job._carry_on_saving = lambda: Job._carry_on_saving(job)
+    job._poll_save = lambda: Job._poll_save(job)
     saver.start(tmp_path / "step_000001", trainer_state(1), dict)
     while not saver._saving.tensors[0].is_done():
         time.sleep(0.01)

@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.model_spec import MoEConfig, RopeScaling, model_spec, read_model_spec
-from megatron_dapo.models.weight_map import hf_tensors
+from megatron_dapo.huggingface.model_spec import FAMILIES, MoEConfig, RopeScaling, model_spec, read_model_spec
+from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
+from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
@@ -143,3 +145,8 @@ def test_a_folder_without_a_config_is_an_error_with_the_key(tmp_path):
 @pytest.mark.parametrize(("tp", "padded"), [(1, 131), (2, 132), (4, 132)])
 def test_the_vocabulary_is_padded_to_equal_shares(tp, padded):
     assert model_spec(json.loads(json.dumps(QWEN2)) | {"vocab_size": 131}).padded_vocab_size(tp) == padded
+
+
+def test_families_weight_maps_and_the_page_of_models_name_the_same_architectures():
+    page = (REPOSITORY / "docs" / "models.md").read_text()
+    assert set(re.findall(r"`(\w+ForCausalLM)`", page)) == set(FAMILIES) == set(WEIGHT_MAPS)

@@ -96,7 +96,8 @@ class ActorConfig(Section):
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout step's samples."""
     shuffle: bool = True
-    """Assign groups to mini-batches at random (seeded by `trainer.seed` and the step), not in order of arrival."""
+    """Assign groups to mini-batches at random (seeded by `trainer.seed` and the step), not in the order in which their
+    prompts were drawn."""
     max_tokens_per_microbatch: MayChangeOnResume[PositiveInt] = 16384
     """Hard cap on the packed tokens of one micro-batch on one data-parallel rank."""
     use_dapo: OfBuiltInLoss[bool] = False
