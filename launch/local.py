@@ -98,6 +98,9 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
             code = _watch(servers, ranks, stop)
             end = end_of_code(code)
             return code
+        except UserError as error:
+            end = End(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
+            raise
         except ServerFailure as error:
             log.error("The servers failed: %s", error)
             end = End(EndKind.FAILED, FAILED_EXIT_CODE, error.summary())

@@ -5,10 +5,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.child_environment import COMMON, places_to_write
-from megatron_dapo.common.ends import EndFolder
+from megatron_dapo.common.ends import EndFolder, end_of_code
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, shell_exit_code
 from megatron_dapo.config.schema import Config
 from megatron_dapo.platform.device import is_gpu
@@ -54,10 +55,21 @@ class TrainerRanks:
         codes = [rank.poll() for rank in self._ranks]
         failed = [code for code in codes if code not in _GOOD_ENDS]
         if failed:
+            self._record_killed()
             return shell_exit_code(failed[0])
         if None in codes:
             return self._overdue() if any(code is not None for code in codes) else None
         return max(code for code in codes if code is not None)
+
+    def _record_killed(self) -> None:
+        """Write the records of ranks that a signal ended before they could write their own."""
+        for rank in self._ranks:
+            code = rank.poll()
+            if code is None or code >= 0:
+                continue
+            with suppress(OSError):
+                if self._ends.read(rank.name) is None:
+                    self._ends.write(rank.name, end_of_code(code))
 
     def failure(self) -> str:
         """Return what failed: per failed rank how it ended, its log file and the last lines."""

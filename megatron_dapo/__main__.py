@@ -5,6 +5,7 @@ import faulthandler
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from megatron_dapo.common import ends
@@ -95,6 +96,8 @@ def _train(arguments: argparse.Namespace) -> int:
     except RolloutError as error:  # the same on every rank, and what was done is saved
         ends.record_end(error.end_kind, error.exit_code, f"The rollout failed: {error}")
         if rank == 0:
+            if error.failures:  # an error that nobody foresaw
+                traceback.print_exc()
             print(f"The rollout failed: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_FOR_RANK_0_S)

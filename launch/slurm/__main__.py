@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def wait_command(arguments: argparse.Namespace) -> int:
         print(fault, flush=True)
     kind = EndKind.FAILED if fault else EndKind.DONE
     code = FAILED_EXIT_CODE if fault else 0
-    arguments.plan.ends.write(WAITING, End(kind, code, fault or ""))
+    with suppress(OSError):  # the exit code says it as well
+        arguments.plan.ends.write(WAITING, End(kind, code, fault or ""))
     return code
 
 

@@ -206,7 +206,8 @@ def _task_failures(plan: JobPlan, role: str) -> Iterator[Cause]:
     for node, end in ends(plan, role).items():
         if end.exit_code:
             log = Path(plan.logs) / f"{role}-{node}.log"
-            words = end.sentence if end.kind is EndKind.USER_ERROR else last_error(read_lines(log))
+            sentence = end.sentence if end.kind is EndKind.USER_ERROR else ""
+            words = sentence or last_error(read_lines(log))
             yield Cause(f"{role} on {node} ended with exit code {end.exit_code}: {words}; see {log}", end.kind)
 
 

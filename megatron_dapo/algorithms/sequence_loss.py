@@ -10,7 +10,7 @@ from torch import Tensor
 class LossSequence:
     """The tokens of one response, from the first that the model wrote to the last; every field is [T] float32.
 
-    log_probs: of the policy as it is, with gradient; 0 where the mask is. All other fields are without gradient.
+    log_probs: of the policy as it is, with gradient; 0 where the mask is 0. All other fields are without gradient.
     old_log_probs: of the policy before the update. With one optimizer step per rollout step those of the policy as it
     is. rollout_log_probs: by the server that sampled the token. ref_log_probs: of the reference model, None where there
     is none. advantages: the same for every token, but with an estimator per token. mask: 1 where the model wrote the

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic, uses_kl_in_reward
+from megatron_dapo.config.key_names import ACTOR
 from megatron_dapo.config.keys import known_keys, may_change_on_resume
 from megatron_dapo.config.schema import Config
 
@@ -58,6 +59,8 @@ def matters(change: ConfigChange, now: Config) -> bool:
     """Whether what is learned depends on it. The length of the run does where the learning rate decays over it."""
     if change.key == _STEPS:
         return bool(_decaying(now))
+    if change.key == f"{ACTOR}.calculate_entropy" and now.actor_rollout_ref.actor.loss_function:
+        return True  # the function is given the entropy, or not
     return not may_change_on_resume(change.key)
 
 

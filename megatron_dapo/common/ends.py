@@ -39,6 +39,9 @@ PEER_IS_GONE = re.compile(
 )
 
 
+_WRITE_S = 5.0  # storage may hang, and no end waits for it
+
+
 class EndKind(StrEnum):
     """What ended a process."""
 
@@ -163,7 +166,9 @@ def end_of_error(error: BaseException) -> End:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return end_of_code(code)
-    sentence = " ".join(traceback.format_exception_only(error)[-1].split())
+    lines = traceback.format_exception_only(error)
+    # a syntax error begins with its place; what follows the first line of others are notes
+    sentence = " ".join(lines[-1 if isinstance(error, SyntaxError) else 0].split())
     is_peer_gone = isinstance(error, MissingRanksError) or PEER_IS_GONE.search(sentence)
     kind = EndKind.PEER_LOST if is_peer_gone else EndKind.FAILED
     return End(kind, FAILED_EXIT_CODE, sentence)
@@ -198,7 +203,7 @@ def forget_this_process() -> None:
 
 
 def begin(who: str, folder: EndFolder | None) -> None:
-    """Name this process, and where it writes its end; what a process of this name left there goes.
+    """Name this process, and where it writes its end; what a process of this name and start left there goes.
 
     Does nothing where there is no folder, or one was given before: that of the launcher comes first.
     """
@@ -207,8 +212,9 @@ def begin(who: str, folder: EndFolder | None) -> None:
     _this_process.who = who
     _this_process.folder = folder
     try:
-        folder.forget(who)
-    except OSError as error:
+        if folder.read(who) is not None:
+            folder.forget(who)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{folder.path} cannot be written: {error}", file=sys.stderr)
 
 
@@ -218,8 +224,8 @@ def begin_step(step: int) -> None:
 
 
 def record_end(kind: EndKind, exit_code: int, sentence: str = "") -> None:
-    """Write how this process ends, the first time that this is called; nothing before `begin`. Never raises OSError: no
-    end is held up by a full disk."""
+    """Write how this process ends, the first time that this is called; nothing before `begin`. Never raises OSError,
+    and takes seconds at most: neither a full disk nor storage that hangs holds up an end."""
     write_own_end(End(kind, exit_code, " ".join(sentence.split())))
 
 
@@ -230,10 +236,17 @@ def write_own_end(end: End) -> None:
             return
         _this_process.has_ended = True
     fields = {**asdict(end), "step": _this_process.step}
+    arguments = (_this_process.folder, _this_process.who, End(**fields))
+    writer = threading.Thread(target=_write_or_say, args=arguments, daemon=True)
+    writer.start()
+    writer.join(_WRITE_S)
+
+
+def _write_or_say(folder: EndFolder, who: str, end: End) -> None:
     try:
-        _this_process.folder.write(_this_process.who, End(**fields))
+        folder.write(who, end)
     except OSError as error:
-        print(f"How this process ended cannot be written to {_this_process.folder.path}: {error}", file=sys.stderr)
+        print(f"How this process ended cannot be written to {folder.path}: {error}", file=sys.stderr)
 
 
 def own_folder() -> EndFolder | None:

@@ -34,4 +34,7 @@ def exit_phrase(code: int | None) -> str:
     """Return "ended with exit code 1", "was killed by SIGKILL" or "is still running", for a code of `subprocess`."""
     if code is None:
         return "is still running"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    has_name = -code in {number.value for number in signal.Signals}
+    return f"was killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"

@@ -111,7 +111,8 @@ def group_size(config: Config) -> Iterator[Mistake]:
 def staleness(config: Config) -> Iterator[Mistake]:
     """Refuse samples of earlier weights without a correction: the loss would take wrong log-probs for old."""
     max_staleness = config.actor_rollout_ref.rollout.max_staleness
-    if max_staleness and config.algorithm.rollout_correction.rollout_is == "none":
+    corrects_itself = config.actor_rollout_ref.actor.loss_function is not None  # it is given rollout_log_probs
+    if max_staleness and not corrects_itself and config.algorithm.rollout_correction.rollout_is == "none":
         yield Mistake(
             (f"{ROLLOUT}.max_staleness", f"{CORRECTION}.rollout_is"),
             f"{ROLLOUT}.max_staleness is {max_staleness}, but {CORRECTION}.rollout_is is none, so that groups of "

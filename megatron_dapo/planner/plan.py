@@ -95,7 +95,11 @@ def _techniques(config: Config) -> Iterator[str]:
         "overlong_shaping": soft + (", truncated filtered" if shaping.filter_truncated else ""),
     }
     shown_when_off = {"clip_higher", "token_level_loss"}
-    for name, on in dapo_techniques(config).items():
+    techniques = dapo_techniques(config)
+    if own_loss := config.actor_rollout_ref.actor.loss_function:
+        yield f"{'loss':<17}{own_loss}, in place of clip and aggregation"
+        techniques = {name: on for name, on in techniques.items() if name not in shown_when_off}
+    for name, on in techniques.items():
         detail = f"  ({details[name]})" if on or name in shown_when_off else ""
         yield f"{name.replace('_', ' '):<17}{'on ' if on else 'off'}{detail}".rstrip()
 

@@ -16,9 +16,9 @@ from megatron_dapo.algorithms.dapo_loss import (
     TokenBatch,
     metric_names,
 )
-from megatron_dapo.algorithms.metrics import Sums, stack_maxima, stack_sums, token_mean
+from megatron_dapo.algorithms.metrics import DERIVED, Sums, stack_maxima, stack_sums, token_mean
 from megatron_dapo.algorithms.mismatch import mismatch_sums
-from megatron_dapo.algorithms.sequence_loss import LossSequence, SequenceLossFunction
+from megatron_dapo.algorithms.sequence_loss import LossSequence, SequenceLossAnswer, SequenceLossFunction
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.schema import Config
@@ -28,6 +28,9 @@ from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import compared
 from megatron_dapo.training.schedule import kl_reference
+
+# what `Policy.update` adds to the metrics of the loss
+_OF_THE_UPDATE = ("actor/grad_norm", "actor/lr", "actor/num_optimizer_steps")
 
 
 class MicroBatchLoss(Protocol):
@@ -112,8 +115,10 @@ class SequenceSumLoss:
         count = loss_sum.new_zeros((), dtype=torch.float64)
         own: Sums = {}
         if sequences:
-            loss_sum, number, metrics = self.function(sequences)
+            own_sum, number, metrics = _checked(self.function(sequences))
+            loss_sum = loss_sum + own_sum  # of a plain number or a constant the gradient is 0
             count = _scalar(number, log_probs)
+            torch._assert_async(count == count.round(), f"{LOSS_FUNCTION} must return a whole number as its count")
             own = {name: (_scalar(total, log_probs), _scalar(n, log_probs)) for name, (total, n) in metrics.items()}
         counted = batch.loss_mask != 0
         sums: Sums = {
@@ -125,7 +130,7 @@ class SequenceSumLoss:
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         mismatch, maxima = mismatch_sums(old, batch.rollout_log_probs, compared(batch, self.weight_version))
         sums |= mismatch
-        taken = sorted(sums.keys() & own.keys())
+        taken = sorted({*sums, *maxima, *DERIVED, *_OF_THE_UPDATE} & own.keys())
         if taken:
             raise UserError(f"{LOSS_FUNCTION}: {', '.join(taken)} is a metric of ours; give yours another name.")
         sums |= own
@@ -170,6 +175,29 @@ def _counted_spans(batch: MicroBatch) -> dict[int, slice]:
         if len(places):
             spans[sample_id] = slice(int(places[0]), int(places[-1]) + 1)
     return spans
+
+
+def _checked(answer: Any) -> SequenceLossAnswer:
+    """Return what a loss of the user's own answered. Raises UserError where it is not what was asked for; reads nothing
+    back from the device."""
+    if isinstance(answer, tuple) and len(answer) == 3:
+        loss_sum, number, metrics = answer
+        pairs = list(metrics.values()) if isinstance(metrics, dict) else [None]
+        numbers = [loss_sum, number]
+        for pair in pairs:
+            numbers += pair if isinstance(pair, tuple) and len(pair) == 2 else [None]
+        if all(isinstance(each, int | float) or (isinstance(each, Tensor) and each.ndim == 0) for each in numbers):
+            return loss_sum, number, metrics
+    raise UserError(
+        f"{LOSS_FUNCTION}: the function must return (summed loss, count, metrics), scalars and a dict of name -> "
+        f"(sum, count); it returned {_described(answer)}."
+    )
+
+
+def _described(answer: Any) -> str:
+    if isinstance(answer, tuple):
+        return f"({', '.join(_described(each) for each in answer)})"
+    return f"a tensor of shape {list(answer.shape)}" if isinstance(answer, Tensor) else repr(answer)[:100]
 
 
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dapo.common.errors import MissingRanksError
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.platform.agreement import Agreement, Deadline
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -157,7 +156,7 @@ class WeightSync:
                 num_verified = self._verify(push, confirmed)
                 agreement.leader("resume", self._servers.resume, confirmed, push.deadline)
                 watch.lap("resume")
-            except (WeightSyncError, MissingRanksError):
+            except Exception:  # a rank may be lost between a barrier and its exchange too
                 self._give_up()
                 raise
             self._stage.forget(confirmed)

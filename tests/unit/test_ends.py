@@ -45,11 +45,17 @@ def test_a_record_is_read_as_it_was_written_by_those_of_the_same_start_only(tmp_
         (85, EndKind.SAVED, 85),
         (-9, EndKind.KILLED, 137),
         (-15, EndKind.TERMINATED, 143),
+        (-35, EndKind.KILLED, 163),  # a signal without a name
     ],
 )
 def test_what_a_code_stands_for(code, kind, exit_code):
     end = end_of_code(code)
     assert (end.kind, end.exit_code) == (kind, exit_code)
+
+
+def with_note(error: Exception) -> Exception:
+    error.add_note("while doing x")
+    return error
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,7 @@ def test_what_a_code_stands_for(code, kind, exit_code):
         (MissingRanksError("nobody came"), EndKind.PEER_LOST),
         (SystemExit(2), EndKind.USER_ERROR),
         (SystemExit("a word"), EndKind.FAILED),
+        (with_note(RuntimeError("Connection closed by peer")), EndKind.PEER_LOST),
     ],
 )
 def test_what_an_error_stands_for(error, kind):

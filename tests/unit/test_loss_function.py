@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.checkpointing.config_changes import ConfigChange, matters
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.algorithm_checks import loss_function
+from megatron_dapo.config.algorithm_checks import loss_function, staleness
 from megatron_dapo.config.derived import needs_reference
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.loader import load_config
@@ -13,8 +14,9 @@ from megatron_dapo.config.unused_keys import unused_keys
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
 from megatron_dapo.models.log_prob_head import Scores
+from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.training.losses import load_loss_function, loss_sequences
+from megatron_dapo.training.losses import SequenceSumLoss, load_loss_function, loss_sequences
 from tests import training_checks as checks
 from tests.tiny_models import make_tiny
 
@@ -128,3 +130,55 @@ def test_a_reference_is_there_where_a_path_names_one():
     own = f"{LOSS_FUNCTION}=a.b:c"
     path = "actor_rollout_ref.ref.path=somewhere"
     assert [needs_reference(load_config(None, given)) for given in ([own], [path], [own, path])] == [False, False, True]
+
+
+GOOD = (torch.tensor(-0.5, requires_grad=True), 2, {"own/metric": (1.0, 2)})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        GOOD[:2],
+        (torch.zeros(2), 2, {}),
+        ("loss", 2, {}),
+        (GOOD[0], 2, {"own/metric": 1.0}),
+        (GOOD[0], 2, [("own/metric", 1.0)]),
+        (GOOD[0], None, {}),
+    ],
+)
+def test_an_answer_of_another_form_is_one_sentence_with_the_key(answer):
+    loss = SequenceSumLoss(lambda sequences: answer, 1.0, with_entropy=False)
+    with pytest.raises(UserError, match=f"{LOSS_FUNCTION}: the function must return"):
+        loss.finish(*scores_of_one_sequence())
+
+
+def test_a_plain_number_is_a_loss_without_gradient_and_half_a_count_is_refused():
+    scores, batch = scores_of_one_sequence()
+    loss_sum, count, _ = SequenceSumLoss(lambda sequences: (0.0, 2, {}), 1.0, with_entropy=False).finish(scores, batch)
+    loss_sum.backward()
+    assert (loss_sum.item(), count.item()) == (0.0, 2) and not scores.log_probs.grad.any()
+    with pytest.raises(RuntimeError, match="whole number"):
+        SequenceSumLoss(lambda sequences: (*GOOD[:1], 2.5, {}), 1.0, with_entropy=False).finish(scores, batch)
+
+
+def scores_of_one_sequence() -> tuple:
+    batch = collate([sample(3, [0, 1, 1], 2.0)], pad_multiple=4)
+    return Scores(torch.zeros_like(batch.loss_mask, requires_grad=True), None, None), batch
+
+
+def test_it_may_correct_for_samples_of_earlier_weights_itself():
+    late = "actor_rollout_ref.rollout.max_staleness=2"
+    assert list(staleness(load_config(None, [late])))
+    assert not list(staleness(load_config(None, [late, f"{LOSS_FUNCTION}=a.b:c"])))
+
+
+def test_whether_it_is_given_the_entropy_matters_on_resume():
+    change = ConfigChange(f"{ACTOR}.calculate_entropy", True, False)
+    assert not matters(change, load_config(None, []))
+    assert matters(change, load_config(None, [f"{LOSS_FUNCTION}=a.b:c"]))
+
+
+def test_the_plan_names_it_in_place_of_what_does_not_act():
+    plan = process_plan(load_config(None, [f"{LOSS_FUNCTION}=a.b:c"]))
+    assert "a.b:c, in place of clip and aggregation" in plan
+    assert "clip higher" not in plan and "token level loss" not in plan

@@ -65,11 +65,15 @@ def save(
         objects[generators_name(layout)] = _pickled([generator_states()])
     written = [each for each in slices if each.is_written]
     if background:  # from a GPU a copy; a forked process keeps the host's as they are
-        written = [replace(each, values=each.values.cpu()) for each in written]
+        written = layout.agreement.each(f"copying what {folder} gets", _on_host, written)
     pending = _begin(folder, SliceSavePlanner(written, objects), common, layout, background)
     if not background:
         pending.finish()
     return pending
+
+
+def _on_host(slices: list[TensorSlice]) -> list[TensorSlice]:
+    return [replace(each, values=each.values.cpu()) for each in slices]
 
 
 def _begin(
