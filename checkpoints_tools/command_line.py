@@ -33,8 +33,11 @@ def exit_code(work: Callable[[], int | None]) -> int:
 
 @contextmanager
 def signals_as_exit() -> Iterator[list[signal.Signals]]:
-    """While the block runs Ctrl-C, SIGTERM and SIGHUP end it as `sys.exit` does, so that what is half written goes
-    away, with the shell's code for the signal. One that was ignored (nohup) stays so. Gives the signals that came."""
+    """End the block as `sys.exit` does when Ctrl-C, SIGTERM or SIGHUP comes, with the shell's code for the signal.
+
+    So what is half written is removed. A signal that was ignored before (nohup) stays ignored. Yield the list of the
+    signals that came.
+    """
 
     def end(number: signal.Signals) -> None:
         if len(receiver.received) > 1:  # a second one would break off the removing
@@ -55,7 +58,7 @@ def signals_as_exit() -> Iterator[list[signal.Signals]]:
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """For `type=` of an option: a whole number."""
+    """Return a function for `type=` of an option that takes a whole number of at least `smallest`."""
 
     def whole(text: str) -> int:
         try:
@@ -76,8 +79,10 @@ def no_space(path: object, error: OSError) -> UserError:
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error, if that is a terminal and this is the first process; call what it gives with the number
-    of units done since."""
+    """Show a progress bar on standard error, if that is a terminal and this is the first process.
+
+    Yield a function, which must be called with the number of units done since its last call.
+    """
     if rank() != 0 or not sys.stderr.isatty():
         yield lambda done: None
         return

@@ -44,9 +44,9 @@ class Contents:
 
     @classmethod
     def of(cls, path: Path, verify: bool = False) -> "Contents":
-        """Of a checkpoint folder, or of a torch_dist folder alone. verify: compare checksums too.
+        """Read the contents of a checkpoint folder, or of a torch_dist folder alone.
 
-        Raises UserError where there are no tensors to show.
+        With `verify`, checksums are compared too. Raise UserError where there are no tensors to show.
         """
         if not path.is_dir():
             raise UserError(f"{path} is not a folder here; give the folder of a checkpoint.")

@@ -150,8 +150,11 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 def check_output(path: str | Path, num_bytes: int) -> None:
-    """Before anything large is read: raises UserError where the folder is there, cannot be made, or is too large for
-    its disk."""
+    """Check the output folder before anything large is read.
+
+    Raise UserError where the folder exists already, where it cannot be made, or where its `num_bytes` bytes are too
+    many for its disk.
+    """
     if Path(path).exists():
         raise UserError(f"--output: `{path}` exists already; remove it, or give another folder.")
     parent = Path(os.path.abspath(path)).parent
@@ -169,7 +172,7 @@ def check_output(path: str | Path, num_bytes: int) -> None:
 
 @contextmanager
 def percentage(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar; call what it gives with (bytes done, bytes in all)."""
+    """Show a progress bar, and yield a function, which must be called with (bytes done, bytes in all)."""
     with progress(what, 100, "%") as advance:
         shown = 0.0
 

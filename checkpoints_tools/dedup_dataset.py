@@ -138,7 +138,10 @@ def _check_output(output: Path) -> None:
 
 @contextmanager
 def _only_writer(output: Path) -> Iterator[None]:
-    """Keeps others out while the file is written; what a killed one left of it is removed. Raises UserError."""
+    """Keep other processes out while the file is written, and remove what a process that was killed left of it.
+
+    Raise UserError where another process is writing the file, or where the file must not or cannot be written.
+    """
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     if not lock.try_acquire():
         raise UserError(f"--output {output} is being written by {lock.holder()}; wait for its end, or name another.")
@@ -200,7 +203,10 @@ def _kept(files: Iterator, prompt_key: str, report: Report, advance) -> Iterator
 
 
 def _write(target: BinaryIO, batches: Iterator, schema: pyarrow.Schema, compression: str) -> None:
-    """Row groups of BATCH_ROWS rows: a batch of which a hundredth is kept would make a poor one."""
+    """Write the batches in row groups of at least BATCH_ROWS rows; only the last one may have fewer.
+
+    A batch of which a hundredth is kept would make a poor row group.
+    """
     with pyarrow.parquet.ParquetWriter(target, schema, compression=compression) as writer:
         waiting: list[pyarrow.RecordBatch] = []
         for batch in batches:

@@ -143,7 +143,10 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> Iterable[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterable[str]:
-    """Columns as wide as they need; the first `left` to the left, the others to the right."""
+    """Yield the lines of a table whose columns are as wide as they need to be.
+
+    The first `left` columns are aligned to the left, and the others to the right.
+    """
     widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
     for line in (head, *rows):
         cells = (

@@ -113,7 +113,10 @@ class ConversionRanks:
 
     @contextmanager
     def layout(self, spec: ModelSpec, tp: int | None, pp: int | None) -> "Iterator[ParallelLayout]":
-        """The model-parallel groups that cut the model. Collective; raises UserError for sizes that do not fit."""
+        """Make the model-parallel groups that cut the model, yield them, and release them after the block.
+
+        The call is collective. Raise UserError for sizes that do not fit.
+        """
         from megatron_dapo.platform.parallel import ParallelLayout
 
         tp, pp = choose_sizes(spec, self.world_size, tp, pp)

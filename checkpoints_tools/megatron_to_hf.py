@@ -111,7 +111,7 @@ def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = 
 
 
 def load_model(job: ConversionRanks, folder: Path, spec: ModelSpec, dtype, layout):
-    """This process's part of a checkpoint's model, in a type. Collective."""
+    """Load and return this process's part of a checkpoint's model, in the type `dtype`. The call is collective."""
     from megatron_dapo.checkpointing.torch_dist.loading import load
     from megatron_dapo.models.build import build_model
 

@@ -140,4 +140,4 @@ class _Unknown:
         """Take what the real one takes, and keep nothing."""
 
     def __setstate__(self, state: Any) -> None:
-        """As above."""
+        """Take the state that the real one takes, and keep nothing."""

@@ -219,7 +219,10 @@ def _compare_log_probs(
     expected: "list[torch.Tensor] | None",
     tolerance: float,
 ) -> Comparison:
-    """sequences and expected: on the first process."""
+    """Compare the log-probs of the model with the expected ones, token by token.
+
+    `sequences` and `expected` are given on the first process. The call is collective.
+    """
     import torch
     import torch.distributed as dist
 

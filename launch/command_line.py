@@ -56,8 +56,11 @@ def require_one_node(config: Config) -> None:
 
 @contextmanager
 def show_log(log_file: Path | None) -> Iterator[None]:
-    """While entered, what launch and the supervisor of the servers log goes to standard error, and to log_file where
-    one is given; else standard error, which then is a file itself, has the times."""
+    """Send what launch and the supervisor of the servers log to standard error, while the block runs.
+
+    Send it to `log_file` too, where one is given; each line there has its time. Where none is given, standard error
+    is itself a file, and each line there has its time.
+    """
     timed = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     to_terminal = logging.StreamHandler(sys.stderr)
     to_terminal.setFormatter(logging.Formatter("%(message)s") if log_file else timed)

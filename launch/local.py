@@ -120,8 +120,11 @@ def _record(folder: EndFolder, end: End) -> None:
 
 
 def _wait_for_folder(run: RunFolder) -> None:
-    """Before servers are started in vain, and logs of a run that goes on are written to. Raises UserError where it
-    does."""
+    """Wait until no other run uses the run folder, before servers are started and logs are written.
+
+    Otherwise servers would be started in vain, and the logs of a run that goes on would be written to. Raise UserError
+    where the other run does go on, or the folder cannot be written.
+    """
     lock = RunLock(run.lock)
     lock.acquire()
     lock.release()  # rank 0 takes it for the time of the run

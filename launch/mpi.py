@@ -190,7 +190,7 @@ def _world() -> "Intracomm":
 
 
 def _library() -> str:
-    """As in: Open MPI v5.0.11."""
+    """Return the name and version of the MPI library, for example: Open MPI v5.0.11."""
     return _mpi().Get_library_version().partition(",")[0].strip()
 
 
@@ -208,7 +208,7 @@ def _reserved_port() -> int:
 
 
 def _train(arguments: list[str]) -> None:
-    """As `python -m megatron_dapo train` does, and ends: with SystemExit."""
+    """Run what `python -m megatron_dapo train` runs. It ends with SystemExit."""
     sys.argv = ["megatron_dapo", "train", *arguments]
     runpy.run_module("megatron_dapo", run_name="__main__", alter_sys=True)
 
@@ -249,7 +249,10 @@ def run_and_wait(work: Callable[[], int | None]) -> int:
 
 
 def _all_came(comm: "Intracomm", wait_s: float) -> bool:
-    """Asks again and again: a blocking barrier would keep a core busy."""
+    """Return whether all ranks come here within `wait_s` seconds.
+
+    The function asks again and again, because a blocking barrier would keep a core busy.
+    """
     arrival, deadline = comm.Ibarrier(), time.monotonic() + wait_s
     while not arrival.Test():
         if time.monotonic() > deadline:

@@ -130,8 +130,11 @@ def _config_reference(arguments: argparse.Namespace) -> int:
 
 
 def run_and_end() -> None:
-    """`main`, and the end of this process, whatever it failed of: a thread that waits for storage which hangs, or a
-    library, may hold up the end of the interpreter for ever, and with it the other ranks and the launcher."""
+    """Run `main` and end this process, whatever the cause of a failure.
+
+    A thread that waits for storage which hangs, or a library, may hold up the end of the interpreter for ever, and with
+    it the other ranks and the launcher.
+    """
     end = ends.end_of_code(FAILED_EXIT_CODE)
     try:
         code = main()

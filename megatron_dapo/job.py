@@ -289,7 +289,10 @@ class Job:
 def foreign_samples(
     step: int, mean: float, limit: float, shares: Mapping[int, tuple[float, int]], servers_of: Sequence[tuple[str, ...]]
 ) -> str:
-    """What the user is told, the worst server first. shares: sample_id -> sum of differences, number of tokens."""
+    """Return what the user is told about the servers, the worst one first.
+
+    `shares` maps each sample_id to its sum of differences and its number of tokens.
+    """
     sums: dict[str, list[float]] = {}
     for sample_id, (total, number) in shares.items():
         for server in servers_of[sample_id] or ("a server that the batch does not name",):
@@ -307,7 +310,7 @@ def foreign_samples(
 
 
 def _optimizer_steps(metrics: dict[str, float]) -> int:
-    """Of one update of the policy; none while the critic warms up."""
+    """Return the number of optimizer steps of one update of the policy. It is 0 while the critic warms up."""
     return int(metrics.get("actor/num_optimizer_steps", 0))
 
 
@@ -317,8 +320,10 @@ def _trained(folder: str, part: Policy | Critic) -> TrainedModel:
 
 @contextmanager
 def running_job(config: Config) -> Iterator[Job]:
-    """Joins the process groups, starts the controller, builds the models; takes it all down again, whatever happens.
-    RunStopped ends here."""
+    """Join the process groups, start the controller, build the models and yield the job.
+
+    All of this is taken down again, whatever happens. A RunStopped that the block raises ends here.
+    """
     require_usable_gpus()
     megatron = config.actor_rollout_ref.actor.megatron
     layout = ParallelLayout.initialize(
@@ -339,14 +344,17 @@ def running_job(config: Config) -> Iterator[Job]:
 
 
 def _rollout_timeout_s(config: Config) -> float:
-    """Of a rank that waits for rank 0, while that waits for the rollout."""
+    """Return how many seconds a rank waits for rank 0, while rank 0 waits for the rollout."""
     rollout = config.actor_rollout_ref.rollout
     return max(rollout.step_timeout_s, rollout.server.startup_timeout_s) + _GRACE_S
 
 
 def _watchdog(config: Config, layout: ParallelLayout, run: RunFolder) -> Watchdog:
-    """Phases that compute may take as long as a collective may, from one micro-batch to the next; a push of weights
-    twice its deadline, which begins when all ranks have come; all others as long as the rollout."""
+    """Return the watchdog of this rank, with the seconds that each phase may take.
+
+    Phases that compute may take as long as a collective may, from one micro-batch to the next. A push of weights may
+    take twice its deadline, which begins when all ranks have come. All other phases may take as long as the rollout.
+    """
     timeout_s = config.actor_rollout_ref.actor.megatron.timeout_s
     limits = dict.fromkeys(_COMPUTING, timeout_s) | {"weight_sync": 2 * config.weight_sync.timeout_s + _HANG_MARGIN_S}
     return Watchdog(layout.agreement, run.logs / "hang", limits, _rollout_timeout_s(config), timeout_s)

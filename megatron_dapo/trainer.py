@@ -5,8 +5,11 @@ from megatron_dapo.job import running_job
 
 
 def train(config: Config) -> bool:
-    """The whole run, or what is left of it. One call per rank, under torchrun or `launch.local`. Returns False where it
-    was asked to stop before its last step: then everything is saved, and it can go on."""
+    """Train for the whole run, or for what is left of it. Each rank calls this once, under torchrun or `launch.local`.
+
+    Return True when the last step is done. Return False where the run was asked to stop before its last step: then
+    everything is saved, and the run can go on.
+    """
     with running_job(config) as job:
         job.wait_for_rollout()
         start = job.checkpoints.restore()  # the steps that are done

@@ -240,7 +240,7 @@ class Preflight:
         return self._config.actor_rollout_ref.rollout.server.host
 
     def _http(self) -> None:
-        """Every trainer node fetches a page from every server node, at the servers' first port."""
+        """Let every trainer node fetch a page from every server node, at the servers' first port."""
         nodes = self._nodes
         if not self._starts_servers:
             self._given_servers()

@@ -130,7 +130,7 @@ _CURES = {
 
 
 def _without_pairs(failures: Mapping[int, str], trainers: Sequence[int]) -> list[int]:
-    """Of two nodes: the one that failed by itself, or both."""
+    """Return which of two nodes is at fault: the one that failed by itself, or both."""
     return [index for index, error in failures.items() if error != OTHERS] or list(trainers)
 
 
@@ -188,7 +188,10 @@ class _Probe:
         return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
 
     def culprits(self, rounds: Sequence[AllReduceRanks], floor: float) -> list[int]:
-        """All-reduces between pairs of trainer nodes, many at a time. Collective over all nodes."""
+        """Return the nodes at fault, found by all-reduces between pairs of trainer nodes, many pairs at a time.
+
+        The call is collective over all nodes.
+        """
         speeds: dict[tuple[int, int], float] = {}
         for number, pairs in zip(range(_PAIR_ROUNDS), pairings(len(self._trainers)), strict=False):
             members = [[self._trainers[place] for place in pair] for pair in pairs]

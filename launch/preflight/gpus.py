@@ -161,7 +161,10 @@ def cuda_compiler() -> Result:
 
 
 def _scheme() -> str:
-    """Debian's own Python names a scheme whose headers' folder is empty; Triton passes over it too."""
+    """Return the name of the installation scheme whose folder of headers holds Python's headers.
+
+    Debian's own Python names a scheme whose folder of headers is empty; Triton does not use that scheme either.
+    """
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 

@@ -14,7 +14,7 @@ class Listener:
     """Answers every GET with the token, until it is closed."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
-        """port 0: a free one. Raises OSError where it cannot listen."""
+        """Listen at the host and the port. Port 0 means a free one. Raise OSError where this cannot listen."""
         self._server = ThreadingHTTPServer((host, port), _handler(token))
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()

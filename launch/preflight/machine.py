@@ -37,7 +37,7 @@ class Result:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that must be equal on all nodes."""
+    """Return the versions of everything that must be equal on all nodes."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
@@ -136,11 +136,14 @@ class SharedFolder:
         self._is_new = not self.folder.exists()
 
     def write(self) -> str | None:
-        """Node 0's part, first; the problem, if there is one."""
+        """Do node 0's part, which comes first: write its file. Return the problem, if there is one."""
         return self._add(0)
 
     def check(self, index: int, first: str) -> Result:
-        """first: name of node 0. Waits a while for its file."""
+        """Check that this node sees node 0's file, and that it can add its own.
+
+        The check waits a while (`_SHARED_S` seconds) for node 0's file. `first` is the name of node 0.
+        """
         first_file, deadline = self._file(0), time.monotonic() + _SHARED_S
         while not self._is_token(first_file):
             if time.monotonic() > deadline:
@@ -154,7 +157,7 @@ class SharedFolder:
         return Result(str(self.folder), problem)
 
     def clean(self) -> None:
-        """Node 0's part, last."""
+        """Do node 0's part, which comes last: remove the files, and the folder where it is new and empty."""
         for file in self.folder.glob(f".preflight-{self._token}-*"):
             file.unlink(missing_ok=True)
         if self._is_new and not any(self.folder.iterdir()):

@@ -89,7 +89,10 @@ class PreflightNodes:
         return error
 
     def leave(self) -> None:
-        """Node 0 goes last. Raises nothing: the verdict is out."""
+        """Tell the other nodes that this one leaves; node 0 goes last.
+
+        Nothing is raised here, because the verdict is already known.
+        """
         try:
             self.store.set(f"left/{self.index}", "1")
             deadline = time.monotonic() + _LEAVE_S

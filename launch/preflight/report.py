@@ -8,7 +8,10 @@ _SHOWN_NODES = 4
 
 
 def table(findings: Sequence[NodeFinding], names: Sequence[str]) -> str:
-    """Nodes that found the same share a line. findings: in the order of the checks. names: of all nodes."""
+    """Return the table of the findings. Nodes that found the same share a line.
+
+    `findings` are in the order of the checks. `names` are the names of all nodes.
+    """
     rows: dict[tuple[str, str, bool], list[str]] = {}
     for finding in findings:
         rows.setdefault((finding.check, finding.found, finding.problem is None), []).append(finding.node)

@@ -167,7 +167,10 @@ def interface_towards(host: str) -> str | None:
 
 
 def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str | None:
-    """Name of the interface with an address; IPv6 ones are listed with their scope (fe80::1%eth0)."""
+    """Return the name of the interface that has the address, or None where no interface has it.
+
+    IPv6 addresses are listed with their scope (fe80::1%eth0).
+    """
     for name, addresses in interfaces.items():
         if address in (known.partition("%")[0] for known in addresses):
             return name
@@ -175,7 +178,10 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str |
 
 
 def raise_limits() -> str:
-    """Open files, locked memory (RDMA) and processes as far as this user may; in words."""
+    """Raise the limits of open files, locked memory (RDMA) and processes as far as this user may.
+
+    Return the new limits in words.
+    """
     words = []
     kinds = (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK))
     for name, kind in (*kinds, ("processes", resource.RLIMIT_NPROC)):

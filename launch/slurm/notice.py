@@ -18,8 +18,11 @@ _SAVE_S = 600.0  # the last checkpoint, which is waited for, on slow storage
 
 
 def rest_of_a_step(config: Config) -> float | None:
-    """Seconds, at most: sampling ends when a stop is asked for, but the update does not. Of a step of samples of full
-    length; None where the model's sizes are not here."""
+    """Return how many seconds a step and its save still take, at most, after a stop is asked for.
+
+    Sampling ends when a stop is asked for, but the update does not. The step is one whose samples have full length.
+    Return None where the model's sizes are not on this machine.
+    """
     specs = read_model_specs(config)
     if specs is None:
         return None
@@ -34,7 +37,11 @@ def rest_of_a_step(config: Config) -> float | None:
 
 
 def notice_line(config: Config, notice_s: int | None) -> str | None:
-    """For the plan. notice_s: seconds before the limit at which Slurm tells the script; None where nothing is known."""
+    """Return the line of the plan that compares Slurm's notice with the time that the run needs.
+
+    `notice_s` is how many seconds before the time limit Slurm tells the script; it is None where that is not known.
+    Return None where one of the two times is not known.
+    """
     needed_s = rest_of_a_step(config)
     if notice_s is None or needed_s is None:
         return None

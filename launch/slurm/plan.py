@@ -51,7 +51,7 @@ class Allocation:
 
     @classmethod
     def imagined(cls, config: Config) -> "Allocation":
-        """Of a job that asked for what the config needs, for a dry run outside of Slurm."""
+        """Return the nodes of a job that asked for what the config needs, for a dry run outside of Slurm."""
         return cls(0, tuple(f"node{i}" for i in range(1, sum(num_nodes(config)) + 1)))
 
     @property
@@ -90,7 +90,7 @@ class JobPlan:
 
     @property
     def ends(self) -> EndFolder:
-        """How the processes of this attempt ended."""
+        """Return the folder that records how the processes of this attempt ended."""
         return EndFolder(RunFolder(Path(self.run)).ends, start=self.logs)
 
     @property
@@ -152,7 +152,10 @@ class JobPlan:
         yield from ("--first-port", str(self.port(_SERVER_PORT)), "--log-dir", self.logs)
 
     def _trainer(self, index: int, _: str) -> Iterator[str]:
-        """A static rendezvous: rank 0 is on the first node, and no node looks for itself among equal names."""
+        """Yield the arguments that start a trainer node's ranks with a static rendezvous.
+
+        Rank 0 is on the first node, and no node looks for itself among equal names.
+        """
         yield from ("launch.torchrun", f"--nnodes={len(self.trainer_nodes)}", f"--node-rank={index}")
         yield from (f"--nproc-per-node={self.n_procs_per_node}", "--max-restarts=0")
         yield from (f"--master-addr={self.trainer_nodes[0]}", f"--master-port={self.port(_TRAINER_PORT)}")

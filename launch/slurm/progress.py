@@ -22,7 +22,10 @@ BEGINNING = Progress()
 
 
 def progress(run: str) -> Progress:
-    """Of the newest checkpoint by its name; whether it is whole, the trainer finds out."""
+    """Return the progress of the checkpoint that is the newest by its name.
+
+    The trainer finds out whether that checkpoint is whole.
+    """
     folders = newest_first(RunFolder(Path(run)).checkpoints)
     if not folders:
         return BEGINNING

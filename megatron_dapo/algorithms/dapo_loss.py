@@ -32,12 +32,12 @@ class LossConfig:
 
     @property
     def sends_entropy_backward(self) -> bool:
-        """Whether the loss depends on the entropy, and is not only reported beside it."""
+        """Return whether the loss depends on the entropy, which otherwise is at most reported beside it."""
         return self.report_entropy and self.entropy_coef != 0.0
 
     @property
     def use_full_kl(self) -> bool:
-        """Whether the KL loss is the one over the whole vocabulary, which the caller computes."""
+        """Return whether the KL loss is the one over the whole vocabulary, which the caller computes."""
         return self.use_kl_loss and self.kl_loss_type == FULL_KL
 
 

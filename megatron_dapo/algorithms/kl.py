@@ -39,7 +39,7 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Nothing to learn from it."""
+        """Do nothing, because a constant coefficient does not depend on the KL."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -57,7 +57,7 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """After a step whose num_samples responses had the mean KL current_kl."""
+        """Adapt the coefficient after a step whose num_samples responses had the mean KL current_kl."""
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self.horizon
 

@@ -27,21 +27,22 @@ class ConfigChange:
 
 
 def config_to_plain(config: Config) -> dict:
-    """The tree as a checkpoint holds it, with what a null that another key decides stands for."""
+    """Return the tree as a checkpoint holds it. A null that another key decides is replaced by what it stands for."""
     plain = config.model_dump(mode="json")
     plain["algorithm"]["use_kl_in_reward"] = uses_kl_in_reward(config)
     return plain
 
 
 def config_hash(config: Config) -> str:
-    """The same for equal configs, on any machine."""
+    """Return a hash that is the same for equal configs, on any machine."""
     return hashlib.sha256(json.dumps(config_to_plain(config), sort_keys=True).encode()).hexdigest()
 
 
 def config_changes(before: dict, now: Config) -> list[ConfigChange]:
-    """Every key that differs. before: `config_to_plain` of the run that wrote the checkpoint.
+    """Return every key that differs. before: `config_to_plain` of the run that wrote the checkpoint.
 
-    A key that this version of the program has and the other had not, at its default, is no difference.
+    A key that this version of the program has and the other version did not have is no difference while it is at its
+    default.
     """
     old, new, defaults = _leaves(before), _leaves(config_to_plain(now)), _leaves(config_to_plain(Config()))
     changes = [ConfigChange(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
@@ -56,7 +57,10 @@ def check_changes(changes: list[ConfigChange], now: Config, accepted: Collection
 
 
 def matters(change: ConfigChange, now: Config) -> bool:
-    """Whether what is learned depends on it. The length of the run does where the learning rate decays over it."""
+    """Return whether what is learned depends on the change.
+
+    The length of the run matters where the learning rate decays over it.
+    """
     if change.key == _STEPS:
         return bool(_decaying(now))
     if change.key == f"{ACTOR}.calculate_entropy" and now.actor_rollout_ref.actor.loss_function:
@@ -65,7 +69,7 @@ def matters(change: ConfigChange, now: Config) -> bool:
 
 
 def _decaying(config: Config) -> list[str]:
-    """Keys that make a learning rate depend on the length of the run."""
+    """Return the keys that make a learning rate depend on the length of the run."""
     optims = {"actor_rollout_ref.actor.optim": config.actor_rollout_ref.actor.optim}
     if uses_critic(config):
         optims["critic.optim"] = config.critic.optim
@@ -88,7 +92,7 @@ def _refusal(change: ConfigChange, now: Config, accepted: Collection[str], sourc
 
 
 def _leaves(tree: dict, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> value as JSON."""
+    """Return the leaves of the tree: dotted key -> value as JSON."""
     leaves: dict[str, str] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"

@@ -47,7 +47,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files together."""
+        """Return the size of all files together, in bytes."""
         return sum(record.size for record in self.files.values())
 
 
@@ -63,7 +63,7 @@ class Verdict:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no damage."""
+        """Return whether there is no damage."""
         return not self.damage
 
     def with_damage(self, more: Iterable[str]) -> "Verdict":

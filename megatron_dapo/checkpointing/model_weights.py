@@ -44,8 +44,11 @@ def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) ->
 
 
 def _require_complete(folder: Path) -> None:
-    """By the names and sizes of its files: checksums are compared by `verify_checkpoint`, since a training checkpoint's
-    optimizer lies in the same files as its model."""
+    """Raise UserError where the checkpoint is damaged, judged by the names and sizes of its files.
+
+    Checksums are compared by `verify_checkpoint`, since a training checkpoint's optimizer lies in the same files as its
+    model.
+    """
     read_manifest(folder)
     verdict = verify(folder, contents=False)
     if not verdict.is_whole:

@@ -266,7 +266,7 @@ class RunCheckpoints:
 
     @property
     def _rollout(self) -> Rollout:
-        """Asked for on rank 0 only."""
+        """Return the rollout. Only rank 0 asks for it."""
         assert self._trained.rollout is not None, "rank 0 has the rollout"
         return self._trained.rollout
 

@@ -27,7 +27,7 @@ _MAX_TMPDIR_BYTES = 107 - len("/tmp01234567")
 
 
 def set_rank_defaults(environment: MutableMapping[str, str]) -> None:
-    """What a rank of the trainer is better off with on a GPU, before it imports torch; what the user has set stays.
+    """Set what a rank of the trainer is better off with on a GPU, before it imports torch. What the user has set stays.
 
     One connection to the device: kernels start in the order in which they were asked for, so that Megatron's
     collectives begin before the products that are to hide them. Expandable segments: micro-batches differ in length,
@@ -58,7 +58,10 @@ def has_room_for_sockets(folder: str | Path) -> bool:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """On this node's own disk, kept for later jobs of the same user, and no one else's: what lies in it is run."""
+    """Return a folder on this node's own disk, made where it is missing and kept for later jobs of the same user.
+
+    It belongs to no one else, because programs run what lies in it. Raises UserError where there can be no such folder.
+    """
     folder = Path(environment.get("TMPDIR") or "/tmp") / f"megatron_dapo-{_user()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -70,12 +70,12 @@ class EndKind(StrEnum):
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing went wrong in the process."""
+        """Return whether nothing went wrong in the process."""
         return self in (EndKind.DONE, EndKind.SAVED)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it follows from the end of another process."""
+        """Return whether this end follows from the end of another process."""
         return self in (EndKind.PEER_LOST, EndKind.TERMINATED)
 
 
@@ -230,7 +230,7 @@ def record_end(kind: EndKind, exit_code: int, sentence: str = "") -> None:
 
 
 def write_own_end(end: End) -> None:
-    """As `record_end`, of an end that is made already."""
+    """Do the same as `record_end`, with an end that is made already."""
     with _this_process.lock:
         if _this_process.folder is None or _this_process.has_ended:
             return

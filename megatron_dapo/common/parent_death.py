@@ -21,8 +21,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def watch_parent(interval_s: float = 1.0) -> None:
-    """As `end_with_parent`, a second later, for a parent that may have started us in a thread which it ends before: an
-    MPI launcher."""
+    """Start a thread that kills this process within about interval_s seconds after its parent ends.
+
+    This is for a parent that may have started us in a thread that ends before the parent does, such as an MPI launcher:
+    there `end_with_parent` would act too early.
+    """
     threading.Thread(target=_end_after, args=(os.getppid(), interval_s), name="parent-watch", daemon=True).start()
 
 

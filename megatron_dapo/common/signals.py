@@ -119,7 +119,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that the first of the signals ended."""
+        """Return the exit code of a process that the first of the signals ended."""
         assert self.received is not None
         return signal_exit_code(self.received)
 

@@ -59,8 +59,9 @@ def gen_batches(config: Config) -> Iterator[Mistake]:
 
 
 def masking(config: Config) -> Iterator[Mistake]:
-    """Of form mask, a step is one gen batch, and as large as the training batch. What limits the number of gen batches
-    may stay as it is for the other form."""
+    """Yield a mistake where form mask has nothing to mask, or where a gen batch is not as large as the training batch:
+    with form mask, a step is one gen batch. The key that limits the number of gen batches may keep its value for the
+    other form."""
     if config.algorithm.dapo.dynamic_sampling.form != "mask":
         return
     if not uses_filter_mode(config):
@@ -234,7 +235,7 @@ def experience_replay(config: Config) -> Iterator[Mistake]:
 
 
 def _replayed_groups(config: Config) -> Iterator[Mistake]:
-    """Of the groups that borrow a trajectory, and the pool that lends it."""
+    """Yield the mistakes of the groups that borrow a trajectory, and of the pool that lends it."""
     keys, data, n = config.exp_manager.experience_replay, config.data, config.actor_rollout_ref.rollout.n
     estimator, size = config.algorithm.adv_estimator, gen_batch_size(config)
     if estimator in ("gae", "reinforce_plus_plus"):

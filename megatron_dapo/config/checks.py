@@ -175,7 +175,8 @@ def checkpoints(config: Config) -> Iterator[Mistake]:
 
 
 def run_folder_name(config: Config) -> Iterator[Mistake]:
-    """The run folder is below runs/, so the name must not lead out of it."""
+    """Yield a mistake where the experiment's name is no name of a folder below runs/: the run folder is there, so the
+    name must not lead out of it."""
     name = config.trainer.experiment_name
     parts = name.split("/")
     if {"", ".", ".."}.isdisjoint(parts) and name.isprintable() and max(len(part.encode()) for part in parts) <= 200:

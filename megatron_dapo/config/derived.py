@@ -43,26 +43,27 @@ def parallel_sizes(config: Config) -> ParallelSizes:
 
 
 def world_size(config: Config) -> int:
-    """Trainer ranks."""
+    """Return the number of trainer ranks."""
     return config.trainer.nnodes * config.trainer.n_procs_per_node
 
 
 def has_given_servers(config: Config) -> bool:
-    """Whether servers run already, so that launch/ starts none."""
+    """Return whether the config names servers that run already, so that launch/ starts none."""
     rollout = config.actor_rollout_ref.rollout
     return bool(rollout.server_urls or rollout.server_urls_file)
 
 
 def starts_servers(config: Config) -> bool:
-    """Whether the run needs servers that launch/ starts: none are given, and no dumped batches stand for them.
+    """Return whether launch/ starts servers for the run: none are given, and no dumped batches stand for them.
 
-    Of the config as the user gave it: what a Slurm job's processes read names the job's own servers in a file.
+    The answer holds for the config as the user gave it: the config that a Slurm job's processes read names the job's
+    own servers in a file.
     """
     return not config.trainer.replay and not has_given_servers(config)
 
 
 def is_server_url(text: str) -> bool:
-    """Whether it is of the form http://host:port, without a user, a password or anything behind the port."""
+    """Return whether a text is of the form http://host:port, without a user, a password or anything behind the port."""
     try:
         parts = urlsplit(text)
         is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment) and "@" not in parts.netloc
@@ -72,13 +73,13 @@ def is_server_url(text: str) -> bool:
 
 
 def servers_per_node(config: Config) -> int:
-    """SGLang servers that one node starts: all of them where there are no server nodes."""
+    """Return how many SGLang servers one node starts: all of them where there are no server nodes."""
     server = config.actor_rollout_ref.rollout.server
     return server.num_servers // max(1, server.nnodes)
 
 
 def gen_batch_size(config: Config) -> int:
-    """Prompts per gen batch."""
+    """Return the number of prompts per gen batch."""
     return config.data.gen_batch_size or config.data.train_batch_size
 
 
@@ -91,13 +92,15 @@ FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 
 def tokens_multiple(config: Config) -> int:
-    """What each rank's slice of a micro-batch is padded to a multiple of: 1 but for FP8."""
+    """Return the number of tokens to a multiple of which each rank's slice of a micro-batch is padded; it is 1 without
+    FP8."""
     megatron = config.actor_rollout_ref.actor.megatron
     return 1 if megatron.fp8 == "none" else FP8_TOKENS[megatron.fp8_recipe]
 
 
 def longest_micro_batch_sample(config: Config) -> int:
-    """Tokens that the longest sample fills in a micro-batch, with the padding that sequence parallelism and FP8 ask."""
+    """Return how many tokens the longest sample fills in a micro-batch, with the padding that sequence parallelism and
+    FP8 ask for."""
     megatron = config.actor_rollout_ref.actor.megatron
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     multiple = slices * tokens_multiple(config)
@@ -110,7 +113,7 @@ def log_prob_chunk_size(config: Config, *, on_gpu: bool) -> int:
 
 
 def num_mini_batches(config: Config) -> int:
-    """Mini-batches that one rollout step's samples are cut into."""
+    """Return the number of mini-batches that the samples of one rollout step are cut into."""
     return config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
@@ -119,7 +122,7 @@ def num_optimizer_steps_per_rollout_step(config: Config) -> int:
 
 
 def uses_critic(config: Config) -> bool:
-    """True where the advantages need values: only then a critic is built."""
+    """Return whether the advantages need values: only then a critic is built."""
     return config.algorithm.adv_estimator == "gae"
 
 
@@ -133,7 +136,7 @@ class CriticBatching:
 
 
 def critic_batching(config: Config) -> CriticBatching:
-    """What the section `critic` says, and where it says nothing, the actor."""
+    """Return what the section `critic` says, and for each key that it leaves out, what the actor's section says."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
     return CriticBatching(
         critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
@@ -143,12 +146,12 @@ def critic_batching(config: Config) -> CriticBatching:
 
 
 def critic_path(config: Config) -> str:
-    """Checkpoint that the critic starts from."""
+    """Return the path of the checkpoint that the critic starts from."""
     return config.critic.model.path or config.actor_rollout_ref.model.path
 
 
 def effective_clip(config: Config) -> tuple[float, float]:
-    """(low, high) of the policy loss: the ratio is clipped to [1 - low, 1 + high]."""
+    """Return (low, high) of the policy loss, which clips the ratio to [1 - low, 1 + high]."""
     actor = config.actor_rollout_ref.actor
     sides = (actor.clip_ratio_low, actor.clip_ratio_high) if actor.use_dapo else (None, None)
     low, high = (actor.clip_ratio if side is None else side for side in sides)
@@ -156,7 +159,7 @@ def effective_clip(config: Config) -> tuple[float, float]:
 
 
 def clip_keys(config: Config) -> tuple[str, str]:
-    """The keys that `effective_clip` takes (low, high) from."""
+    """Return the names of the two keys that `effective_clip` takes (low, high) from."""
     actor = config.actor_rollout_ref.actor
     names = [
         name if actor.use_dapo and getattr(actor, name) is not None else "clip_ratio"
@@ -176,7 +179,8 @@ def uses_kl_loss(config: Config) -> bool:
 
 
 def uses_kl_in_reward(config: Config) -> bool:
-    """Whether the rewards have a KL penalty in them: where a coefficient is given, unless it is switched off."""
+    """Return whether the rewards have a KL penalty in them: they do where a coefficient is given, unless the penalty is
+    switched off."""
     return config.algorithm.use_kl_in_reward is not False and config.algorithm.kl_ctrl.kl_coef != 0.0
 
 
@@ -185,44 +189,45 @@ def uses_full_kl_in_reward(config: Config) -> bool:
 
 
 def uses_full_kl(config: Config) -> bool:
-    """Whether some KL is over the whole vocabulary: then the reference's hidden states are kept until the update."""
+    """Return whether some KL is over the whole vocabulary: then the reference's hidden states are kept until the
+    update."""
     in_loss = uses_kl_loss(config) and config.actor_rollout_ref.actor.kl_loss_type == "full"
     return in_loss or uses_full_kl_in_reward(config)
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Whether the log-probs before the update are computed; with one optimizer step they are the current ones, but for
-    replayed tokens. A critic, which learns first, must not learn from samples that `max_mismatch` refuses."""
+    """Return whether the log-probs before the update are computed. With one optimizer step they are the current ones,
+    except for replayed tokens. A critic learns first, and must not learn from samples that `max_mismatch` refuses."""
     several_steps = num_optimizer_steps_per_rollout_step(config) > 1
     refuses_first = uses_critic(config) and config.algorithm.rollout_correction.max_mismatch is not None
     return several_steps or uses_kl_in_reward(config) or uses_experience_replay(config) or refuses_first
 
 
 def needs_reference(config: Config) -> bool:
-    """True where some KL coefficient is non-zero, or a loss of the user's own is given a reference: only then the
-    reference model is built."""
+    """Return whether the reference model is built: only where some KL coefficient is non-zero, or where a loss of the
+    user's own is given a reference."""
     return uses_kl_loss(config) or uses_kl_in_reward(config) or has_reference_for_own_loss(config)
 
 
 def has_reference_for_own_loss(config: Config) -> bool:
-    """Whether `actor.loss_function` gets log-probs of a reference model: where a path names one."""
+    """Return whether `actor.loss_function` gets log-probs of a reference model: it does where a path names one."""
     references = config.actor_rollout_ref
     return references.actor.loss_function is not None and references.ref.path is not None
 
 
 def uses_filter_mode(config: Config) -> bool:
-    """True where groups without signal are found by `dapo.dynamic_sampling`."""
+    """Return whether `dapo.dynamic_sampling` finds the groups without signal."""
     dapo = config.algorithm.dapo
     return dapo.enable and dapo.dynamic_sampling.enable and dapo.dynamic_sampling.filter_mode != "none"
 
 
 def uses_dynamic_sampling(config: Config) -> bool:
-    """True where groups without signal are replaced or masked, found in either way."""
+    """Return whether groups without signal are replaced or masked, whichever way they are found."""
     return uses_filter_mode(config) or config.algorithm.filter_groups.enable
 
 
 def uses_overlong_shaping(config: Config) -> bool:
-    """True where truncated or over-long responses are punished or filtered."""
+    """Return whether truncated or over-long responses are punished or filtered."""
     dapo, shaping = config.algorithm.dapo, config.algorithm.dapo.overlong_reward_shaping
     soft = shaping.buffer_len > 0 and shaping.penalty_factor > 0.0
     hard = shaping.buffer_len == 0 and shaping.truncation_penalty != 0.0
@@ -230,7 +235,8 @@ def uses_overlong_shaping(config: Config) -> bool:
 
 
 def dapo_techniques(config: Config) -> dict[str, bool]:
-    """The four techniques of DAPO (arXiv 2503.14476, section 3): which of them act under this config."""
+    """Return, by the name of each of the four techniques of DAPO (arXiv 2503.14476, section 3), whether it acts under
+    this config."""
     low, high = effective_clip(config)
     return {
         "clip_higher": high > low,

@@ -63,7 +63,7 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """True where any unquoted override text is a value as it stands."""
+        """Return whether any unquoted override text is a value as it stands."""
         return self.annotation is str or set(get_args(self.annotation)) == {str, type(None)}
 
     @property
@@ -72,25 +72,26 @@ class Key:
 
     @property
     def is_mapping(self) -> bool:
-        """True where the key holds free names of its own, such as the keyword arguments of a reward function."""
+        """Return whether the key holds free names of its own, such as the keyword arguments of a reward function."""
         return get_origin(self.annotation) is dict
 
 
 @cache
 def known_keys() -> dict[str, Key]:
-    """Dotted name -> key, in the order of the schema."""
+    """Return the keys by their dotted names, in the order of the schema."""
     return {key.name: key for key in _leaves(Config, "", FieldRules())}
 
 
 @cache
 def known_sections() -> dict[str, type[Section]]:
-    """Dotted name -> section class, in the order of the schema; the whole tree is ""."""
+    """Return the section classes by their dotted names, in the order of the schema; the name of the whole tree is
+    ""."""
     return {name: section for name, section, _ in _sections(Config, "", FieldRules())}
 
 
 @cache
 def section_rules() -> dict[str, FieldRules]:
-    """Dotted name of a section -> the rules of all its keys."""
+    """Return, by the dotted name of each section, the rules of all its keys."""
     return {name: rules for name, _, rules in _sections(Config, "", FieldRules())}
 
 
@@ -114,7 +115,7 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def canonical(name: str) -> str:
-    """The dotted name that the schema has for a name, which may begin with another spelling of ALIASES."""
+    """Return the dotted name that the schema has for a name, which may begin with another spelling of ALIASES."""
     for alias, meant in ALIASES.items():
         if name == alias or name.startswith(f"{alias}."):
             return meant + name[len(alias) :]
@@ -180,7 +181,7 @@ def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 def _in_words(annotation: Any, metadata: Sequence[Any] = (), plural: bool = False) -> str:
-    """Words for a type and its bounds: `PositiveInt | None` -> "a whole number > 0, or null"."""
+    """Return the words for a type and its bounds: `PositiveInt | None` becomes "a whole number > 0, or null"."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _in_words(args[0], [m for arg in args[1:] for m in _constraints(arg)], plural)

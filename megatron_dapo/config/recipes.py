@@ -9,7 +9,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "configs"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """--config FILE or --config-name NAME, not both; either way `arguments.config` is a path, or None."""
+    """Add the options --config FILE and --config-name NAME, which exclude each other. Either way `arguments.config` is
+    a path, or None where neither is given."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--config", metavar="FILE", help="YAML file; without it every key has its default")
     either.add_argument(
@@ -18,7 +19,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(name: str) -> str:
-    """Path of configs/NAME.yaml. Raises ArgumentTypeError naming the recipes there are."""
+    """Return the path of configs/NAME.yaml. Raises ArgumentTypeError, which names the recipes that there are."""
     known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name in known:
         return str(RECIPES / f"{name}.yaml")

@@ -117,7 +117,8 @@ def multi_turn(config: Config) -> Iterator[Mistake]:
 
 
 def variable_names(key: str, names: Sequence[str]) -> Iterator[Mistake]:
-    """What is no name may be a value, which is not shown."""
+    """Yield a mistake for each entry that is no name of an environment variable. The mistake does not show the entry,
+    which may be a value."""
     for number, name in enumerate(names):
         if not _VARIABLE.fullmatch(name):
             yield Mistake(
@@ -186,7 +187,8 @@ def _value_of(option: str, arguments: list[str]) -> str | None:
 
 
 def own_host(config: Config) -> Iterator[Mistake]:
-    """Where servers are on the trainer's machine, they bind to an address of it."""
+    """Yield a mistake where servers are to run on the trainer's machine, but cannot bind to their host as an address of
+    it."""
     server = config.actor_rollout_ref.rollout.server
     if server.nnodes or not starts_servers(config):
         return

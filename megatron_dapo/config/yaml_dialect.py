@@ -28,9 +28,10 @@ class YamlMistake(ValueError):
 
 
 def parse_yaml(text: str) -> tuple[Any, list[str]]:
-    """One document -> (plain dict, list, str, int, float, bool or None; a phrase per key that stands twice).
+    """Return the value of one document, and a phrase for each key that stands twice.
 
-    Mapping keys become text. Of a key that stands twice the first value is kept. Raises YamlMistake.
+    The value is a plain dict, list, str, int, float, bool or None. Mapping keys become text. Where a key stands twice,
+    its first value is kept. Raises YamlMistake.
     """
     duplicates: list[str] = []
     try:

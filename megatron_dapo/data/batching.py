@@ -39,12 +39,12 @@ class TrainSample:
 
     @property
     def length(self) -> int:
-        """Tokens, the prompt's included."""
+        """Return the number of tokens, with those of the prompt."""
         return len(self.tokens)
 
     @property
     def earned(self) -> "SampleReward":
-        """What an estimate over its group needs of it."""
+        """Return what an estimate over the sample's group needs of the sample."""
         return SampleReward(self.uid, self.reward, self.baseline_reward, self.keep)
 
 

@@ -177,12 +177,12 @@ class MicroBatch:
 
     @property
     def num_counted(self) -> int:
-        """Tokens with loss, known without asking the device."""
+        """Return the number of tokens with loss, which is known without asking the device."""
         return len(self.counted_rows)
 
     @property
     def is_packed(self) -> bool:
-        """Whether its samples stand one after the other in one row."""
+        """Return whether the samples stand one after the other in one row."""
         return self.cu_seqlens is not None
 
     def to(self, device: torch.device | str) -> "MicroBatch":

@@ -33,7 +33,7 @@ class FileReport:
 
     @property
     def num_kept(self) -> int:
-        """Rows that are prompts of the data set."""
+        """Return the number of rows that are prompts of the data set."""
         return self.num_rows - self.num_duplicates - self.num_conflicting - self.num_overlong
 
     def __str__(self) -> str:
@@ -106,7 +106,8 @@ class PromptCursor:
     """Prompt numbers, drawn epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch)."""
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool = True, content: str = "") -> None:
-        """content: what the prompts are, see `content_of`; only to be compared."""
+        """Start at the first prompt of epoch 0. content: what the prompts are, see `content_of`; it serves only to be
+        compared."""
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -117,7 +118,7 @@ class PromptCursor:
 
     @property
     def epoch(self) -> int:
-        """Epochs completed."""
+        """Return the number of completed epochs."""
         return self._epoch
 
     def next(self, count: int) -> list[int]:

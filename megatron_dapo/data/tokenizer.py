@@ -40,7 +40,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model comes with one."""
+        """Return whether the model comes with a chat template."""
         return self._render is not None
 
     def encode_prompt(self, prompt: str | Messages, apply_chat_template: bool) -> tuple[tuple[int, ...], str]:

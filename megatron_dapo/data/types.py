@@ -44,12 +44,12 @@ class Sample:
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens of the response, an environment's included."""
+        """Return the number of tokens of the response, with those of an environment."""
         return len(self.response_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and response."""
+        """Return the number of tokens of prompt and response."""
         return len(self.prompt_tokens) + len(self.response_tokens)
 
 

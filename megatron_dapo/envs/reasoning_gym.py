@@ -36,4 +36,4 @@ class ReasoningGym:
         return Observation(({"role": "user", "content": "That is not right. Try again."},), reward=0.0, correct=False)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""

@@ -46,7 +46,7 @@ class ToolEnvironment:
         return Observation(messages, done=not calls)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
     def _run(self, call: str) -> str:
         """Return the tool's answer, or what was wrong with the call: the model can read it and try again."""

@@ -55,10 +55,13 @@ class Environment(Protocol):
     """
 
     async def reset(self, task: Task) -> Observation:
-        """Begin. The messages, if any, open the conversation after the prompt's own."""
+        """Begin the task. The messages, if any, open the conversation after the prompt's own messages."""
 
     async def step(self, response: str) -> Observation:
         """Answer the model's turn, which is text without special tokens."""
 
     async def close(self) -> None:
-        """End: the trajectory is over, whatever ended it. Not called where the process had to be killed."""
+        """Close the environment: the trajectory is over, whatever ended it.
+
+        This is not called where the process had to be killed.
+        """

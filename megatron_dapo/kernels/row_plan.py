@@ -47,8 +47,12 @@ class RowPlan:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> "RowPlan":
-        """counted_rows: [N] int64, ascending, out of num_rows in all. group: where row r lies with rank r // (num_rows
-        / size) of it (sequence parallelism); None where every rank holds all rows. Equal on all ranks of the group."""
+        """Return the plan for the counted rows, cut into chunks.
+
+        counted_rows: [N] int64, ascending, out of num_rows in all. group: the ranks among which the rows are cut
+        (sequence parallelism), where row r lies with rank r // (num_rows / size) of it; None where every rank holds all
+        rows. But for the device, the arguments are equal on all ranks of the group.
+        """
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         assert num_rows % size == 0, f"{num_rows} rows cannot be cut into {size} equal slices"
         chunks = [

@@ -106,7 +106,7 @@ class _Oracle:
 
 
 def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> TokenBatch:
-    """Old, reference and rollout log-probs at distances that reach every branch of the loss."""
+    """Return a batch with old, reference and rollout log-probs at distances that reach every branch of the loss."""
     device, n = log_probs.device, len(log_probs)
 
     def near(spread: float) -> Tensor:

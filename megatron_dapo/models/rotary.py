@@ -60,6 +60,6 @@ def positions(length: int, cu_seqlens: Tensor | None, device: torch.device) -> T
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The two halves of the last axis are the two coordinates of each pair."""
+    """Return x with each pair rotated. The two halves of the last axis are the two coordinates of each pair."""
     half = x.size(-1) // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin

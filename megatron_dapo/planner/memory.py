@@ -50,7 +50,7 @@ class Parts:
 
     @property
     def by_name(self) -> dict[str, int]:
-        """Largest first, without what is not used."""
+        """Return the bytes of each part by its name, the largest first, without the parts that are not used."""
         sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
         return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
 
@@ -84,8 +84,8 @@ class ServerParts:
 
 
 def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Parts:
-    """Of the pipeline stage that needs most. critic: where it is of another size than the actor; with or without value
-    head."""
+    """Return the memory of the pipeline stage that needs most. critic: its spec, where it is of another size than the
+    actor; it may come with or without its value head."""
     stages = [_stage(config, actor, (critic or actor).as_critic(), stage) for stage in range(parallel_sizes(config).pp)]
     return max(stages, key=lambda parts: parts.total)
 
@@ -117,8 +117,9 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
 
 
 def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[int, int]:
-    """(those that all data-parallel ranks share, those of experts) on one rank of a stage: Megatron's GPTModel cut by
-    columns and rows over TP (arXiv 1909.08053, section 3), as models/build.py builds it."""
+    """Return how many parameters one rank of a stage holds: (those that all data-parallel ranks share, those of
+    experts). The model is Megatron's GPTModel cut by columns and rows over TP (arXiv 1909.08053, section 3), as
+    models/build.py builds it."""
     hidden, dim, tp = spec.hidden_size, spec.head_dim, sizes.tp
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * dim
     layer = (hidden * qkv + spec.num_heads * dim * hidden) // tp + 2 * hidden
@@ -140,9 +141,9 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
 
 
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
-    """Weights, float32 gradients, and Adam's two moments with the float32 weights of a half-precision model (arXiv
-    1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter), the last sharded by the distributed optimizer: over DP;
-    those of experts over the ranks that hold the same ones."""
+    """Return the bytes of the weights, of the float32 gradients, and of Adam's two moments together with the float32
+    weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter). The distributed
+    optimizer shards the last of the three over DP, and that of experts over the ranks that hold the same experts."""
     sizes, width = parallel_sizes(config), dtype_bytes(config)
     shared, experts = num_parameters(spec, sizes, stage)
     state = ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0)
@@ -157,11 +158,11 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
 
 
 def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
-    """What backward needs of the micro-batches in flight, and what computing one layer takes besides.
+    """Return the bytes that backward needs of the micro-batches in flight, and that computing one layer takes besides.
 
-    The method of arXiv 2205.05198 (section 4: what each operation keeps; 1F1B keeps PP - stage micro-batches; with full
-    recompute a layer keeps its input alone), for this program's layers: RMSNorm with float32 statistics, flash
-    attention, gated MLP, no dropout. tokens: of one micro-batch.
+    The method is that of arXiv 2205.05198 (section 4: what each operation keeps; 1F1B keeps PP - stage micro-batches;
+    with full recompute a layer keeps its input alone), for the layers of this program: RMSNorm with float32 statistics,
+    flash attention, gated MLP, no dropout. tokens: of one micro-batch.
     """
     sizes, width, megatron = parallel_sizes(config), dtype_bytes(config), config.actor_rollout_ref.actor.megatron
     part = sizes.tp if megatron.sequence_parallel else 1
@@ -186,8 +187,8 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
 
 
 def _kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int) -> tuple[float, float, float]:
-    """Bytes per token that one layer keeps for backward: (attention, MLP, norms and the inputs of the two blocks).
-    part: ranks that share a sequence."""
+    """Return the bytes per token that one layer keeps for backward: (attention, MLP, norms and the inputs of the two
+    blocks). part: number of ranks that share a sequence."""
     heads = spec.num_heads + spec.num_kv_heads
     # q, k, v as they came; q and k rotated; the output, which is as large as q
     attention = 3 * heads * spec.head_dim * width / sizes.tp
@@ -201,8 +202,8 @@ def _kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int
 
 
 def _in_flight(sizes: ParallelSizes, stage: int) -> float:
-    """Micro-batches of a stage that wait for their backward pass, in stages: 1F1B, or the interleaved schedule's
-    warm-up (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches)."""
+    """Return how many micro-batches of a stage wait for their backward pass, counted in stages. The schedule is 1F1B,
+    or the warm-up of the interleaved schedule (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches)."""
     behind = sizes.pp - stage - 1
     if not sizes.vpp:
         return behind + 1
@@ -210,9 +211,9 @@ def _in_flight(sizes: ParallelSizes, stage: int) -> float:
 
 
 def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
-    """One chunk of float32 logits and its gradient, the chunk's hidden states (its own, and with sequence parallelism
-    the next ones that travel; their gradient in float32), and the gradient of all of them (kernels/logits_chunk.py,
-    kernels/fused_head.py)."""
+    """Return the bytes of one chunk of float32 logits and its gradient, of the chunk's hidden states (its own, and with
+    sequence parallelism the next ones that travel; their gradient in float32), and of the gradient of all hidden states
+    (kernels/logits_chunk.py, kernels/fused_head.py)."""
     sizes, width, actor = parallel_sizes(config), dtype_bytes(config), config.actor_rollout_ref.actor
     part = sizes.tp if actor.megatron.sequence_parallel else 1
     rows = min(tokens, log_prob_chunk_size(config, on_gpu=True))
@@ -222,15 +223,16 @@ def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
 
 
 def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
-    """Two flat buckets (weight_sync/sender.py), and the bucket that is being gathered, in slices and whole. A larger
-    tensor travels alone: the embedding, or an MLP's."""
+    """Return the bytes of two flat buckets (weight_sync/sender.py), and of the bucket that is being gathered, in slices
+    and whole. A larger tensor travels alone: the embedding, or one of an MLP."""
     bucket = config.weight_sync.bucket_size_mb * MIB
     largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size * dtype_bytes(config)
     return 2 * bucket + 2 * max(bucket, largest)
 
 
 def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
-    """The reference's last hidden states of a rollout step, all responses at their longest, and its chunk of logits."""
+    """Return the bytes of the reference's last hidden states of a rollout step, with all responses at their longest,
+    and of its chunk of logits."""
     sizes, actor = parallel_sizes(config), config.actor_rollout_ref.actor
     sharing = sizes.dp * (sizes.tp if actor.megatron.sequence_parallel else 1)
     tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
@@ -239,8 +241,8 @@ def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
 
 
 def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
-    """A server's share of the weights, in half precision, and the key-value cache: 2 x layers x KV heads (one at least
-    on each GPU) x dim numbers per token (arXiv 2309.06180, section 3)."""
+    """Return a server's share of the weights, in half precision, and its key-value cache, which holds 2 x layers x KV
+    heads (at least one on each GPU) x dim numbers per token (arXiv 2309.06180, section 3)."""
     server, width = config.actor_rollout_ref.rollout.server, dtype_bytes(config)
     tp = server.tensor_model_parallel_size
     whole = sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
@@ -254,7 +256,7 @@ def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
 
 
 def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> list[str]:
-    """A sentence with the cure for each kind of GPU that the estimate does not fit into."""
+    """Return a sentence with the cure for each kind of GPU that the estimate does not fit into."""
     sentences: list[str] = []
     available = config.trainer.gpu_memory_gb
     parts = trainer_memory(config, actor, critic)
@@ -290,11 +292,11 @@ CURES = {
 
 
 def dtype_bytes(config: Config) -> int:
-    """Of a parameter or activation; auto is bfloat16, as on a GPU."""
+    """Return the bytes of one parameter or activation; auto is bfloat16, as on a GPU."""
     return 4 if config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
 
 
 def _padded(config: Config, tokens: int) -> int:
-    """To a multiple that tensor-parallel ranks can share."""
+    """Return a number of tokens rounded up to a multiple that tensor-parallel ranks can share."""
     tp = parallel_sizes(config).tp
     return round_up(tokens, tp)

@@ -35,7 +35,8 @@ _LAYERS = {  # by use_transformer_engine; what it comes to, rank 0 says when it 
 
 
 def process_plan(config: Config) -> str:
-    """Aligned lines: run folder, trainer ranks and coordinates, steps, servers, controller, rewards, reference."""
+    """Return the plan as aligned lines: run folder, trainer ranks and coordinates, steps, servers, controller, rewards,
+    reference."""
     rows = [
         ("run folder", [str(RunFolder.of(config.trainer).path)]),
         ("trainer", list(_trainer(config))),
@@ -115,7 +116,7 @@ def _dynamic_sampling(config: Config) -> str:
 
 
 def _rollout(config: Config) -> list[tuple[str, list[str]]]:
-    """Where batches come from, and where weights go."""
+    """Return the rows that say where batches come from, and where weights go."""
     if config.trainer.replay:
         return [("batches", [f"replay of {config.trainer.replay}: no servers, no rewards, no weight sync"])]
     reward = config.reward
@@ -188,7 +189,7 @@ def _critic(config: Config) -> Iterator[str]:
 
 
 def _memory(config: Config) -> Iterator[str]:
-    """What the trainer's and the servers' GPUs need, by the estimate."""
+    """Yield lines that say what the trainer's and the servers' GPUs need, by the estimate."""
     path = config.actor_rollout_ref.model.path
     if (specs := read_model_specs(config)) is None:
         yield f"not estimated: the model's config.json is not in {path or 'actor_rollout_ref.model.path'}"

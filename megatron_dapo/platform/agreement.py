@@ -35,7 +35,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then, not below 0."""
+        """Return the seconds until then, not below 0."""
         return max(0.0, self._end - time.monotonic())
 
 
@@ -52,7 +52,7 @@ class _Outcome(Generic[Result]):
 
     @property
     def text(self) -> str | None:
-        """What went wrong."""
+        """Return what went wrong, or None where nothing did."""
         return self.failure if self.error is None else str(self.error)
 
 
@@ -140,7 +140,8 @@ class Agreement:
         return values
 
     def _wait_for_all(self, step: str, outcome: _Outcome) -> None:
-        """The barrier names who is missing, which no other collective does."""
+        """Wait until all ranks come to this step. A monitored barrier does it because it names who is missing, which no
+        other collective does."""
         if self.size == 1:
             return
         limit_s = max(self._seconds_left(), _SHORTEST_WAIT_S)
@@ -157,7 +158,8 @@ class Agreement:
             raise MissingRanksError(f"{outcome.text}; moreover, {text}" if outcome.text else text, missing) from failure
 
     def _raise_failures(self, step: str, outcomes: Sequence[_Outcome], cause: Exception | None) -> None:
-        """cause: what this rank's part raised."""
+        """Raise one error for all parts that failed, or none where every part succeeded. `cause` is what this rank's
+        part raised."""
         mistakes = [each.error for each in outcomes if isinstance(each.error, UserError)]
         if mistakes:
             sentences = [sentence for mistake in mistakes for sentence in mistake.sentences]

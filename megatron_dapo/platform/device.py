@@ -15,7 +15,7 @@ def is_gpu() -> bool:
 
 
 def device() -> torch.device:
-    """This process's device. Under a launcher each local rank owns one GPU."""
+    """Return this process's device. Under a launcher each local rank owns one GPU."""
     if not is_gpu():
         return torch.device("cpu")
     # a launcher that shows each process its own GPU alone (`srun --gpus-per-task=1`) leaves no other number than 0
@@ -23,8 +23,8 @@ def device() -> torch.device:
 
 
 def require_usable_gpus() -> None:
-    """Where a run begins. Raises UserError on a machine with NVIDIA's driver whose GPUs torch, though built for them,
-    cannot use: it would go on with the CPU, thousands of times too slow."""
+    """Check, where a run begins, that torch can use the GPUs. Raise UserError on a machine with NVIDIA's driver whose
+    GPUs torch, though built for them, cannot use: the run would go on with the CPU, thousands of times too slow."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user's own wish
     if is_gpu() or torch.version.cuda is None or hidden or not nvidia_driver.is_loaded():
         return
@@ -40,8 +40,8 @@ def require_usable_gpus() -> None:
 
 
 def peak_memory() -> tuple[int, int]:
-    """Bytes that this process's tensors took on its GPU, and that its allocator held for them, at most since the last
-    call."""
+    """Return the most bytes that this process's tensors took on its GPU, and the most that its allocator held for them,
+    since the last call."""
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     return peaks
@@ -52,7 +52,8 @@ def collective_backend() -> str:
 
 
 def model_dtype(name: str) -> torch.dtype:
-    """Parameter dtype of a config's `auto | bfloat16 | float32`; auto is bfloat16 on GPU and float32 on CPU.
+    """Return the parameter dtype for a config's `auto | bfloat16 | float32`; auto is bfloat16 on GPU and float32 on
+    CPU.
 
     CPUs without bf16 units multiply bf16 matrices more than twice as slowly as fp32 ones.
     """

@@ -31,7 +31,7 @@ class Adaptation:
 
 
 def _on_cpu(factory: Callable) -> Callable:
-    """The tensor factory, with device="cuda" read as the CPU."""
+    """Wrap the tensor factory so that it reads device="cuda" as the CPU."""
 
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):

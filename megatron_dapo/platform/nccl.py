@@ -12,7 +12,8 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def prepare() -> None:
-    """Before the process's first use of NCCL, which reads its settings once. What the user has set stays."""
+    """Set the environment variables of NCCL and torch. This must run before the process's first use of NCCL, which
+    reads its settings once. What the user has set stays."""
     # the last: so that `without_watchdog` changes a variable that is there, while other threads may read others
     for name, value in (ENVIRONMENT | {_BLOCKING_WAIT: "0"}).items():
         os.environ.setdefault(name, value)
@@ -20,8 +21,9 @@ def prepare() -> None:
 
 @contextmanager
 def without_watchdog() -> Iterator[None]:
-    """NCCL process groups made in here get no watchdog thread: an error, or a time limit that has passed, ends no
-    process but is raised by `Work.wait`, which blocks. torch takes this from the environment alone, group by group."""
+    """Give the NCCL process groups that are made inside no watchdog thread: an error, or a time limit that has passed,
+    ends no process but is raised by `Work.wait`, which blocks. torch takes this from the environment alone, group by
+    group."""
     before = os.environ.get(_BLOCKING_WAIT, "0")
     os.environ[_BLOCKING_WAIT] = "1"
     try:

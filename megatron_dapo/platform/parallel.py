@@ -47,7 +47,7 @@ class ParallelLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """What a micro-batch's length must be a multiple of."""
+        """Return the number that a micro-batch's length must be a multiple of."""
         return self.tp if self.sp else 1
 
     @property
@@ -56,7 +56,7 @@ class ParallelLayout:
 
     @property
     def stage_rank(self) -> int:
-        """Place among the tp x dp ranks of the stage."""
+        """Return this rank's place among the tp x dp ranks of the stage."""
         return self.dp_rank * self.tp + self.tp_rank
 
     @property
@@ -65,7 +65,7 @@ class ParallelLayout:
 
     @property
     def expert_dp(self) -> int:
-        """How many ranks hold the same experts."""
+        """Return how many ranks hold the same experts."""
         return self.tp * self.dp // self.ep
 
     @property
@@ -74,12 +74,13 @@ class ParallelLayout:
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank has the stage's weights whole, once they are gathered."""
+        """Return whether this rank has the stage's weights whole, once they are gathered."""
         return self.stage_rank == 0
 
     @property
     def gathers(self) -> bool:
-        """Whether this rank takes part in gathering the stage's weights: all slices and all experts are there once."""
+        """Return whether this rank takes part in gathering the stage's weights. Those that do are the stage's first
+        ranks, as many as it takes to hold all slices and all experts."""
         return self.stage_rank < max(self.tp, self.ep)
 
     def coordinates(self) -> RankCoordinates:

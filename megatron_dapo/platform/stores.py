@@ -14,8 +14,8 @@ _DIGEST_LENGTH = 64
 
 
 def rendezvous(timeout: timedelta) -> dict:
-    """What `init_process_group` needs: the store at MASTER_ADDR and MASTER_PORT, this rank, and how many there are.
-    Without a launcher: a job of one process.
+    """Return what `init_process_group` needs: the store at MASTER_ADDR and MASTER_PORT, this rank, and how many ranks
+    there are. Without a launcher, this describes a job of one process.
 
     Where torchrun's agent keeps the store, it has opened it before the ranks began, on all addresses.
     """
@@ -29,14 +29,16 @@ def rendezvous(timeout: timedelta) -> dict:
 
 
 def meeting_address() -> str:
-    """Where rank 0 opens further stores: loopback where all ranks are on its machine."""
+    """Return the address where rank 0 opens further stores: loopback where all ranks are on its machine, otherwise
+    MASTER_ADDR."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return LOOPBACK
     return os.environ.get("MASTER_ADDR", LOOPBACK)
 
 
 def host_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
-    """A store that listens on this address; port 0: a free one. world_size: waits for as many."""
+    """Open a store that listens on this address, and return it. Port 0 means a free port. Where world_size is given,
+    the call waits until that many processes are connected."""
     listener = _listener(address, port)
     waits = world_size is not None
     if listener is None:
@@ -48,13 +50,14 @@ def host_store(address: str, port: int, timeout: timedelta, world_size: int | No
 
 
 def join_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
-    """A client of the store there, with the same arguments as the host's."""
+    """Return a client of the store at this address. The arguments are the same as the host's."""
     return dist.TCPStore(address, port, world_size, False, timeout, wait_for_workers=world_size is not None)
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """None where only all addresses will do: for a name, which may mean another address to other nodes (its own
-    machine's is often a loopback address), and for an address that is another machine's, which hands on to this one."""
+    """Return a socket that listens on this address alone, or None where the store has to listen on all addresses. That
+    is so for a name, which may mean another address to other nodes (a machine's own name often means a loopback address
+    there), and for an address of another machine, which forwards to this one."""
     try:
         bound = ip_address(LOOPBACK if address == "localhost" else address)
         family = socket.AF_INET6 if bound.version == 6 else socket.AF_INET
@@ -68,20 +71,20 @@ class SignedStore:
     may write to it, and what others wrote does not count."""
 
     def __init__(self, store: dist.Store, token: bytes) -> None:
-        """token: of the job, known to its ranks alone."""
+        """Use this store. `token` belongs to the job and is known to its ranks alone."""
         self.store, self._token = store, token
 
     def set(self, key: str, text: str) -> None:
         self.store.set(key, self._signed(key, text))
 
     def set_first(self, key: str, text: str) -> None:
-        """Unless a rank has set it to another text than "" before."""
+        """Set the text under the key, unless a rank has set it to another text than "" before."""
         present = self.store.compare_set(key, self._signed(key, ""), self._signed(key, text))
         if self._opened(key, present) is None:
             self.set(key, text)
 
     def get(self, *keys: str) -> list[str | None]:
-        """None where it is not a rank's."""
+        """Return the text under each key, in order, or None where it was not written by a rank of this job."""
         return [self._opened(key, value) for key, value in zip(keys, self.store.multi_get(list(keys)), strict=True)]
 
     def _signed(self, key: str, text: str) -> str:

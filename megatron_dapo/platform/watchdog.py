@@ -183,7 +183,7 @@ class Watchdog:
         default_s: float,
         silence_s: float,
     ) -> None:
-        """Collective over all ranks."""
+        """Connect to the other ranks and learn where they are. The call is collective over all ranks."""
         self._rank, self._world, self._folder = agreement.rank, agreement.size, folder
         self._limits, self._default_s, self._silence_s = limits_s, default_s, silence_s
         self._node = node_name()
@@ -218,7 +218,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The others are told that this rank leaves."""
+        """Stop the threads and tell the others that this rank leaves."""
         self._closing.set()
         for thread in self._threads:
             thread.join(2 * PUBLISH_INTERVAL_S)
@@ -279,7 +279,8 @@ class Watchdog:
         return None
 
     def _end(self, why: str) -> None:
-        """The last thing this process does: it ends, even where the log does not take the last line."""
+        """End the process, even where the log does not take the last line. This is the last thing that the process
+        does."""
         try:
             _in_thread(_end_after, _LAST_RESORT_S)
             self._last_words(why)
@@ -317,7 +318,8 @@ class Watchdog:
         last: dict[int, RankStatus],
         silent: set[int],
     ) -> None:
-        """Tells the others, and fills in what they answer. Never returns where the store does not answer."""
+        """Tell the others of the alarm, and fill in what they answer. The call never returns where the store does not
+        answer."""
         store, others = self._own_store, sorted(set(range(self._world)) - {self._rank})
         try:
             store.set_first("alarm", why)
@@ -339,8 +341,8 @@ class Watchdog:
             return
 
     def _part(self, others: set[int], until: float) -> None:
-        """Returns when the others that answered have done their part too: the first process that ends may be the sign
-        for a launcher to kill them. Rank 0, which takes the store with it, goes last."""
+        """Wait until the others that answered have done their part too, or until the time `until`: the first process
+        that ends may be the sign for a launcher to kill them. Rank 0, which takes the store with it, goes last."""
         try:
             for word in ("done", "left"):
                 self._own_store.set(f"{word}/{self._rank}", "1")
@@ -379,8 +381,9 @@ def _end_after(seconds: float) -> None:
 
 
 def _flight_records() -> Iterator[tuple[str, bytes]]:
-    """torch's records of the last collectives, as JSON, by who keeps them; none where this torch keeps none, and none
-    of NCCL where no GPU is used: builds for GPUs keep an empty one."""
+    """Yield torch's records of the last collectives, as JSON, each after the name of its recorder (nccl or gloo). There
+    are none where this torch keeps none, and none of NCCL where no GPU is used, because builds for GPUs keep an empty
+    one."""
     bindings = torch._C._distributed_c10d  # no public name leads there
     for recorder, name in (("nccl", "_dump_nccl_trace_json"), ("gloo", "_dump_fr_trace_json")):
         used = recorder != "nccl" or torch.cuda.is_initialized()  # asks no driver, which may be what hangs
@@ -390,12 +393,15 @@ def _flight_records() -> Iterator[tuple[str, bytes]]:
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread's innermost Python code is for collectives: then it waits for other ranks."""
+    """Return whether a thread's innermost Python code is for collectives: then it waits for other ranks."""
     return frame is not None and any(folder in frame.f_code.co_filename for folder in _COLLECTIVES)
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """The innermost line of this program that a thread is in, e.g. `megatron_dapo/training/policy.py:88`."""
+    """Return the innermost line of this program that a thread is in, e.g. `megatron_dapo/training/policy.py:88`.
+
+    The text is empty where the thread is in no such line.
+    """
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_REPOSITORY) and "site-packages" not in name:

@@ -50,7 +50,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The process, None where it does not run."""
+        """Return the id of the process; None where it does not run."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
@@ -166,7 +166,7 @@ class WorkerPool:
 
     @property
     def greeting(self) -> Message:
-        """What the workers answered to their settings."""
+        """Return what the workers answered to their settings."""
         return self._workers[0].greeting
 
     async def start(self) -> None:

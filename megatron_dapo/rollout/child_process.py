@@ -62,7 +62,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The program's process."""
+        """Return the id of the program's process."""
         return self._process.pid
 
     def pids(self) -> list[int]:

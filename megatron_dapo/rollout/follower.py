@@ -9,7 +9,7 @@ class RolloutFollower:
     """The calls of RolloutHandle, on a rank other than 0. Questions are rank 0's to ask (`Agreement.leader`)."""
 
     def wait_ready(self) -> None:
-        """Nothing has to start here."""
+        """Return at once, because nothing has to start here."""
 
     def next_batch(
         self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
@@ -20,17 +20,17 @@ class RolloutFollower:
         raise NotImplementedError("rank 0 asks for the evaluation")
 
     def refuse_batch(self) -> None:
-        """Rank 0 refuses it."""
+        """Do nothing, because rank 0 refuses the batch."""
 
     def state_dict(self) -> dict:
-        """{}: rank 0 has the state."""
+        """Return {}, because rank 0 has the state."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Rank 0 loads it."""
+        """Do nothing, because rank 0 loads the state."""
 
     def dump_stacks(self) -> None:
-        """There is no process of this rank's that could hang."""
+        """Do nothing, because this rank has no process that could hang."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""

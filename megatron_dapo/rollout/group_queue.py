@@ -109,12 +109,12 @@ class GroupQueue:
 
     @property
     def has_open_gen_batch(self) -> bool:
-        """Whether there are prompts that were drawn and not judged."""
+        """Return whether there are prompts that were drawn and not judged."""
         return bool(self._open)
 
     @property
     def num_groups_wanted(self) -> int:
-        """How many groups the step still needs, before the open gen batch is judged."""
+        """Return how many groups the step still needs, not counting the open gen batch, which is not judged yet."""
         return max(self.limits.train_batch_size - len(self._kept), 0)
 
     def wants_gen_batch(self) -> bool:
@@ -145,7 +145,7 @@ class GroupQueue:
 
     @property
     def finished(self) -> list[Group]:
-        """The groups of the open gen batch that have their responses."""
+        """Return the groups of the open gen batch that have their responses."""
         return list(self._finished.values())
 
     def forget_finished(self) -> None:

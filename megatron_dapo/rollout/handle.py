@@ -76,7 +76,7 @@ class RolloutHandle:
 
     @property
     def pid(self) -> int:
-        """The controller's process."""
+        """Return the id of the controller's process."""
         return self._process.pid
 
     def wait_ready(self) -> None:

@@ -50,7 +50,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its URL, which names it."""
+        """Return the server's URL, which names it."""
         return self.client.url
 
     async def generate(self, tokens: Sequence[int], params: SamplingParams, timeout_s: float) -> Generation:

@@ -50,7 +50,7 @@ class StepStatistics:
 
     @property
     def num_judged_samples(self) -> int:
-        """The samples of the groups that were judged, replayed ones too."""
+        """Return the number of samples in the groups that were judged, replayed samples included."""
         return self._num_values.get("prompt_length/mean", 0)
 
     def add(self, group: Group) -> None:

@@ -24,7 +24,8 @@ class ModelFolder:
 
     @classmethod
     def of(cls, path: str | Path) -> "ModelFolder":
-        """Looks at what is there. Raises nothing: a folder that is neither kind is taken for Hugging Face's."""
+        """Look at what is in a folder, and return where the parts lie. Raises nothing: a folder that is neither kind is
+        taken for Hugging Face's."""
         path = Path(path)
         if (path / MEGATRON).is_dir() and not (path / "config.json").is_file():
             return cls(path, path / HF, path / MEGATRON)
@@ -35,7 +36,8 @@ class ModelFolder:
         return self.hf / "config.json"
 
     def fault(self) -> str | None:
-        """Why no model can be read from it, as the end of a sentence; none where config.json is there."""
+        """Return why no model can be read from the folder, as the end of a sentence; None where config.json is
+        there."""
         if not self.path.is_dir():
             return "is not a folder here; give the folder of a Hugging Face checkpoint, or of one of ours."
         if self.config_json.is_file():

@@ -22,7 +22,8 @@ class RunFolder:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "RunFolder":
-        """The folder of `trainer.run_dir`, or runs/EXPERIMENT_NAME where it is not given; with `trainer.log_dir`."""
+        """Return the folder of `trainer.run_dir`, or runs/EXPERIMENT_NAME where it is not given; with
+        `trainer.log_dir`."""
         return cls(
             Path(trainer.run_dir or Path("runs") / trainer.experiment_name),
             Path(trainer.log_dir) if trainer.log_dir else None,
@@ -42,7 +43,7 @@ class RunFolder:
 
     @property
     def wandb_id(self) -> Path:
-        """Under which Weights & Biases knows the run."""
+        """Return the path of the id under which Weights & Biases knows the run."""
         return self.path / "wandb_id"
 
     @property
@@ -51,7 +52,7 @@ class RunFolder:
 
     @property
     def batches(self) -> Path:
-        """Finished batches, with `trainer.dump_batches`; see `batch_file`."""
+        """Return the folder of finished batches, which `trainer.dump_batches` asks for; see `batch_file`."""
         return self.path / "batches"
 
     @property
@@ -60,7 +61,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The trained model, a Hugging Face checkpoint."""
+        """Return the folder of the trained model, a Hugging Face checkpoint."""
         return self.path / "model"
 
     @property
@@ -69,37 +70,39 @@ class RunFolder:
 
     @property
     def stop(self) -> Path:
-        """A file that a user makes to have the run saved and stopped, at the latest when its step ends."""
+        """Return the path of the file that a user makes to have the run saved and stopped, at the latest when its step
+        ends."""
         return self.path / "stop"
 
     @property
     def ends(self) -> Path:
-        """How each process of the run ended; see `common.ends`."""
+        """Return the folder of the records of how each process of the run ended; see `common.ends`."""
         return self.path / "ends"
 
     @property
     def server_key(self) -> Path:
-        """The key that the run's own servers demand; for its owner's eyes alone, and kept as long as the run."""
+        """Return the path of the key that the run's own servers demand. The key is for its owner's eyes alone, and is
+        kept as long as the run."""
         return self.path / ".server_key"
 
     @property
     def lock(self) -> Path:
-        """Held by the run that is going on."""
+        """Return the path of the file whose lock the run that is going on holds."""
         return self.path / ".lock"
 
     def unresponsive(self, url: str) -> Path:
-        """A note that a server did not answer, for its supervisor."""
+        """Return the path of the note that tells a server's supervisor that the server did not answer."""
         return self.path / "unresponsive_servers" / re.sub(r"[^\w.-]+", "_", url.partition("://")[2])
 
     def rollout(self, step: int) -> Path:
-        """Sample responses of one rollout step."""
+        """Return the path of the sample responses of one rollout step."""
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
     def log(self, process: str) -> Path:
-        """Output of one process, e.g. `log("server-0")`."""
+        """Return the path of the output of one process, e.g. `log("server-0")`."""
         return self.logs / f"{process}.log"
 
     def create(self) -> "RunFolder":
@@ -111,8 +114,8 @@ class RunFolder:
 
 
 def make_folder(folder: Path, key: str) -> Path:
-    """The folder, made where it is missing. Raises UserError, which names the key to change, where it cannot be made or
-    this user may not write to it."""
+    """Make a folder where it is missing, and return it. Raises UserError, which names the key to change, where the
+    folder cannot be made or this user may not write to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -123,11 +126,11 @@ def make_folder(folder: Path, key: str) -> Path:
 
 
 def batch_file(batches: str | Path, step: int) -> Path:
-    """Where a folder of finished batches keeps that of one rollout step."""
+    """Return the path at which a folder of finished batches keeps the batch of one rollout step."""
     return Path(batches) / f"step_{step:06d}.json.gz"
 
 
 def batch_steps(batches: str | Path) -> list[int]:
-    """The rollout steps of which a folder holds a batch, ascending; [] where there is no such folder."""
+    """Return the rollout steps of which a folder holds a batch, ascending; [] where there is no such folder."""
     names = (re.fullmatch(r"step_(\d{6,})\.json\.gz", path.name) for path in Path(batches).glob("step_*.json.gz"))
     return sorted(int(name[1]) for name in names if name)

@@ -24,14 +24,15 @@ class ServerKey(str):
 
 
 def server_key_file(config: Config) -> Path:
-    """Where the key of the servers that we start is: the file that the config names, or the run's own."""
+    """Return the path of the key of the servers that this program starts: the file that the config names, or the run's
+    own."""
     named = config.actor_rollout_ref.rollout.server_api_key_file
     return Path(named or RunFolder.of(config.trainer).server_key).absolute()
 
 
 def make_server_key(config: Config) -> Path:
-    """`server_key_file`, with a random key where the run has none yet: one that is there stays, whoever made it. Raises
-    UserError where the file cannot be made, or is open to others."""
+    """Return `server_key_file`, and make it with a random key where the run has none yet. A key that is there stays,
+    whoever made it. Raises UserError where the file cannot be made, or is open to others."""
     path = server_key_file(config)
     if not config.actor_rollout_ref.rollout.server_api_key_file and not path.exists():
         make_folder(path.parent, "trainer.run_dir")
@@ -41,13 +42,15 @@ def make_server_key(config: Config) -> Path:
 
 
 def given_server_key(config: Config) -> ServerKey | None:
-    """What the servers that the config names are asked with; none without a file: they may be anybody's."""
+    """Return the key that goes with requests to the servers that the config names. Returns None without a file, because
+    the servers may be anybody's."""
     path = config.actor_rollout_ref.rollout.server_api_key_file
     return read_server_key(path) if path else None
 
 
 def read_server_key(path: str | Path) -> ServerKey:
-    """Raises UserError where there is no such file, others than its owner may read it, or it holds no key."""
+    """Return the key that a file holds. Raises UserError where there is no such file, where others than its owner may
+    read or write it, or where it holds no key."""
     try:
         with open(path, encoding="ascii") as file:
             mode, key = os.fstat(file.fileno()).st_mode, file.read(4096).strip()
@@ -66,12 +69,13 @@ def read_server_key(path: str | Path) -> ServerKey:
 
 
 def key_header(key: str | None) -> dict[str, str]:
-    """How a request brings a key."""
+    """Return the header with which a request brings a key, and no header where there is no key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _make(path: Path) -> None:
-    """Whole at once, and the first of several processes wins: a link to a file that is complete."""
+    """Make the key file whole at once, as a link to a file that is complete, so that the first of several processes
+    wins."""
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # of mode 600

@@ -86,7 +86,7 @@ class StepTable:
 
 
 def validation_line(step: int, metrics: dict[str, float]) -> str:
-    """E.g. "held out, after 40 steps: accuracy 0.985   length 20.7   200 prompts   3.1 s"."""
+    """Return a line such as "held out, after step 40: accuracy 0.985   length 20.7   200 prompts   3.1 s"."""
     parts = (
         ("accuracy {:.3f}", "val/accuracy"),
         ("length {:.1f}", "val/response_length_mean"),
@@ -99,7 +99,7 @@ def validation_line(step: int, metrics: dict[str, float]) -> str:
 
 
 def progress(total_steps: int):
-    """A started rich progress bar over the steps with elapsed and remaining time; the caller stops it."""
+    """Start a rich progress bar over the steps with elapsed and remaining time, and return it. The caller stops it."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -125,7 +125,7 @@ def progress(total_steps: int):
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: 42s, 3m07s, 2h05m."""
+    """Return the time in two units at most: 42s, 3m07s, 2h05m. A time that is not finite is a dash."""
     if not math.isfinite(seconds):
         return "-"
     whole = round(seconds)

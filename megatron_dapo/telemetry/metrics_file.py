@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 def records_of(path: Path) -> Iterator[tuple[bytes, dict | None]]:
-    """(line, its record) of each whole line; none where it is no record: a disk that was full, or that lost its power,
-    leaves such lines. What follows the last newline was not written to its end and is left out. Raises
-    FileNotFoundError."""
+    """Yield each whole line and its record. The record is None where the line is no record: a disk that was full, or
+    that lost its power, leaves such lines. What follows the last newline was not written to its end and is left out.
+    Raise FileNotFoundError where there is no file."""
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             record = json.loads(line)
@@ -28,8 +28,8 @@ class MetricsFile:
     """Appends lines, each whole or not at all. One that cannot be written is kept, and written before the next one."""
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
-        """last_step: later records are taken back; none = all stay. Lines that are no records are removed either way.
-        Raises UserError where the file cannot be made."""
+        """Make the file, or clean the one that is there: records of steps after last_step are removed (None: all stay).
+        Lines that are no records are removed either way. Raise UserError where the file cannot be made."""
         self._path, self._unwritten = path, b""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ class MetricsFile:
             ) from error
 
     def append(self, line: str) -> None:
-        """Raises OSError where it cannot be written now."""
+        """Write the line at the end of the file. Raise OSError where it cannot be written now."""
         self._unwritten += line.encode("utf-8") + b"\n"
         with self._path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)

@@ -26,19 +26,20 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Per second, in bfloat16. None for a GPU that is not in the table."""
+    """Return the GPU's peak in FLOP per second, in bfloat16, or None for a GPU that is not in the table."""
     words = gpu_name.replace("-", " ").split()
     return next((peak * 1e12 for name, peak in PEAK_TFLOPS.items() if _follows(name.split(), words)), None)
 
 
 def _follows(name: Sequence[str], words: Sequence[str]) -> bool:
-    """Whether a name's words are there in this order, with others between them: A100 80GB PCIe is an A100 PCIe."""
+    """Return whether a name's words are all there in this order. Others may stand between them: A100 80GB PCIe is an
+    A100 PCIe."""
     rest = iter(words)
     return all(word in rest for word in name)
 
 
 def memory_metrics(allocated_and_reserved: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Of every rank's peaks in bytes; the fullest rank's."""
+    """Return the highest allocated and the highest reserved peak in GiB, from every rank's peaks in bytes."""
     allocated, reserved = map(max, zip(*allocated_and_reserved, strict=True))
     return {"perf/max_memory_allocated_gib": allocated / GIB, "perf/max_memory_reserved_gib": reserved / GIB}
 
@@ -46,8 +47,9 @@ def memory_metrics(allocated_and_reserved: Sequence[tuple[int, int]]) -> dict[st
 def trainer_metrics(
     spec: ModelSpec, groups: Sequence[Group], num_passes: int, seconds: float, num_gpus: int, peak: float | None
 ) -> dict[str, float]:
-    """Of the update alone, over the samples as they are: num_passes (epochs) in `seconds`. peak: FLOP/s of one GPU in
-    the model's dtype, where it is known. Nothing in steps without an update."""
+    """Return the metrics of the update alone, which goes num_passes times (epochs) over the samples as they are, in
+    `seconds` seconds. `peak` is the FLOP/s of one GPU in the model's dtype, where it is known. Steps without an update
+    have no such metrics."""
     if not seconds or not num_passes:
         return {}
     samples = [sample for group in groups for sample in group.samples]
@@ -61,7 +63,8 @@ def trainer_metrics(
 
 
 def server_metrics(config: Config, metrics: Mapping[str, float]) -> dict[str, float]:
-    """From the rollout's metrics. GPUs per server are those of the config; a replay has no servers."""
+    """Return the servers' metrics, computed from the rollout's. The number of GPUs per server is that of the config. A
+    replay has no servers and therefore no such metrics."""
     if config.trainer.replay or not metrics.get("rollout/num_servers"):
         return {}
     gpus = metrics["rollout/num_servers"] * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size

@@ -33,10 +33,10 @@ ROWS = (
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of metrics.jsonl, in order. Where a step comes again (a resumed or repeated run), the later one
-    counts and what followed the earlier one does not.
+    """Return the records of metrics.jsonl, in order. Where a step comes again (a resumed or repeated run), the later
+    one counts and what followed the earlier one does not.
 
-    Raises FileNotFoundError; lines that are no records are left out.
+    Raise FileNotFoundError where there is no file. Lines that are no records are left out.
     """
     records: list[dict] = []
     for record in filter(None, (record for _, record in records_of(path))):
@@ -51,7 +51,7 @@ def _is_validation(record: dict) -> bool:
 
 
 def _place(record: dict) -> tuple[int, bool]:
-    """Within a step the evaluation comes last."""
+    """Return the record's place in the order of steps. Within a step the evaluation comes last."""
     return record["step"], _is_validation(record)
 
 
@@ -70,7 +70,7 @@ class ServerLosses:
 
     @classmethod
     def of(cls, steps: list[dict]) -> "ServerLosses | None":
-        """None where none was away."""
+        """Return what was lost in these steps, or None where no server was away."""
         steps = [step for step in steps if "rollout/num_servers_current" in step]
         away = [step for step in steps if step["rollout/num_servers_current"] < 0.99 * step["rollout/num_servers"]]
         num_rejoins = int(sum(step.get("weight_sync/num_rejoins", 0) for step in steps))
@@ -112,7 +112,8 @@ class Summary:
 
 
 def closing_table(summary: Summary) -> str:
-    """Before and after, and where the time went; aligned, without a newline at the end."""
+    """Return a table of the figures before and after, and of where the time went. It is aligned and has no newline at
+    the end."""
     rows = [
         (title, summary.first[name], summary.last[name], text)
         for title, name, text in ROWS

@@ -81,7 +81,7 @@ class JsonLines:
         self._file.append(json.dumps(line, allow_nan=False))
 
     def close(self) -> None:
-        """Every record is written."""
+        """Do nothing: every record is written already."""
 
 
 class TensorBoard:
@@ -137,7 +137,8 @@ class WeightsAndBiases:
 
 
 def _scalars(record: Record) -> dict[str, float]:
-    """With the seconds of an evaluation under names of their own: it has a record beside its step's."""
+    """Return the record's metrics, with the seconds of an evaluation under names of their own, because an evaluation
+    has a record beside its step's."""
     if not record.is_validation:
         return record.metrics
     return {name.replace("time/", "time_validation/", 1): value for name, value in record.metrics.items()}

@@ -35,7 +35,7 @@ class Telemetry:
             yield
 
     def seconds(self, name: str) -> float:
-        """Of a phase, since the last record."""
+        """Return the seconds of a phase since the last record."""
         return self._timers.seconds(name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -55,7 +55,8 @@ class Telemetry:
             self._try(name, partial(sink.write, record), f"at step {record.step}")
 
     def _try(self, name: str, work: Callable[[], None], when: str) -> None:
-        """No run ends for a metric: what cannot be written, as on a full disk, is told once, until it can again."""
+        """Do the work, but end no run for a metric: what cannot be written, as on a full disk, is reported once, until
+        it can be written again."""
         try:
             work()
         except OSError as error:

@@ -29,11 +29,11 @@ class PhaseTimers:
                 self._inner[-1] += elapsed
 
     def seconds(self, name: str) -> float:
-        """Of a phase, so far; 0 where there was none."""
+        """Return the seconds of a phase so far, or 0 where there was none."""
         return self._seconds.get(name, 0.0)
 
     def take(self) -> dict[str, float]:
-        """{"time/PHASE": seconds ..., "time/step": seconds since the first phase began}, and start anew."""
+        """Return {"time/PHASE": seconds ..., "time/step": seconds since the first phase began}, and start anew."""
         step = {} if self._start is None else {"time/step": self._clock() - self._start}
         taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | step
         self._seconds, self._start = {}, None

@@ -50,7 +50,7 @@ class StepDistributor:
         )
 
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
-        """groups: the rollout step's on rank 0, None elsewhere."""
+        """Return this rank's shard of the step. groups: those of the rollout step on rank 0, None on other ranks."""
         outgoing = self._cut(step, groups) if groups is not None else None
         received: list = [None]
         dist.scatter_object_list(received, outgoing, src=0, group=self._layout.cpu_group)

@@ -87,11 +87,14 @@ def make_training_state(
 
 
 def _accumulate_in_products(stages: list[DistributedDataParallel]) -> None:
-    """Transformer Engine's layers add a weight's gradient to its main_grad in the product that computes it, without a
-    buffer and two passes over it. They then mark the parameter, and Megatron's hook adds nothing (TE 2.20,
-    module/linear.py: main_grad must be there, so this comes after DDP's buffers and never for a reference).
+    """Have Transformer Engine's layers add a weight's gradient to its main_grad in the product that computes it.
 
-    Megatron would ask them at their construction, by a key which its output layer refuses where apex is missing.
+    This needs neither a buffer nor two passes over it. The layers then mark the parameter, and Megatron's hook adds
+    nothing (TE 2.20, module/linear.py: main_grad must be there, so this comes after DDP's buffers and never for a
+    reference).
+
+    Megatron would ask for this when it constructs the layers, by a key that its output layer refuses where apex is
+    missing.
     """
     for stage in stages:
         for module in stage.modules():

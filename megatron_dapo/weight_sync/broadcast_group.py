@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """This machine's address as the servers see it: that of the interface which routes to the first distant one."""
+    """Return this machine's address as the servers see it: that of the interface which routes to the first distant
+    server, or loopback where there is none."""
     for url in urls:
         parts = urlsplit(url)
         address = local_address_towards(parts.hostname or "", parts.port or 80)

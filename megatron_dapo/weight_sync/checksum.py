@@ -45,7 +45,7 @@ KEY_VALUE = ("k_proj", "v_proj")
 
 
 def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
-    """Server parameter name -> the tensors it is made of, in order."""
+    """Return, by server parameter name, the tensors that each parameter is made of, in order."""
     by_name = {spec.name: spec for spec in specs}
     result: dict[str, tuple[TensorSpec, ...]] = {}
     experts: dict[str, list[re.Match]] = {}
@@ -72,7 +72,7 @@ def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec
 def server_tensor(
     specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int, num_kv_heads: int | None = None
 ) -> Tensor:
-    """The parameter that rank tp_rank of a server with tp_size ranks holds, from the full tensors it is made of.
+    """Return the parameter that rank tp_rank of a server with tp_size ranks holds, from the full tensors it is made of.
 
     num_kv_heads matters where tp_size is larger: then several ranks hold the same key and value heads.
     """
@@ -102,18 +102,19 @@ def _pad_vocabulary(tensor: Tensor, tp_size: int) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> str:
-    """What `weights_checker` reports for this tensor on a server of the same kind of device."""
+    """Return what `weights_checker` reports for this tensor on a server of the same kind of device."""
     return gpu_checksum(tensor) if tensor.is_cuda else cpu_checksum(tensor)
 
 
 def cpu_checksum(tensor: Tensor) -> str:
-    """The first 8 bytes of SHA-256 over the tensor's bytes."""
+    """Return the first 8 bytes of SHA-256 over the tensor's bytes, in hexadecimal."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.data).hexdigest()[:16]
 
 
 def gpu_checksum(tensor: Tensor) -> str:
-    """SGLang's hash of a GPU tensor (its kernels.ops.memory.gpu_tensor_hash), in tensor operations for any device."""
+    """Return SGLang's hash of a GPU tensor (its kernels.ops.memory.gpu_tensor_hash), in hexadecimal. It is computed in
+    tensor operations, which work on any device."""
     return f"{_tiled_hash(tensor):016x}"
 
 
@@ -150,7 +151,8 @@ def _tiled_hash(tensor: Tensor) -> int:
 
 
 def _tile_sums(words: Tensor, start: int, which: int, num_words: int) -> Tensor:
-    """[tiles] int64: one half of each tile's hash, for words from position `start` on."""
+    """Return one half of each tile's hash as [tiles] int64, for words from position `start` on. `which` is 0 for the
+    upper half and 1 for the lower half."""
     position = torch.arange(start, start + words.numel(), device=words.device) & _U32
     rotation = _POSITION_ROTATIONS[which]
     rotated = ((position << rotation) | (position >> (32 - rotation))) & _U32

@@ -69,9 +69,9 @@ class ServerLeader:
         return {url: members[url] for url in urls if url in members}
 
     def recover(self, urls: Sequence[str], failure: str, deadline: Deadline) -> tuple[list[str], bool]:
-        """After a failed attempt with these servers: return which of them do not come back, and whether time is left
-        for another attempt. Raises WeightSyncError where no lost server explains the failure, or where no time is left
-        for those that were not lost."""
+        """Close the sessions after a failed attempt with these servers, and let them go on. Return which of them do not
+        come back, and whether time is left for another attempt. Raise WeightSyncError where no lost server explains the
+        failure, or where no time is left for those that were not lost."""
         limit_s = min(CLEANUP_SHARE * self._reserve_s, self._at_least(deadline.left()))
         _, failures = self._calls.ask(urls, rejoin, limit_s)
         self._resume_meanwhile(failures)
@@ -119,7 +119,8 @@ class ServerLeader:
         self._resume_meanwhile(failures)
 
     def _resume_meanwhile(self, failures: dict[str, str]) -> None:
-        """Returns at once. The next push stops what is still under way then."""
+        """Report these servers as unresponsive and tell them to go on; return at once. The next push stops what is
+        still under way then."""
         self._report_unresponsive(failures)
         self._resuming |= {call.url: call for call in self._calls.start(failures, resume, BACKGROUND_S)}
 

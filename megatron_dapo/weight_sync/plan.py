@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def flat_bytes(self) -> int:
-        """Size of the largest flat bucket."""
+        """Return the size of the largest flat bucket in bytes."""
         return max((bucket.num_bytes for bucket in self.buckets if bucket.flat), default=0)
 
     @property
@@ -78,13 +78,13 @@ class Plan:
         return [name for bucket in self.buckets for name in bucket.names]
 
     def digest(self) -> str:
-        """Equal exactly where buckets, tensors, shapes, dtypes and their order are equal."""
+        """Return a text that is equal exactly where buckets, tensors, shapes, dtypes and their order are equal."""
         rows = [(bucket.flat, bucket.names, bucket.dtypes, bucket.shapes) for bucket in self.buckets]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_bytes: int) -> Plan:
-    """Every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a single larger tensor.
+    """Put every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a single larger tensor.
 
     Tensors of at most flat_tensor_bytes share flat buckets. There wide dtypes come first, because the server cuts the
     buffer at offsets that must be multiples of the item size; otherwise the order is that of specs.
@@ -102,7 +102,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_byt
 
 
 def plan_for(device: torch.device, specs: Sequence[TensorSpec], bucket_size_mb: int) -> Plan:
-    """The plan on this kind of device; bucket_size_mb is `weight_sync.bucket_size_mb`."""
+    """Return the plan on this kind of device; bucket_size_mb is `weight_sync.bucket_size_mb`."""
     bucket_bytes = bucket_size_mb * MIB
     if device.type == "cpu":
         return plan_buckets(specs, min(bucket_bytes, CPU_BUCKET_BYTES), CPU_FLAT_TENSOR_BYTES)

@@ -36,12 +36,12 @@ class Transfer:
         return [self.collective, *(call.answer for call in self.calls)]
 
     def refused(self) -> dict[str, str]:
-        """URL -> why, of the servers whose call has failed."""
+        """Return, by URL, why the call failed, for the servers whose call has failed."""
         ended = ((call.url, call.answer.exception()) for call in self.calls if call.answer.done())
         return {url: reason(error) for url, error in ended if error is not None}
 
     def silent(self) -> dict[str, str]:
-        """URL -> what is wrong, of the servers that have not answered."""
+        """Return, by URL, what is wrong, for the servers that have not answered."""
         return {call.url: "no answer to the request" for call in self.calls if not call.answer.done()}
 
 
@@ -51,7 +51,8 @@ class Sender:
     def __init__(
         self, stage: int, calls: ServerCalls, plan: Plan, device: torch.device, probe_s: float = PROBE_S
     ) -> None:
-        """probe_s: how long a server may take after a failure to say that it is alive."""
+        """Allocate the two flat buffers. `probe_s` is how many seconds a server may take after a failure to say that it
+        is alive."""
         self._stage = stage
         self._calls = calls
         self._device = device

@@ -31,7 +31,7 @@ class ServerControl(Protocol):
     async def end_weight_update(self) -> None: ...
     async def weight_version(self) -> int | str: ...
     async def checksums(self) -> Sequence[dict[str, str]]:
-        """Of each tensor-parallel rank of the server, in rank order: parameter name -> checksum."""
+        """Return, for each tensor-parallel rank of the server in rank order, its checksums by parameter name."""
         ...
 
     async def init_weights_update_group(
@@ -97,7 +97,8 @@ class ServerCalls:
     """Calls to servers, by their URLs, run by an event loop in a background thread."""
 
     def __init__(self, connect: Callable[[str], ServerControl]) -> None:
-        """connect: URL -> how the server there is asked; called once per URL. The thread starts with the first call."""
+        """Prepare the calls. `connect` takes a URL and returns the means to ask the server there; it is called once per
+        URL. The thread starts with the first call."""
         self._servers = _Servers(connect)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
@@ -161,8 +162,8 @@ async def pause(server: ServerControl) -> ServerMember:
 
 
 async def rejoin(server: ServerControl) -> None:
-    """After a failed attempt: close the session and go on. A server that was started again has no session: it fails,
-    as one that is gone."""
+    """Close the session after a failed attempt, and let the server go on. A server that was started again has no
+    session, so the call fails, as it does for a server that is gone."""
     await server.end_weight_update()
     await server.continue_()
 

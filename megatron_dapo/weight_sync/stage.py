@@ -198,7 +198,7 @@ class StageSource(Gatherer):
     def _is_equal(
         self, name: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], ranks: Sequence[Mapping[str, str]]
     ) -> bool:
-        """Whether each tensor-parallel rank of a server has the checksum of its part of the parameter."""
+        """Return whether each tensor-parallel rank of a server has the checksum of its part of the parameter."""
         for rank, sums in enumerate(ranks):
             if sums.get(name) != checksum(server_tensor(specs, tensors, rank, len(ranks), self._num_kv_heads)):
                 return False

@@ -63,7 +63,7 @@ class NoServers:
         return NothingPushed()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class WeightSync:
         report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
-        """Collective over all ranks. Raises WeightSyncError when ranks of a stage would not plan alike."""
+        """Plan the buckets and compare the plans of all ranks. The call is collective over all ranks. Raise
+        WeightSyncError when ranks of a stage would not plan alike, or when two stages would send the same tensor."""
         self._layout = layout
         self._config = config
         self._phase = phase
@@ -235,7 +236,7 @@ class WeightSync:
         return sum(counts)
 
     def _drop_groups(self) -> None:
-        """At once: servers that wait in a collective are freed."""
+        """Give the groups up at once: servers that wait in a collective are freed."""
         self._group = None
         self._stage.drop_group()
 

@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the optimizer has done."""
+        """Return how many steps the optimizer has done."""
         state = self._initialized()
         if "step" in state:
             return int(state["step"])

@@ -32,7 +32,7 @@ class SliceSavePlanner(DefaultSavePlanner):
     """Plans what this rank writes. The plan of all ranks is torch's: slices must fill each tensor, and not overlap."""
 
     def __init__(self, slices: Sequence[TensorSlice], objects: Mapping[str, io.BytesIO]) -> None:
-        """objects: pickled already, each under a name that no other rank uses."""
+        """Take what this rank writes. objects: pickled already, each under a name that no other rank uses."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._slices = slices
         self._objects = objects
@@ -56,7 +56,7 @@ class SliceLoadPlanner(LoadPlanner):
     """
 
     def __init__(self, slices: Iterable[TensorSlice], names: Collection[str]) -> None:
-        """names: of the objects to read."""
+        """Take the slices to fill. names: the names of the objects to read."""
         self._slices: dict[str, list[TensorSlice]] = defaultdict(list)
         for each in slices:
             self._slices[each.name].append(each)

@@ -43,10 +43,10 @@ def row_statistics(
     want_entropy: bool,
     tiles: RowTiles | None = None,
 ) -> Tensor:
-    """[N, 4] float32 = m, s, u, x_t of each row of logits * inv_temperature; u is 0 unless entropy is wanted.
+    """Return m, s, u, x_t of each row of logits * inv_temperature, [N, 4] float32; u is 0 unless entropy is wanted.
 
     logits_NV: any row stride, unit column stride. inv_temperature_N: float32. local_targets_N: int64; a target outside
-    [0, V) is another rank's, its x_t is -inf.
+    [0, V) belongs to another rank, and its x_t is -inf.
     """
     num_rows, num_columns = logits_NV.shape
     stats_N4 = logits_NV.new_empty((num_rows, 4), dtype=torch.float32)
@@ -76,8 +76,9 @@ def row_divergence(
     *,
     tiles: RowTiles | None = None,
 ) -> Tensor:
-    """[N] float32: sum_j p_j (log p_j - log q_j) over these columns. The differences take the place of reference_NV.
+    """Return sum_j p_j (log p_j - log q_j) over these columns, [N] float32.
 
+    The differences log p_j - log q_j overwrite reference_NV.
     reference_NV: logits of another model at the same temperature, laid out like logits_NV: float32, unit column stride.
     """
     num_rows, num_columns = logits_NV.shape
@@ -115,9 +116,9 @@ def row_gradient(
     kl: KLTerms | None = None,
     tiles: RowTiles | None = None,
 ) -> None:
-    """Writes dL/dlogits into `out_NV`: `logits_NV` itself, or memory of its own in any float dtype up to float32.
+    """Write dL/dlogits into `out_NV`: `logits_NV` itself, or memory of its own in any float dtype up to float32.
 
-    Rows whose incoming gradients are all 0 get 0, whatever their logits are: NaN in padding goes nowhere.
+    Rows whose incoming gradients are all 0 get 0, whatever their logits are, so that NaN in padding does not spread.
     """
     num_rows, num_columns = logits_NV.shape
     if not num_rows or not num_columns:

@@ -36,7 +36,7 @@ def token_loss(
     config: LossConfig,
     kl_N: Tensor | None = None,
 ) -> TokenLoss:
-    """`kernels.token_loss.token_loss`, for any float dtype up to float32; gradients are float32."""
+    """Compute `kernels.token_loss.token_loss` for any float dtype up to float32; the gradients are float32."""
     num_tokens, device = log_probs_N.numel(), log_probs_N.device
     sum_names, max_names = metric_names(config)
     num_sums, num_columns = 2 * len(sum_names), 2 * len(sum_names) + len(max_names)

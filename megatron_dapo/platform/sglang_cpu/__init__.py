@@ -30,8 +30,8 @@ MAX_RUNNING_REQUESTS = 64
 
 
 def server_environment(environ: dict[str, str] | None = None, tensor_model_parallel_size: int = 1) -> dict[str, str]:
-    """Environment of a CPU server, from this process's (or a given) one. Raises RuntimeError where SGLang has no
-    plug-ins."""
+    """Return the environment of a CPU server, made from this process's (or a given) one. Raise RuntimeError where
+    SGLang is not installed or has no plug-ins."""
     environ = dict(os.environ if environ is None else environ)
     _check_sglang()
     path = [str(SITE), *filter(None, [environ.get("PYTHONPATH")])]
@@ -43,7 +43,7 @@ def server_environment(environ: dict[str, str] | None = None, tensor_model_paral
 
 
 def server_arguments(max_total_tokens: int | None = None, max_running_requests: int | None = None) -> list[str]:
-    """Arguments of `sglang.launch_server` on the CPU."""
+    """Return the arguments of `sglang.launch_server` on the CPU."""
     return [
         *("--device", "cpu"),
         *("--attention-backend", "torch_native"),
@@ -59,7 +59,7 @@ def server_arguments(max_total_tokens: int | None = None, max_running_requests: 
 
 
 def _check_sglang() -> None:
-    """Without plug-ins the decode would silently stay slow."""
+    """Check that SGLang is installed and has plug-ins. Without them the decode would silently stay slow."""
     package = find_spec("sglang")
     if package is None or not package.submodule_search_locations:
         raise RuntimeError("SGLang is not installed; `make setup` installs it.")
