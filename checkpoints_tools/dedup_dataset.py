@@ -76,7 +76,8 @@ class Report:
         return True
 
     def as_json(self) -> dict[str, Any]:
-        num_rows, num_kept = self.copies.total(), len(self.copies)
+        num_rows = self.copies.total()
+        num_kept = len(self.copies)
         return {
             "output": self.output,
             "num_rows": num_rows,

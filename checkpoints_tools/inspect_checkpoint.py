@@ -96,7 +96,8 @@ def _lines(contents: Contents, options: argparse.Namespace) -> Iterable[str]:
         ],
     )
     if contents.objects:
-        num, names = len(contents.objects), ", ".join(contents.objects[:8])
+        num = len(contents.objects)
+        names = ", ".join(contents.objects[:8])
         yield f"\nbeside them {num} object{'s' if num > 1 else ''}: {names}{', ...' if num > 8 else ''}"
     if options.tensors:
         yield ""

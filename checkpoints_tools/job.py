@@ -94,7 +94,8 @@ class ConversionRanks:
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timeout, **stores.rendezvous(timeout))
         self.agreement = Agreement(None, TIMEOUT_S)
-        self.rank, self.world_size = self.agreement.rank, self.agreement.size
+        self.rank = self.agreement.rank
+        self.world_size = self.agreement.size
         self.is_main = self.rank == 0
 
     def on_all_ranks(self, work: Callable[[], Result]) -> Result:

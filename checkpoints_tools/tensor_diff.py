@@ -63,16 +63,23 @@ def diff(a: Contents, b: Contents, pattern: str = "*") -> Diff:
 
 def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> Change | None:
     """Return None where they are equal bit for bit: NaN equals the same NaN, and 0 is not -0."""
-    a, b = a.reshape(-1), b.reshape(-1)
-    num_different, largest, square, square_a = 0, torch.zeros((), dtype=torch.float64), 0.0, 0.0
+    a = a.reshape(-1)
+    b = b.reshape(-1)
+    num_different = 0
+    largest = torch.zeros((), dtype=torch.float64)
+    square = 0.0
+    square_a = 0.0
     for first in range(0, a.numel(), CHUNK):
-        part_a, part_b = a[first : first + CHUNK], b[first : first + CHUNK]
+        part_a = a[first : first + CHUNK]
+        part_b = b[first : first + CHUNK]
         bits = torch.stack([part.contiguous().view(torch.uint8).view(-1, a.itemsize) for part in (part_a, part_b)])
         num_different += int((bits[0] != bits[1]).any(dim=1).sum())
-        wide_a, wide_b = part_a.double(), part_b.double()
+        wide_a = part_a.double()
+        wide_b = part_b.double()
         distance = (wide_a - wide_b).abs()
         largest = torch.maximum(largest, distance.max())  # NaN stays
-        square, square_a = square + float(distance.square().sum()), square_a + float(wide_a.square().sum())
+        square = square + float(distance.square().sum())
+        square_a = square_a + float(wide_a.square().sum())
     if not num_different:
         return None
     relative = (square / square_a) ** 0.5 if square_a else (float("inf") if square else 0.0)

@@ -131,7 +131,9 @@ def _compare_tensors(
     from megatron_dapo.models.weight_source import WeightSource
 
     weights = WeightSource(model, layout)
-    specs, different, largest = weights.specs(), [], 0.0
+    specs = weights.specs()
+    different = []
+    largest = 0.0
     with percentage("comparing") as done:
         for number, spec in enumerate(specs, start=1):
             tensors = weights.gather([spec])
@@ -145,7 +147,8 @@ def _compare_tensors(
     own = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
     gathered: list = [None] * job.world_size
     dist.all_gather_object(gathered, own)
-    num, names = sum(part[0] for part in gathered), [name for part in gathered for name in part[1]]
+    num = sum(part[0] for part in gathered)
+    names = [name for part in gathered for name in part[1]]
     if not names:
         return Comparison("tensors", f"{num} of {num} equal to the bit ({str(dtype).removeprefix('torch.')})", True)
     worst = max(part[2] for part in gathered)

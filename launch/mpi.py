@@ -253,7 +253,8 @@ def _all_came(comm: "Intracomm", wait_s: float) -> bool:
 
     The function asks again and again, because a blocking barrier would keep a core busy.
     """
-    arrival, deadline = comm.Ibarrier(), time.monotonic() + wait_s
+    arrival = comm.Ibarrier()
+    deadline = time.monotonic() + wait_s
     while not arrival.Test():
         if time.monotonic() > deadline:
             return False

@@ -79,7 +79,8 @@ def failure_line(failed: "tuple[int, ProcessFailure]") -> str:
 def _record_end(failed: "tuple[int, ProcessFailure]") -> None:
     """Write how a rank ended that was killed before it could write it."""
     rank, failure = failed
-    folder, name = ends.own_folder(), ends.rank_name(rank)
+    folder = ends.own_folder()
+    name = ends.rank_name(rank)
     try:
         if folder is not None and folder.read(name) is None:
             folder.write(name, replace(ends.end_of_code(failure.exitcode), time=failure.timestamp))

@@ -190,7 +190,8 @@ class Job:
         dtype = self.policy.model.config.params_dtype
         peak = performance.peak_flops(torch.cuda.get_device_name()) if dtype == torch.bfloat16 else None
         num_passes = self.config.actor_rollout_ref.actor.ppo_epochs if _optimizer_steps(metrics) else 0
-        seconds, spec = self.telemetry.seconds("update"), self.policy.model.spec
+        seconds = self.telemetry.seconds("update")
+        spec = self.policy.model.spec
         return {
             **performance.memory_metrics(peaks),
             **performance.trainer_metrics(spec, groups, num_passes, seconds, self.layout.world_size, peak),

@@ -113,8 +113,11 @@ class Preflight:
     """The checks of one node, in step with the others': alone first, then those that need a network."""
 
     def __init__(self, config: Config, arguments: argparse.Namespace, rounds: list[all_reduce.AllReduceRanks]) -> None:
-        self._config, self._arguments, self._rounds = config, arguments, rounds
-        count, names = arguments.num_nodes, arguments.node_names
+        self._config = config
+        self._arguments = arguments
+        self._rounds = rounds
+        count = arguments.num_nodes
+        names = arguments.node_names
         guessed = names if len(names) == count else [f"node {index}" for index in range(count)]
         name = node_name()
         limits = arguments.timeout, arguments.meeting_timeout
@@ -158,7 +161,8 @@ class Preflight:
 
     def _meet(self) -> None:
         """Exchange names, roles and versions of all; node 0's token."""
-        nodes, arguments = self._nodes, self._arguments
+        nodes = self._nodes
+        arguments = self._arguments
         shared = (arguments.shared or RunFolder.of(self._config.trainer).path).absolute()
         own = {
             "name": nodes.name,
@@ -181,7 +185,8 @@ class Preflight:
         self._add("versions", _compare(per_node, nodes.index))
 
     def _check_roles(self) -> None:
-        config, nodes = self._config, self._nodes
+        config = self._config
+        nodes = self._nodes
         num_servers = config.actor_rollout_ref.rollout.server.nnodes if self._starts_servers else 0
         wanted = config.trainer.nnodes, num_servers
         there = len(self._trainers), len(self._servers)
@@ -195,7 +200,9 @@ class Preflight:
 
     def _machine(self) -> None:
         """Add what each node finds out alone, and with node 0's file."""
-        config, arguments, nodes = self._config, self._arguments, self._nodes
+        config = self._config
+        arguments = self._arguments
+        nodes = self._nodes
         written = self._folder.write() if nodes.index == 0 else None
         nodes.gather("the shared folder", None)
         if nodes.index == 0:
@@ -317,7 +324,8 @@ class Preflight:
 
 def _compare(per_node: Sequence[dict], index: int) -> machine.Result:
     """Compare this node's versions with those of most nodes; of as many, node 0's."""
-    own, wrong = per_node[index]["versions"], []
+    own = per_node[index]["versions"]
+    wrong = []
     for name, version in own.items():
         usual = Counter(node["versions"][name] for node in per_node).most_common(1)[0][0]
         if version != usual:

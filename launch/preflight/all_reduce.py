@@ -162,7 +162,9 @@ def find_culprits(speeds: Mapping[tuple[int, int], float], floor: float) -> list
 
 class _Probe:
     def __init__(self, nodes: PreflightNodes, trainers: Sequence[int], backend: str, ranks_per_node: int) -> None:
-        self._nodes, self._trainers, self._backend = nodes, list(trainers), backend
+        self._nodes = nodes
+        self._trainers = list(trainers)
+        self._backend = backend
         self._timeout_s = nodes.timeout_s / 2  # the others wait for the answer of a rank that waits
         counts = nodes.gather("ranks per node", ranks_per_node)
         self._per_node = max(counts)

@@ -52,7 +52,8 @@ def check(config: Config, role: str) -> Result:
         )
     if not are_expected():
         return Result("none expected: torch runs on the CPU here")
-    count, there = needed(config, role), torch.cuda.device_count()
+    count = needed(config, role)
+    there = torch.cuda.device_count()
     if there < count:
         return Result(
             f"{there} of {count}",

@@ -67,7 +67,9 @@ def _revision() -> str:
 
 def checkpoints_bytes(config: Config) -> tuple[int, int]:
     """Return (bytes of one checkpoint, how many are on the disk at once), with the one that is being written."""
-    spec, trainer, width = read_model_spec(config.actor_rollout_ref.model.path), config.trainer, dtype_bytes(config)
+    spec = read_model_spec(config.actor_rollout_ref.model.path)
+    trainer = config.trainer
+    width = dtype_bytes(config)
     # weights, Adam's moments and, of a half-precision model, its float32 weights; see docs/checkpoints.md
     per_parameter = width + ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
     one = sum(num_parameters(spec, WHOLE_MODEL, stage=0)) * per_parameter * (2 if uses_critic(config) else 1)
@@ -82,7 +84,8 @@ def disk(config: Config, folder: Path) -> Result:
     """Check the room for checkpoints and logs of the run in `folder`, which may not be there yet."""
     one, count = checkpoints_bytes(config)
     there = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
-    needed, free = max(0, one * count - there) + LOG_BYTES, _free(folder)
+    needed = max(0, one * count - there) + LOG_BYTES
+    free = _free(folder)
     found = f"{format_bytes(free)} free, {format_bytes(needed)} needed ({count} x {format_bytes(one)} for checkpoints)"
     if free >= needed:
         return Result(found)
@@ -132,7 +135,8 @@ class SharedFolder:
     """A folder that all nodes must see and write: node 0 writes a token, the others read it and add a file each."""
 
     def __init__(self, folder: Path, token: str) -> None:
-        self.folder, self._token = folder.absolute(), token
+        self.folder = folder.absolute()
+        self._token = token
         self._is_new = not self.folder.exists()
 
     def write(self) -> str | None:
@@ -144,7 +148,8 @@ class SharedFolder:
 
         The check waits a while (`_SHARED_S` seconds) for node 0's file. `first` is the name of node 0.
         """
-        first_file, deadline = self._file(0), time.monotonic() + _SHARED_S
+        first_file = self._file(0)
+        deadline = time.monotonic() + _SHARED_S
         while not self._is_token(first_file):
             if time.monotonic() > deadline:
                 return Result(
@@ -194,7 +199,8 @@ def open_files_needed(config: Config) -> int:
 
 def limits(config: Config, uses_gpus: bool) -> Result:
     needed = open_files_needed(config)
-    files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = any(Path("/sys/class/infiniband").glob("*"))
     found = f"{_limit(files)} open files ({needed} needed), {_limit(locked)} bytes of locked memory"
     if files != resource.RLIM_INFINITY and files < needed:
@@ -228,7 +234,8 @@ def ports(host: str, numbers: Sequence[int]) -> Result:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    first, last = min(numbers), max(numbers)
+    first = min(numbers)
+    last = max(numbers)
     is_run = len(numbers) > 2 and sorted(numbers) == list(range(first, last + 1))
     return f"{first}-{last}" if is_run else ", ".join(map(str, numbers))
 

@@ -30,7 +30,8 @@ class PreflightError(Exception):
 
     def __init__(self, node: str, problem: str) -> None:
         super().__init__(f"{node}: {problem}")
-        self.node, self.problem = node, problem
+        self.node = node
+        self.problem = problem
 
 
 class PreflightNodes:
@@ -50,7 +51,9 @@ class PreflightNodes:
 
         Raises PreflightError where node 0 is not reached, or cannot listen.
         """
-        self.index, self.name, self.names = index, name, [*names]
+        self.index = index
+        self.name = name
+        self.names = [*names]
         self.names[index] = name
         self.timeout_s = timeout_s
         self._meeting_timeout_s = timeout_s if meeting_timeout_s is None else meeting_timeout_s

@@ -91,7 +91,8 @@ class Orders:
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self, logs: Path, role: str, node: str) -> None:
-        self._asked, self._cancelled = (logs / f"asked-{node}" if role == TRAINER else None), logs / CANCELLED
+        self._asked = logs / f"asked-{node}" if role == TRAINER else None
+        self._cancelled = logs / CANCELLED
         self._received = SignalReceiver(self.SIGNALS).install().received
 
     def obey(self, program: subprocess.Popen) -> int:

@@ -26,7 +26,8 @@ def rest_of_a_step(config: Config) -> float | None:
     specs = read_model_specs(config)
     if specs is None:
         return None
-    data, num_samples = config.data, samples_per_rollout_step(config)
+    data = config.data
+    num_samples = samples_per_rollout_step(config)
     length = data.max_prompt_length + data.max_response_length
     flops = forward_flops(specs[0], [length], data.max_response_length) * num_samples
     passes = TRAINING_PASSES * config.actor_rollout_ref.actor.ppo_epochs

@@ -70,7 +70,8 @@ def outcome(plan: JobPlan, facts: Facts) -> AttemptOutcome:
 
 
 def _saved(plan: JobPlan, facts: Facts) -> AttemptOutcome:
-    reached, started = progress(plan.run), Progress(plan.start_step, plan.start_groups)
+    reached = progress(plan.run)
+    started = Progress(plan.start_step, plan.start_groups)
     more = f", and {reached.num_groups} groups of the next one," if reached.num_groups else ""
     saved = f"step {reached.step} of {plan.total_steps}{more} is saved in {plan.run}"
     if reached <= started and facts.asked_by != PREEMPTED:
@@ -98,7 +99,8 @@ def done_line(run: str, total_steps: int) -> str:
 def is_done(config: Config) -> bool:
     """Return whether the run folder holds the result of the whole run: the last act of a training is to write the
     model."""
-    run, total = RunFolder.of(config.trainer), config.trainer.total_training_steps
+    run = RunFolder.of(config.trainer)
+    total = config.trainer.total_training_steps
     if not (run.model.is_dir() and run.metrics.is_file()):
         return False
     from megatron_dapo.telemetry.metrics_file import records_of  # imports torch: a job's plan does without
@@ -196,7 +198,8 @@ def _not_launched(plan: JobPlan, role: str) -> Iterator[Cause]:
     """Yield the tasks that Slurm could not start: it opens a task's log on the task's node."""
     for line in read_lines(Path(plan.logs) / f"srun-{role}.log"):
         if match := _NOT_LAUNCHED.match(line):
-            node, words = plan.of_role(role)[int(match[1])], match[2]
+            node = plan.of_role(role)[int(match[1])]
+            words = match[2]
             shared = f"; is {plan.logs} the same folder there as on {plan.nodes[0]}?" if "connect IO" in words else ""
             yield Cause(f"{node}: Slurm could not start the {role} task: {words}{shared}")
 

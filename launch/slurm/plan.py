@@ -251,7 +251,8 @@ def own_overrides(plan: JobPlan, config: Config) -> list[str]:
 
 
 def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
-    server, num_given = config.actor_rollout_ref.rollout.server, len(allocation.nodes)
+    server = config.actor_rollout_ref.rollout.server
+    num_given = len(allocation.nodes)
     num_trainers, num_servers = num_nodes(config)
     if starts_servers(config) and server.nnodes == 0:
         yield (

@@ -18,7 +18,8 @@ def wait_for_servers(plan: JobPlan, probe: Callable[[str], bool] | None = None) 
     if probe is None:
         headers = key_header(read_server_key(plan.server_key_file))
         probe = partial(is_healthy, check=HealthCheck.GENERATES, headers=headers, timeout_s=PROBE_TIMEOUT_S)
-    started, missing = time.monotonic(), list(plan.server_urls)
+    started = time.monotonic()
+    missing = list(plan.server_urls)
     while True:
         for url in [url for url in missing if probe(url)]:
             missing.remove(url)

@@ -133,7 +133,8 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
         assert batch.rollout_log_probs is not None, "the comparison with the server needs its log-probs"
         compared = counted if batch.is_current is None else counted & batch.is_current
         mismatch, mismatch_maxima = mismatch_sums(old_log_probs, batch.rollout_log_probs, compared)
-        sums, maxima = {**sums, **mismatch}, {**maxima, **mismatch_maxima}
+        sums = {**sums, **mismatch}
+        maxima = {**maxima, **mismatch_maxima}
     sums = {"actor/loss": (loss_sum.detach().double(), batch.count.double()), **sums}
     return LossSums(loss_sum, sums, maxima)
 

@@ -31,7 +31,8 @@ def gae(
     last_value [...]: V of the state after the last step, where its episode goes on (None = 0: the end).
     """
     counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
-    rewards, values = torch.where(counted, rewards, 0), torch.where(counted, values, 0)
+    rewards = torch.where(counted, rewards, 0)
+    values = torch.where(counted, values, 0)
     goes_on = torch.ones_like(values) if done is None else (done == 0).to(values.dtype)
     last = values.new_zeros(values.shape[:-1]) if last_value is None else last_value.to(values.dtype)
 
@@ -88,7 +89,8 @@ def last_counted(counted: Tensor, segment_ids: Tensor, num_segments: int) -> Ten
 
     counted (bool), segment_ids (in [0, num_segments)): of one shape, segments whole and in order within it.
     """
-    flat, places = counted.reshape(-1), torch.arange(counted.numel(), device=counted.device)
+    flat = counted.reshape(-1)
+    places = torch.arange(counted.numel(), device=counted.device)
     last = torch.full((num_segments,), -1, device=counted.device)
     last.scatter_reduce_(0, segment_ids.reshape(-1), torch.where(flat, places, -1), "amax")
     return (flat & (places == last[segment_ids.reshape(-1)])).view_as(counted)

@@ -39,7 +39,8 @@ def value_loss(
     values = torch.where(counted, values, 0)
     old_values, returns = (torch.where(counted, x.detach(), 0) for x in (old_values, returns))
     loss = VALUE_LOSSES[loss_type]
-    losses, is_clipped = loss(values, returns), torch.zeros_like(counted)
+    losses = loss(values, returns)
+    is_clipped = torch.zeros_like(counted)
     if clip is not None:
         clipped = loss(torch.clamp(values, old_values - clip, old_values + clip), returns)
         is_clipped = clipped > losses

@@ -44,7 +44,9 @@ def config_changes(before: dict, now: Config) -> list[ConfigChange]:
     A key that this version of the program has and the other version did not have is no difference while it is at its
     default.
     """
-    old, new, defaults = _leaves(before), _leaves(config_to_plain(now)), _leaves(config_to_plain(Config()))
+    old = _leaves(before)
+    new = _leaves(config_to_plain(now))
+    defaults = _leaves(config_to_plain(Config()))
     changes = [ConfigChange(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
     return [change for change in changes if change.before is not None or change.now != defaults[change.key]]
 

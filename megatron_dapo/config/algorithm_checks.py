@@ -37,7 +37,9 @@ from megatron_dapo.config.schema import Config
 
 
 def gen_batches(config: Config) -> Iterator[Mistake]:
-    size, prompts, dapo = config.data.train_batch_size, gen_batch_size(config), config.algorithm.dapo
+    size = config.data.train_batch_size
+    prompts = gen_batch_size(config)
+    dapo = config.algorithm.dapo
     if not uses_dynamic_sampling(config):
         if prompts != size:
             yield Mistake(
@@ -47,9 +49,11 @@ def gen_batches(config: Config) -> Iterator[Mistake]:
                 f"with a filter_mode other than none.",
             )
         return
-    section, limit = SAMPLING, dapo.dynamic_sampling.max_num_gen_batches
+    section = SAMPLING
+    limit = dapo.dynamic_sampling.max_num_gen_batches
     if config.algorithm.filter_groups.enable:
-        section, limit = GROUPS, config.algorithm.filter_groups.max_num_gen_batches
+        section = GROUPS
+        limit = config.algorithm.filter_groups.max_num_gen_batches
     if 0 < limit and prompts * limit < size:
         yield Mistake(
             ("data.gen_batch_size", "data.train_batch_size", f"{section}.max_num_gen_batches", *SAMPLING_SWITCHES),
@@ -71,7 +75,8 @@ def masking(config: Config) -> Iterator[Mistake]:
             f"{SAMPLING} with a filter_mode other than none, or remove form.",
         )
         return
-    size, prompts = config.data.train_batch_size, gen_batch_size(config)
+    size = config.data.train_batch_size
+    prompts = gen_batch_size(config)
     if prompts != size:
         yield Mistake(
             (f"{SAMPLING}.form", "data.gen_batch_size", "data.train_batch_size"),
@@ -164,7 +169,8 @@ def dapo_switches(config: Config) -> Iterator[Mistake]:
 
 
 def overlong_shaping(config: Config) -> Iterator[Mistake]:
-    shaping, limit = config.algorithm.dapo.overlong_reward_shaping, config.data.max_response_length
+    shaping = config.algorithm.dapo.overlong_reward_shaping
+    limit = config.data.max_response_length
     if not shaping.enable:
         return
     if shaping.buffer_len >= limit:
@@ -184,7 +190,8 @@ def overlong_shaping(config: Config) -> Iterator[Mistake]:
 
 def _overlong_penalties(config: Config) -> Iterator[Mistake]:
     shaping = config.algorithm.dapo.overlong_reward_shaping
-    penalty, soft = shaping.truncation_penalty, shaping.buffer_len > 0
+    penalty = shaping.truncation_penalty
+    soft = shaping.buffer_len > 0
     if soft and shaping.penalty_factor == 0.0:
         yield Mistake(
             keys_of(OVERLONG, "enable", "penalty_factor", "buffer_len"),
@@ -221,10 +228,12 @@ def estimators(config: Config) -> Iterator[Mistake]:
 
 
 def experience_replay(config: Config) -> Iterator[Mistake]:
-    keys, actor = config.exp_manager.experience_replay, config.actor_rollout_ref.actor
+    keys = config.exp_manager.experience_replay
+    actor = config.actor_rollout_ref.actor
     if not keys.enable:
         return
-    low, high = effective_clip(config)[0], actor.off_policy_clip_ratio_high
+    low = effective_clip(config)[0]
+    high = actor.off_policy_clip_ratio_high
     if high is not None and high < low:
         yield Mistake(
             (f"{ACTOR}.off_policy_clip_ratio_high", f"{ACTOR}.use_dapo", clip_keys(config)[0]),
@@ -236,8 +245,11 @@ def experience_replay(config: Config) -> Iterator[Mistake]:
 
 def _replayed_groups(config: Config) -> Iterator[Mistake]:
     """Yield the mistakes of the groups that borrow a trajectory, and of the pool that lends it."""
-    keys, data, n = config.exp_manager.experience_replay, config.data, config.actor_rollout_ref.rollout.n
-    estimator, size = config.algorithm.adv_estimator, gen_batch_size(config)
+    keys = config.exp_manager.experience_replay
+    data = config.data
+    n = config.actor_rollout_ref.rollout.n
+    estimator = config.algorithm.adv_estimator
+    size = gen_batch_size(config)
     if estimator in ("gae", "reinforce_plus_plus"):
         yield Mistake(
             (f"{REPLAY}.enable", ESTIMATOR),
@@ -267,7 +279,8 @@ def _replayed_groups(config: Config) -> Iterator[Mistake]:
 
 
 def kl(config: Config) -> Iterator[Mistake]:
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    actor = config.actor_rollout_ref.actor
+    algorithm = config.algorithm
     control = algorithm.kl_ctrl
     pairs = (
         (f"{ACTOR}.use_kl_loss", actor.use_kl_loss, f"{ACTOR}.kl_loss_coef", actor.kl_loss_coef),

@@ -16,14 +16,16 @@ from megatron_dapo.config.unused_keys import unused_keys
 
 
 def batch_sizes(config: Config) -> Iterator[Mistake]:
-    groups, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    groups = config.data.train_batch_size
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if groups % mini:
         yield Mistake(
             ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
             f"data.train_batch_size is {groups}, not a multiple of {ACTOR}.ppo_mini_batch_size {mini}; "
             f"set train_batch_size to a multiple of {mini}, or ppo_mini_batch_size to a divisor of {groups}.",
         )
-    n, sizes = config.actor_rollout_ref.rollout.n, parallel_sizes(config)
+    n = config.actor_rollout_ref.rollout.n
+    sizes = parallel_sizes(config)
     model_ranks = sizes.tp * sizes.pp
     if sizes.world % model_ranks == 0 and (mini * n) % sizes.dp:
         yield Mistake(
@@ -35,7 +37,8 @@ def batch_sizes(config: Config) -> Iterator[Mistake]:
 
 
 def lengths(config: Config) -> Iterator[Mistake]:
-    data, actor = config.data, config.actor_rollout_ref.actor
+    data = config.data
+    actor = config.actor_rollout_ref.actor
     longest = data.max_prompt_length + data.max_response_length
     sum_in_words = (
         f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length}"
@@ -61,7 +64,8 @@ def lengths(config: Config) -> Iterator[Mistake]:
 
 
 def parallel_layout(config: Config) -> Iterator[Mistake]:
-    sizes, megatron = parallel_sizes(config), config.actor_rollout_ref.actor.megatron
+    sizes = parallel_sizes(config)
+    megatron = config.actor_rollout_ref.actor.megatron
     if sizes.world % (sizes.tp * sizes.pp):
         yield Mistake(
             (*WORLD, *STAGES),
@@ -109,7 +113,8 @@ def fp8(config: Config) -> Iterator[Mistake]:
 
 
 def optimizer(config: Config) -> Iterator[Mistake]:
-    optim, steps = config.actor_rollout_ref.actor.optim, config.trainer.total_training_steps
+    optim = config.actor_rollout_ref.actor.optim
+    steps = config.trainer.total_training_steps
     if optim.min_lr > optim.lr:
         yield Mistake(
             (f"{ACTOR}.optim.min_lr", f"{ACTOR}.optim.lr"),
@@ -124,7 +129,8 @@ def optimizer(config: Config) -> Iterator[Mistake]:
 
 
 def evaluation(config: Config) -> Iterator[Mistake]:
-    freq, data = config.trainer.test_freq, config.data
+    freq = config.trainer.test_freq
+    data = config.data
     if freq != -1 and freq < 1:
         yield Mistake(
             ("trainer.test_freq",),

@@ -137,7 +137,8 @@ class CriticBatching:
 
 def critic_batching(config: Config) -> CriticBatching:
     """Return what the section `critic` says, and for each key that it leaves out, what the actor's section says."""
-    actor, critic = config.actor_rollout_ref.actor, config.critic
+    actor = config.actor_rollout_ref.actor
+    critic = config.critic
     return CriticBatching(
         critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         critic.ppo_epochs or actor.ppo_epochs,
@@ -228,7 +229,8 @@ def uses_dynamic_sampling(config: Config) -> bool:
 
 def uses_overlong_shaping(config: Config) -> bool:
     """Return whether truncated or over-long responses are punished or filtered."""
-    dapo, shaping = config.algorithm.dapo, config.algorithm.dapo.overlong_reward_shaping
+    dapo = config.algorithm.dapo
+    shaping = config.algorithm.dapo.overlong_reward_shaping
     soft = shaping.buffer_len > 0 and shaping.penalty_factor > 0.0
     hard = shaping.buffer_len == 0 and shaping.truncation_penalty != 0.0
     return dapo.enable and shaping.enable and (soft or hard or shaping.filter_truncated)

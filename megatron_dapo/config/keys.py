@@ -182,7 +182,8 @@ def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 def _in_words(annotation: Any, metadata: Sequence[Any] = (), plural: bool = False) -> str:
     """Return the words for a type and its bounds: `PositiveInt | None` becomes "a whole number > 0, or null"."""
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     if origin is Annotated:
         return _in_words(args[0], [m for arg in args[1:] for m in _constraints(arg)], plural)
     if origin is Literal:

@@ -155,7 +155,8 @@ def _apply_override(override: str, collected: _Collected) -> None:
                 Mistake(_meant(name), f"Override {override!r} has a value that is not valid YAML: {error}.")
             )
             return
-        value, duplicates = text, []
+        value = text
+        duplicates = []
     collected.mistakes.extend(Mistake((), f"Override {override!r}: {duplicate}; keep one.") for duplicate in duplicates)
     if key is not None and key.is_text and not isinstance(value, str) and not (value is None and key.takes_null):
         value = text
@@ -234,7 +235,8 @@ def _build(settings: dict[str, _Setting], mistakes: list[Mistake]) -> tuple[Conf
     except ValidationError as error:
         wrong = {_key_at(detail["loc"]): None for detail in error.errors(include_url=False)}
     for name in wrong:
-        setting, key = settings[name], known_keys()[name]
+        setting = settings[name]
+        key = known_keys()[name]
         text = f"{setting.spelling} is {show(setting.value)} ({setting.where}), but must be {key.allowed}."
         mistakes.append(Mistake((name,), text))
     sound = {name: setting for name, setting in settings.items() if name not in wrong}

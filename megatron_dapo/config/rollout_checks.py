@@ -77,7 +77,8 @@ def sampling(config: Config) -> Iterator[Mistake]:
 
 
 def multi_turn(config: Config) -> Iterator[Mistake]:
-    keys, limit = config.actor_rollout_ref.rollout.multi_turn, config.data.max_response_length
+    keys = config.actor_rollout_ref.rollout.multi_turn
+    limit = config.data.max_response_length
     if not keys.enable:
         if config.reward.function == "environment":
             yield Mistake(

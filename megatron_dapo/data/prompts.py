@@ -318,9 +318,11 @@ def _is_message(value: Any) -> bool:
 def _ground_truth(row: dict[str, Any], place: str) -> str:
     reward_model = row.get("reward_model")
     if isinstance(reward_model, dict):
-        column, value = "reward_model.ground_truth", reward_model.get("ground_truth")
+        column = "reward_model.ground_truth"
+        value = reward_model.get("ground_truth")
     elif reward_model is None and "label" in row:
-        column, value = "label", row["label"]
+        column = "label"
+        value = row["label"]
     else:
         raise UserError(
             f"{place}: the answer is missing; it must be in reward_model.ground_truth, or in the column 'label' "

@@ -37,7 +37,8 @@ class Observation:
         """Raise ValueError for what no trajectory can hold."""
         for message in self.messages:
             fields: dict = message if isinstance(message, dict) else {}
-            role, content = fields.get("role"), fields.get("content")
+            role = fields.get("role")
+            content = fields.get("content")
             if not (isinstance(role, str) and isinstance(content, str)):
                 raise ValueError(f"an environment's message needs a role and a content of text, not {message!r:.80}")
             f"{role}{content}".encode()  # half a surrogate pair, as JSON from a model may hold, has no tokens

@@ -50,7 +50,8 @@ class _LinearFullKL(torch.autograd.Function):
             kl[rows] = pair[0].divergence(pair[1], *of_both[-1])
         kl = sum_over(kl, group)
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, inv_temperature, kl)
-        ctx.settings, ctx.of_both = settings, of_both
+        ctx.settings = settings
+        ctx.of_both = of_both
         return kl.clone()
 
     @staticmethod

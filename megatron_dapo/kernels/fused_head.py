@@ -170,7 +170,8 @@ class _FusedHead(torch.autograd.Function):
             loss_sum += answer.loss_sum
             sums += answer.sums
             maxima = torch.maximum(maxima, answer.maxima)
-        ctx.weight, ctx.loss_scale = weight, loss_scale
+        ctx.weight = weight
+        ctx.loss_scale = loss_scale
         ctx.grad_hidden = grad_hidden.finish()
         ctx.grad_weight = None if hasattr(weight, "main_grad") else grad_weight
         outputs = (log_probs, entropy, sums, maxima)
@@ -186,8 +187,10 @@ class _FusedHead(torch.autograd.Function):
             (grad_loss == ctx.loss_scale).all(),
             f"fused_dapo_head was given loss_scale={ctx.loss_scale}, but its loss was scaled differently afterwards",
         )
-        grad_hidden, ctx.grad_hidden = ctx.grad_hidden, None
-        grad_weight, ctx.grad_weight = ctx.grad_weight, None
+        grad_hidden = ctx.grad_hidden
+        ctx.grad_hidden = None
+        grad_weight = ctx.grad_weight
+        ctx.grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = _answer_for_weight(ctx.weight, grad_weight)
         return grad_hidden, grad_weight, *(None,) * 7
@@ -267,7 +270,8 @@ class _GradHidden:
 
     def __init__(self, hidden: Tensor, plan: RowPlan, group: dist.ProcessGroup | None) -> None:
         self._grad = torch.zeros_like(hidden)
-        self._plan, self._group = plan, group
+        self._plan = plan
+        self._group = group
         self._pending: tuple | None = None
 
     def add(self, chunk: RowChunk, share_NH: Tensor) -> None:

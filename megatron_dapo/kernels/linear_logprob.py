@@ -55,7 +55,8 @@ class VocabShare:
     """This rank's rows of the vocabulary: index of the first, and how many of them exist (the rest is padding)."""
 
     def __init__(self, first: int, num_valid: int) -> None:
-        self.first, self.num_valid = first, num_valid
+        self.first = first
+        self.num_valid = num_valid
 
     @classmethod
     def of(cls, weight_VH: Tensor, num_valid_columns: int | None, group: dist.ProcessGroup | None) -> "VocabShare":

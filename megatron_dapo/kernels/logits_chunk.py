@@ -95,8 +95,11 @@ class _TorchChunk:
         self._e = torch.empty_like(self._x)
 
     def statistics(self, hidden, inv_temperature, local_targets, want_entropy):
-        n, columns = hidden.size(0), self._weight.size(0)
-        self._inv_temperature, self._targets, self._hidden_dtype = inv_temperature, local_targets, hidden.dtype
+        n = hidden.size(0)
+        columns = self._weight.size(0)
+        self._inv_temperature = inv_temperature
+        self._targets = local_targets
+        self._hidden_dtype = hidden.dtype
         # the temperature goes into the hidden states: H numbers per row, not V
         self._hidden = hidden.to(self._dtype) * inv_temperature.to(self._dtype)[:, None]
         if not columns:
@@ -115,7 +118,8 @@ class _TorchChunk:
         return torch.stack([self._m, s, u, x_t], dim=1)
 
     def divergence(self, reference, merged, of_reference):
-        n, columns = self._targets.size(0), self._weight.size(0)
+        n = self._targets.size(0)
+        columns = self._weight.size(0)
         if not columns:
             return merged.top.new_zeros(n)
         k = (self._m - merged.top) - merged.log_s
@@ -128,7 +132,8 @@ class _TorchChunk:
         return torch.cat([*parts, gap[:0, 0]])[:n] * k.exp()
 
     def gradient(self, merged, grad_log_prob, grad_entropy, divergence=None):
-        n, columns = self._targets.size(0), self._weight.size(0)
+        n = self._targets.size(0)
+        columns = self._weight.size(0)
         self._d = self._e[:n]
         if not columns:
             return
@@ -139,7 +144,8 @@ class _TorchChunk:
         c1 = c1 if grad_entropy is None else c1 - share * grad_entropy * (k + merged.entropy)
         factor = c1[:, None]
         if divergence is not None:
-            to_kl, difference = (share * divergence.grad)[:, None], divergence.reference._x[:n]
+            to_kl = (share * divergence.grad)[:, None]
+            difference = divergence.reference._x[:n]
             factor = torch.addcmul(factor - to_kl * divergence.kl[:, None], difference, to_kl, out=difference)
         if grad_entropy is not None:
             x = self._x[:n]
@@ -167,7 +173,9 @@ class _TritonChunk:
     def __init__(self, weight_VH: Tensor, num_rows: int) -> None:
         from megatron_dapo.kernels.triton_ops import rows
 
-        self._rows, self._weight, self._num_rows = rows, weight_VH, num_rows
+        self._rows = rows
+        self._weight = weight_VH
+        self._num_rows = num_rows
 
     @functools.cached_property
     def _hidden_padded(self) -> Tensor:
@@ -189,7 +197,9 @@ class _TritonChunk:
 
     def statistics(self, hidden, inv_temperature, local_targets, want_entropy):
         n = hidden.size(0)
-        self._inv_temperature, self._targets, self._n = inv_temperature, local_targets, n
+        self._inv_temperature = inv_temperature
+        self._targets = local_targets
+        self._n = n
         if not self._weight.size(0):
             self._hidden = hidden
             return empty_share(n, torch.float32, hidden.device)
@@ -201,7 +211,8 @@ class _TritonChunk:
     def divergence(self, reference, merged, of_reference):
         if not self._weight.size(0):
             return merged.top.new_zeros(self._n)
-        x, y = self._x[: self._n], reference._x[: self._n]
+        x = self._x[: self._n]
+        y = reference._x[: self._n]
         return self._rows.row_divergence(x, y, self._inv_temperature, merged, of_reference)
 
     def gradient(self, merged, grad_log_prob, grad_entropy, divergence=None):

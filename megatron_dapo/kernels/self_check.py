@@ -50,7 +50,8 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
 
     # logits of standard deviation 3: log-probs from 0 to about -20
     columns = check.num_columns
-    hidden, weight = normal(_ROWS, _HIDDEN), normal(columns + _PADDING, _HIDDEN, std=3 * _HIDDEN**-0.5)
+    hidden = normal(_ROWS, _HIDDEN)
+    weight = normal(columns + _PADDING, _HIDDEN, std=3 * _HIDDEN**-0.5)
     counted = np.flatnonzero(torch.rand(_ROWS, generator=generator).numpy() < 0.8)
     targets = torch.randint(0, columns, (len(counted),), generator=generator).to(device)
     rows = torch.from_numpy(counted).to(device)
@@ -107,7 +108,8 @@ class _Oracle:
 
 def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> TokenBatch:
     """Return a batch with old, reference and rollout log-probs at distances that reach every branch of the loss."""
-    device, n = log_probs.device, len(log_probs)
+    device = log_probs.device
+    n = len(log_probs)
 
     def near(spread: float) -> Tensor:
         return log_probs.detach().float() + spread * torch.randn(n, generator=generator).to(device)

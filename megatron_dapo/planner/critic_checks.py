@@ -21,7 +21,9 @@ from megatron_dapo.planner.model_checks import (
 def batching(config: Config) -> Iterator[Mistake]:
     if not uses_critic(config):
         return
-    groups, sizes, critic = config.data.train_batch_size, critic_batching(config), config.critic
+    groups = config.data.train_batch_size
+    sizes = critic_batching(config)
+    critic = config.critic
     if critic.ppo_mini_batch_size and groups % critic.ppo_mini_batch_size:
         yield Mistake(
             ("critic.ppo_mini_batch_size", "data.train_batch_size"),
@@ -41,7 +43,8 @@ def batching(config: Config) -> Iterator[Mistake]:
 def schedule(config: Config) -> Iterator[Mistake]:
     if not uses_critic(config):
         return
-    optim, trainer = config.critic.optim, config.trainer
+    optim = config.critic.optim
+    trainer = config.trainer
     if optim.min_lr > optim.lr:
         yield Mistake(
             ("critic.optim.min_lr", "critic.optim.lr"),
@@ -60,7 +63,8 @@ def schedule(config: Config) -> Iterator[Mistake]:
             f"{trainer.total_training_steps}, or the policy is never updated.",
         )
         return
-    warmup, steps = config.actor_rollout_ref.actor.optim.lr_warmup_steps, trainer.total_training_steps
+    warmup = config.actor_rollout_ref.actor.optim.lr_warmup_steps
+    steps = trainer.total_training_steps
     if steps - trainer.critic_warmup <= warmup < steps:
         yield Mistake(
             ("actor_rollout_ref.actor.optim.lr_warmup_steps", "trainer.critic_warmup", "trainer.total_training_steps"),
@@ -80,7 +84,8 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[Mistake]:
     for check in (*checks, experts) if num_experts_of(critic_json) else checks:
         for mistake in check(config, critic_json):
             yield Mistake(("critic.model.path", *mistake.keys), f"critic.model.path {path}: {mistake.text}")
-    actor_size, critic_size = actor_json.get("vocab_size"), critic_json.get("vocab_size")
+    actor_size = actor_json.get("vocab_size")
+    critic_size = critic_json.get("vocab_size")
     if actor_size != critic_size:
         yield Mistake(
             ("critic.model.path", "actor_rollout_ref.model.path"),

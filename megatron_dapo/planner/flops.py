@@ -18,7 +18,8 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) ->
     which are those that the loss counts.
     """
     lengths = list(lengths)
-    hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
+    hidden = spec.hidden_size
+    width = spec.num_heads * spec.head_dim
     projections = hidden * (width + 2 * spec.num_kv_heads * spec.head_dim) + width * hidden
     router = spec.moe.num_experts * hidden if spec.moe else 0
     products = 2 * (projections + router + 3 * hidden * spec.active_ffn_size)

@@ -91,10 +91,13 @@ def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = 
 
 
 def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> Parts:
-    sizes, width = parallel_sizes(config), dtype_bytes(config)
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
     states = model_states(config, actor, stage)
     tokens = _padded(config, config.actor_rollout_ref.actor.max_tokens_per_microbatch)
-    activations, critic_total, reference = activation_bytes(config, actor, stage, tokens), 0, 0
+    activations = activation_bytes(config, actor, stage, tokens)
+    critic_total = 0
+    reference = 0
     if uses_critic(config):
         critic_total = model_states(config, critic, stage).total
         its_tokens = _padded(config, critic_batching(config).max_tokens_per_microbatch)
@@ -120,12 +123,15 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     """Return how many parameters one rank of a stage holds: (those that all data-parallel ranks share, those of
     experts). The model is Megatron's GPTModel cut by columns and rows over TP (arXiv 1909.08053, section 3), as
     models/build.py builds it."""
-    hidden, dim, tp = spec.hidden_size, spec.head_dim, sizes.tp
+    hidden = spec.hidden_size
+    dim = spec.head_dim
+    tp = sizes.tp
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * dim
     layer = (hidden * qkv + spec.num_heads * dim * hidden) // tp + 2 * hidden
     layer += qkv // tp if spec.qkv_bias else 0
     layer += 2 * dim if spec.qk_norm else 0
-    mlp, experts = 3 * hidden * spec.ffn_size, 0
+    mlp = 3 * hidden * spec.ffn_size
+    experts = 0
     if spec.moe is None:
         layer += mlp // tp
     else:
@@ -144,12 +150,14 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     """Return the bytes of the weights, of the float32 gradients, and of Adam's two moments together with the float32
     weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter). The distributed
     optimizer shards the last of the three over DP, and that of experts over the ranks that hold the same experts."""
-    sizes, width = parallel_sizes(config), dtype_bytes(config)
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
     shared, experts = num_parameters(spec, sizes, stage)
     state = ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0)
     by_dp, by_expert_dp = 1, 1
     if config.actor_rollout_ref.actor.megatron.use_distributed_optimizer:
-        by_dp, by_expert_dp = sizes.dp, sizes.tp * sizes.dp // sizes.ep
+        by_dp = sizes.dp
+        by_expert_dp = sizes.tp * sizes.dp // sizes.ep
     return States(
         weights=(shared + experts) * width,
         gradients=(shared + experts) * MAIN_GRADIENT,
@@ -164,22 +172,28 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     with full recompute a layer keeps its input alone), for the layers of this program: RMSNorm with float32 statistics,
     flash attention, gated MLP, no dropout. tokens: of one micro-batch.
     """
-    sizes, width, megatron = parallel_sizes(config), dtype_bytes(config), config.actor_rollout_ref.actor.megatron
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
+    megatron = config.actor_rollout_ref.actor.megatron
     part = sizes.tp if megatron.sequence_parallel else 1
-    layers, number = spec.num_layers // sizes.pp, megatron.recompute_num_layers
+    layers = spec.num_layers // sizes.pp
+    number = megatron.recompute_num_layers
     entry = spec.hidden_size * width / part
     attention, mlp, rest = _kept_per_token(spec, sizes, width, part)
     whole = attention + mlp + rest
     if megatron.recompute_granularity == "full" and megatron.recompute_method == "uniform":
-        kept, computed = layers / number * entry, number * whole
+        kept = layers / number * entry
+        computed = number * whole
     elif megatron.recompute_granularity == "full":
-        kept, computed = number * entry + (layers - number) * whole, whole
+        kept = number * entry + (layers - number) * whole
+        computed = whole
     elif megatron.recompute_granularity == "selective":
         left_out = {"core_attn": attention / 3, "mlp": mlp}
         kept = layers * (whole - sum(left_out[name] for name in megatron.recompute_modules))
         computed = whole
     else:
-        kept, computed = layers * whole, 0.0
+        kept = layers * whole
+        computed = 0.0
     # of one layer: the gathered input of a product, its gradient, and that of the MLP's widest product
     ffn = spec.active_ffn_size / (1 if spec.moe else sizes.tp)
     computed += (2 * spec.hidden_size + 2 * ffn) * width
@@ -214,7 +228,9 @@ def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
     """Return the bytes of one chunk of float32 logits and its gradient, of the chunk's hidden states (its own, and with
     sequence parallelism the next ones that travel; their gradient in float32), and of the gradient of all hidden states
     (kernels/logits_chunk.py, kernels/fused_head.py)."""
-    sizes, width, actor = parallel_sizes(config), dtype_bytes(config), config.actor_rollout_ref.actor
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
+    actor = config.actor_rollout_ref.actor
     part = sizes.tp if actor.megatron.sequence_parallel else 1
     rows = min(tokens, log_prob_chunk_size(config, on_gpu=True))
     columns = spec.padded_vocab_size(sizes.tp) // sizes.tp
@@ -233,7 +249,8 @@ def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
 def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
     """Return the bytes of the reference's last hidden states of a rollout step, with all responses at their longest,
     and of its chunk of logits."""
-    sizes, actor = parallel_sizes(config), config.actor_rollout_ref.actor
+    sizes = parallel_sizes(config)
+    actor = config.actor_rollout_ref.actor
     sharing = sizes.dp * (sizes.tp if actor.megatron.sequence_parallel else 1)
     tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
     chunk = log_prob_chunk_size(config, on_gpu=True) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
@@ -243,7 +260,8 @@ def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
 def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
     """Return a server's share of the weights, in half precision, and its key-value cache, which holds 2 x layers x KV
     heads (at least one on each GPU) x dim numbers per token (arXiv 2309.06180, section 3)."""
-    server, width = config.actor_rollout_ref.rollout.server, dtype_bytes(config)
+    server = config.actor_rollout_ref.rollout.server
+    width = dtype_bytes(config)
     tp = server.tensor_model_parallel_size
     whole = sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
     share = server.mem_fraction_static or SERVER_SHARE
@@ -267,7 +285,8 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
             f"trainer.gpu_memory_gb {available:g}; {CURES[largest]}."
         )
     if not has_given_servers(config) and not config.trainer.replay:
-        server, longest = server_memory(config, actor), config.data.max_prompt_length + config.data.max_response_length
+        server = server_memory(config, actor)
+        longest = config.data.max_prompt_length + config.data.max_response_length
         if server.num_tokens < longest:
             sentences.append(
                 f"A server GPU would have {server.weights / GB:.1f} GB of weights and room for {server.num_tokens} "

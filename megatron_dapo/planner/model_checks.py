@@ -67,7 +67,8 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    sizes, layers = parallel_sizes(config), _size(model, "num_hidden_layers")
+    sizes = parallel_sizes(config)
+    layers = _size(model, "num_hidden_layers")
     if not layers:
         return
     chunks = sizes.pp * (sizes.vpp or 1)
@@ -119,8 +120,10 @@ def _architecture(model: dict[str, Any]) -> str:
 
 
 def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    megatron, tp = config.actor_rollout_ref.actor.megatron, parallel_sizes(config).tp
-    heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
+    megatron = config.actor_rollout_ref.actor.megatron
+    tp = parallel_sizes(config).tp
+    heads = _size(model, "num_attention_heads")
+    hidden = _size(model, "hidden_size")
     if megatron.fp8 == "none" or not heads or not hidden or num_experts_of(model):
         return
     multiple = 32 if megatron.fp8_recipe == "mxfp8" else 16
@@ -155,7 +158,8 @@ def _recompute(config: Config, layers: int) -> Iterator[Mistake]:
 
 
 def positions(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    limit, data = _size(model, "max_position_embeddings"), config.data
+    limit = _size(model, "max_position_embeddings")
+    data = config.data
     longest = data.max_prompt_length + data.max_response_length
     if limit and longest > limit:
         yield Mistake(
@@ -183,7 +187,8 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    size, rollout = _size(model, "vocab_size"), config.actor_rollout_ref.rollout
+    size = _size(model, "vocab_size")
+    rollout = config.actor_rollout_ref.rollout
     wrong = [token for token in rollout.stop_token_ids if size and not 0 <= token < size]
     if wrong:
         yield Mistake(

@@ -55,7 +55,8 @@ def process_plan(config: Config) -> str:
 
 
 def _trainer(config: Config) -> Iterator[str]:
-    sizes, trainer = parallel_sizes(config), config.trainer
+    sizes = parallel_sizes(config)
+    trainer = config.trainer
     parallel = f"TP {sizes.tp}, PP {sizes.pp}, DP {sizes.dp}"
     parallel += f", EP {sizes.ep}" if sizes.ep > 1 else ""
     parallel += f", {sizes.vpp} chunks per stage" if sizes.vpp else ""
@@ -72,7 +73,9 @@ def _trainer(config: Config) -> Iterator[str]:
 
 
 def _rollout_step(config: Config) -> Iterator[str]:
-    data, actor, n = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    data = config.data
+    actor = config.actor_rollout_ref.actor
+    n = config.actor_rollout_ref.rollout.n
     mini_batch = actor.ppo_mini_batch_size
     steps = num_optimizer_steps_per_rollout_step(config)
     yield f"{data.train_batch_size} groups x {n} = {samples_per_rollout_step(config)} samples"
@@ -106,12 +109,15 @@ def _techniques(config: Config) -> Iterator[str]:
 
 
 def _dynamic_sampling(config: Config) -> str:
-    sampling, groups = config.algorithm.dapo.dynamic_sampling, config.algorithm.filter_groups
+    sampling = config.algorithm.dapo.dynamic_sampling
+    groups = config.algorithm.filter_groups
     if not groups.enable and sampling.form == "mask":
         return f"{sampling.filter_mode}, by advantages of 0"
-    by, limit = f"spread of {groups.metric}", groups.max_num_gen_batches
+    by = f"spread of {groups.metric}"
+    limit = groups.max_num_gen_batches
     if not groups.enable:
-        by, limit = sampling.filter_mode, sampling.max_num_gen_batches
+        by = sampling.filter_mode
+        limit = sampling.max_num_gen_batches
     return f"{by}, {f'at most {limit}' if limit > 0 else 'any number of'} gen batches"
 
 
@@ -154,7 +160,8 @@ def _servers(config: Config) -> Iterator[str]:
 
 
 def _reference(config: Config) -> Iterator[str]:
-    actor, kl = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
+    actor = config.actor_rollout_ref.actor
+    kl = config.algorithm.kl_ctrl
     reasons = []
     if uses_kl_loss(config):
         reasons.append(f"KL loss with coefficient {actor.kl_loss_coef:g}")
@@ -168,7 +175,8 @@ def _reference(config: Config) -> Iterator[str]:
     weights = config.actor_rollout_ref.ref.path or "the actor's starting weights"
     yield f"{weights}, on the trainer ranks, for the {' and the '.join(reasons)}"
     if uses_full_kl(config):
-        sizes, megatron = parallel_sizes(config), actor.megatron
+        sizes = parallel_sizes(config)
+        megatron = actor.megatron
         sharing = sizes.dp * (sizes.tp if megatron.sequence_parallel else 1)
         tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
         yield "KL over the whole vocabulary: each rank of the last stage keeps its last hidden states until the update,"
@@ -176,7 +184,8 @@ def _reference(config: Config) -> Iterator[str]:
 
 
 def _critic(config: Config) -> Iterator[str]:
-    sizes, warmup = critic_batching(config), config.trainer.critic_warmup
+    sizes = critic_batching(config)
+    warmup = config.trainer.critic_warmup
     num_mini_batches = ceil_div(config.data.train_batch_size, sizes.ppo_mini_batch_size)
     weights = config.critic.model.path or "the actor's starting weights"
     yield f"{weights} with a value head, on the trainer ranks"

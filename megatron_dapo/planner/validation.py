@@ -94,7 +94,8 @@ def _prompt_files(config: Config) -> Iterator[Mistake]:
 
 
 def _replay(config: Config) -> Iterator[Mistake]:
-    folder, steps = config.trainer.replay, config.trainer.total_training_steps
+    folder = config.trainer.replay
+    steps = config.trainer.total_training_steps
     if not folder:
         return
     dumped = batch_steps(folder)
@@ -138,7 +139,8 @@ def _checkpoints(config: Config) -> Iterator[Mistake]:
 
 
 def _model(key: str, path: str) -> Iterator[Mistake]:
-    source, model_json = f"{key}: {ModelFolder.of(path).config_json}", model_json_of(path)
+    source = f"{key}: {ModelFolder.of(path).config_json}"
+    model_json = model_json_of(path)
     if model_json is None:
         yield Mistake((key,), f"{source} does not hold a JSON object; download it again.")
         return

@@ -21,8 +21,10 @@ def rendezvous(timeout: timedelta) -> dict:
     """
     if "RANK" not in os.environ:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = host_store(address, port, timeout, world) if is_host else join_store(address, port, timeout, world)
     return {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world}
@@ -72,7 +74,8 @@ class SignedStore:
 
     def __init__(self, store: dist.Store, token: bytes) -> None:
         """Use this store. `token` belongs to the job and is known to its ranks alone."""
-        self.store, self._token = store, token
+        self.store = store
+        self._token = token
 
     def set(self, key: str, text: str) -> None:
         self.store.set(key, self._signed(key, text))

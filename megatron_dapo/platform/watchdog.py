@@ -150,7 +150,8 @@ class _Clock:
     """Seconds since a value changed, of the time in which this process ran."""
 
     def __init__(self) -> None:
-        self._now, self._last = 0.0, time.monotonic()
+        self._now = 0.0
+        self._last = time.monotonic()
         self._seen: dict[str, tuple[object, float]] = {}
 
     def tick(self) -> None:
@@ -184,8 +185,12 @@ class Watchdog:
         silence_s: float,
     ) -> None:
         """Connect to the other ranks and learn where they are. The call is collective over all ranks."""
-        self._rank, self._world, self._folder = agreement.rank, agreement.size, folder
-        self._limits, self._default_s, self._silence_s = limits_s, default_s, silence_s
+        self._rank = agreement.rank
+        self._world = agreement.size
+        self._folder = folder
+        self._limits = limits_s
+        self._default_s = default_s
+        self._silence_s = silence_s
         self._node = node_name()
         self._main_thread = threading.main_thread().ident or 0  # there is one while it runs
         self._closing = threading.Event()
@@ -193,7 +198,8 @@ class Watchdog:
         self._alarm, self._num_exchanges, self._num_published = "", 0, 0
         # everybody waits for rank 0 and through its store; rank 0 looks after all
         self._watched = [rank for rank in (range(self._world) if self._rank == 0 else [0]) if rank != self._rank]
-        host, timeout = stores.meeting_address(), timedelta(seconds=_STORE_TIMEOUT_S)
+        host = stores.meeting_address()
+        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
         leader_store = stores.host_store(host, 0, timeout) if self._rank == 0 else None
         port, token = agreement.gather((leader_store.port, secrets.token_bytes(32)) if leader_store else None)[0]
         store = leader_store or stores.join_store(host, port, timeout)
@@ -292,7 +298,8 @@ class Watchdog:
         began = time.monotonic()
         frame = sys._current_frames().get(self._main_thread)
         own_status = self._place(at=_line_of(frame), waits=_is_waiting(frame))
-        places, last = {self._rank: own_status}, {rank: place for rank, (_, place) in self._heard.items()}
+        places = {self._rank: own_status}
+        last = {rank: place for rank, (_, place) in self._heard.items()}
         # as long as the store does not answer, rank 0 is the one who does not
         silent = {0} if self._rank else set(range(1, self._world))
         asking = _in_thread(self._ask, why, own_status, places, last, silent)
@@ -320,7 +327,8 @@ class Watchdog:
     ) -> None:
         """Tell the others of the alarm, and fill in what they answer. The call never returns where the store does not
         answer."""
-        store, others = self._own_store, sorted(set(range(self._world)) - {self._rank})
+        store = self._own_store
+        others = sorted(set(range(self._world)) - {self._rank})
         try:
             store.set_first("alarm", why)
             silent.clear()

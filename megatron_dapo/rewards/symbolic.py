@@ -61,7 +61,8 @@ def _is_equal(response: str, ground_truth: str, time_limit_s: float) -> bool:
     ground_truth = without_units(ground_truth)
     truth = exact_number(ground_truth)
     if final is not None:
-        kind, answer = final[0], without_units(final[1])
+        kind = final[0]
+        answer = without_units(final[1])
         final = kind, answer
         number = exact_number(answer)
         if number is not None and truth is not None and (number == truth or not _is_rounding(answer, ground_truth)):

@@ -16,7 +16,8 @@ from megatron_dapo.rewards.worker_process import Message, serve
 
 def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
     """Return the greeting, and the function that answers a request."""
-    function, kwargs = settings["function"], settings["kwargs"]
+    function = settings["function"]
+    kwargs = settings["kwargs"]
     greeting = _greeting(function, kwargs)
     if "user_error" not in greeting:
         for name in {function_name(function, source) for source in settings["data_sources"]} or {function}:

@@ -20,7 +20,8 @@ _TRACEBACK_CHARS = 4000
 _MAX_FRAMES = 20
 _OUR_MODULES = (__name__, "__main__", "megatron_dapo.rewards.registry", "functools")
 # before the code that it runs can replace them: the protocol is not that code's business
-_dumps, _loads = json.dumps, json.loads
+_dumps = json.dumps
+_loads = json.loads
 
 
 def serve(get_ready: GetReady) -> None:

@@ -27,7 +27,10 @@ class ServerError(RuntimeError):
     """
 
     def __init__(self, url: str, route: str, status: int | None, body: str) -> None:
-        self.url, self.route, self.status, self.body = url, route, status, body[:BODY_HEAD]
+        self.url = url
+        self.route = route
+        self.status = status
+        self.body = body[:BODY_HEAD]
         super().__init__(url, route, status, self.body)  # all arguments, so that the error survives pickling
 
     def __str__(self) -> str:

@@ -65,7 +65,8 @@ def make_queue(config: Config) -> GroupQueue:
     if not uses_dynamic_sampling(config):
         return GroupQueue(QueueLimits(size, size), by_correctness("none"))
     if groups.enable:
-        section, reason = "algorithm.filter_groups", by_spread(groups.metric)
+        section = "algorithm.filter_groups"
+        reason = by_spread(groups.metric)
         limits = (gen_batch_size(config), groups.max_num_gen_batches, groups.on_exhausted)
         return GroupQueue(QueueLimits(size, *limits, section=section, max_staleness=max_staleness), reason)
     reason = by_correctness(dynamic.filter_mode)

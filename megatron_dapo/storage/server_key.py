@@ -53,7 +53,8 @@ def read_server_key(path: str | Path) -> ServerKey:
     read or write it, or where it holds no key."""
     try:
         with open(path, encoding="ascii") as file:
-            mode, key = os.fstat(file.fileno()).st_mode, file.read(4096).strip()
+            mode = os.fstat(file.fileno()).st_mode
+            key = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{KEY} is {path}, which cannot be read ({error}); give the file of the servers' key."

@@ -30,7 +30,8 @@ class MetricsFile:
     def __init__(self, path: Path, last_step: int | None = None) -> None:
         """Make the file, or clean the one that is there: records of steps after last_step are removed (None: all stay).
         Lines that are no records are removed either way. Raise UserError where the file cannot be made."""
-        self._path, self._unwritten = path, b""
+        self._path = path
+        self._unwritten = b""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()

@@ -136,7 +136,8 @@ def closing_table(summary: Summary) -> str:
 
 
 def _losses(losses: ServerLosses) -> list[str]:
-    shown, loss = _shown("{:.0f}"), ""
+    shown = _shown("{:.0f}")
+    loss = ""
     if losses.tokens_per_s and losses.tokens_per_s_away is not None:
         loss = f"{losses.tokens_per_s_away / losses.tokens_per_s - 1:+.0%}"
     return [

@@ -79,7 +79,8 @@ def _estimate(
     batch: MicroBatch, kl: Tensor, coefficient: float, shard: StepShard, config: Config
 ) -> tuple[Tensor, Tensor]:
     """Return advantages before whitening, and returns: float64, of the shape of the batch's tokens."""
-    algorithm, counted = config.algorithm, batch.loss_mask != 0
+    algorithm = config.algorithm
+    counted = batch.loss_mask != 0
     is_end = last_counted(counted, batch.segment_ids, batch.num_segments)
     reward_of_segment = kl.new_zeros(batch.num_segments)
     earned = [shard.rewards[i].reward for i in batch.sample_ids]

@@ -31,7 +31,8 @@ class Critic:
     """
 
     def __init__(self, config: Config, layout: ParallelLayout, load: WeightLoader = load_hf_weights) -> None:
-        megatron, path = config.actor_rollout_ref.actor.megatron, critic_path(config)
+        megatron = config.actor_rollout_ref.actor.megatron
+        path = critic_path(config)
         self.layout = layout
         self.model = build_model(read_model_spec(path).as_critic(), layout, megatron)
         load(self.model, path, layout)

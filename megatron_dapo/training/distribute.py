@@ -38,7 +38,8 @@ class StepDistributor:
     """Collective over all ranks: rank 0 brings the groups, every rank leaves with its shard and nothing more."""
 
     def __init__(self, config: Config, layout: ParallelLayout, spec: ModelSpec) -> None:
-        self._config, self._layout = config, layout
+        self._config = config
+        self._layout = layout
         self._pad_multiple = layout.sequence_multiple * tokens_multiple(config)
         self._dp_rank_of = [rank.dp for rank in layout.all_coordinates()]
         self._cost = CostModel.of_decoder(

@@ -38,7 +38,8 @@ class Policy:
     """
 
     def __init__(self, config: Config, layout: ParallelLayout, load: WeightLoader = load_hf_weights) -> None:
-        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        actor = config.actor_rollout_ref.actor
+        rollout = config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.model.path
         self.layout = layout
         spec = read_model_spec(path)

@@ -22,7 +22,8 @@ class Reference:
     """Same layout as the actor, no gradients, no optimizer."""
 
     def __init__(self, config: Config, layout: ParallelLayout, load: WeightLoader = load_hf_weights) -> None:
-        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        actor = config.actor_rollout_ref.actor
+        rollout = config.actor_rollout_ref.rollout
         path = config.actor_rollout_ref.ref.path or config.actor_rollout_ref.model.path
         spec = read_model_spec(path)
         self._keeps_hidden = uses_full_kl(config)

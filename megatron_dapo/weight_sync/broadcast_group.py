@@ -56,7 +56,9 @@ class BroadcastGroup:
     """
 
     def __init__(self, name: str, address: str, world_size: int, device: torch.device, timeout_s: float) -> None:
-        self.name, self.address, self.world_size = name, address, world_size
+        self.name = name
+        self.address = address
+        self.world_size = world_size
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.ready: Future[None] = Future()
         self._device = device

@@ -87,9 +87,11 @@ def _slice(name: str, tensor: Tensor, tp_rank: int, tp_size: int, num_kv_heads: 
         return tensor
     if module in PADDED:
         tensor = _pad_vocabulary(tensor, tp_size)
-    parts, index = tp_size, tp_rank
+    parts = tp_size
+    index = tp_rank
     if module in KEY_VALUE and num_kv_heads is not None and num_kv_heads < tp_size:
-        parts, index = num_kv_heads, tp_rank * num_kv_heads // tp_size
+        parts = num_kv_heads
+        index = tp_rank * num_kv_heads // tp_size
     return tensor.chunk(parts, dim=axis)[index]
 
 

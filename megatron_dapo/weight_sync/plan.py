@@ -116,7 +116,8 @@ def _fill(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[Tens
         size = num_bytes(spec)
         if open_bucket and size > room:
             yield tuple(open_bucket)
-            open_bucket, room = [], bucket_bytes
+            open_bucket = []
+            room = bucket_bytes
         open_bucket.append(spec)
         room -= size
     if open_bucket:

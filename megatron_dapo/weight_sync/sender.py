@@ -94,7 +94,8 @@ class Sender:
         """Give the group up, if there is one; of its servers those that live forget it."""
         if self._group is None:
             return
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         group.close()
         members = [url for url in self._members if url in living]
         self._calls.ask(members, _destroy(group.name), PROBE_S)

@@ -201,7 +201,8 @@ class WeightSync:
                 return _Delivery(members, rejoined or bool(lost), [total for total in totals if total is not None])
             except WeightSyncError as failure:
                 self._drop_groups()
-                urls, why = list(members), str(failure)
+                urls = list(members)
+                why = str(failure)
             gone, may_repeat = steps.leader("recover", self._servers.recover, urls, why, push.deadline)
             push.watch.lap("recover")
             lost += gone
