@@ -1,11 +1,11 @@
 """Environments by name: the built-in table and classes by import path."""
 
 import difflib
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS
 from megatron_dapo.envs.types import Environment
 
@@ -28,19 +28,8 @@ def make(name: str, kwargs: dict[str, Any]) -> Environment:
 
     Raises UserError where it cannot be imported or does not take these keyword arguments.
     """
-    module_name, _, attribute = BUILT_IN_ENVIRONMENTS.get(name, name).partition(":")
-    try:
-        factory: Callable[..., Environment] = getattr(importlib.import_module(module_name), attribute)
-    except SystemExit as error:
-        raise UserError(
-            f"{KEY}: {module_name} ends its process while it is imported, by sys.exit({error.code!r}); let it do that "
-            f"only where it is run as a program (if __name__ == '__main__')."
-        ) from error
-    except Exception as error:
-        raise UserError(
-            f"{KEY}: cannot import {name!r} ({type(error).__name__}: {error}); it must be package.module:Class, "
-            f"importable from the folder the run is started in."
-        ) from error
+    path = BUILT_IN_ENVIRONMENTS.get(name, name)
+    factory: Callable[..., Environment] = import_attribute(KEY, path, "package.module:Class", name=name)
     try:
         return factory(**kwargs)
     except UserError:

@@ -1,7 +1,6 @@
 """Reward functions by name: the built-in table, custom functions by import path, and the choice by data source."""
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
 from megatron_dapo.rewards.types import RewardResult
 
@@ -76,19 +76,7 @@ def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
 def load(function: str) -> Callable[..., Any]:
     """Import the function of a built-in name or of a path `package.module:function`. Raises UserError."""
     path = BUILT_IN_REWARDS.get(function, function)
-    module_name, _, attribute = path.partition(":")
-    try:
-        loaded = getattr(importlib.import_module(module_name), attribute)
-    except SystemExit as error:
-        raise UserError(
-            f"reward.function: {module_name} ends its process while it is imported, by sys.exit({error.code!r}); let "
-            f"it do that only where it is run as a program (if __name__ == '__main__')."
-        ) from error
-    except Exception as error:
-        raise UserError(
-            f"reward.function: cannot import {function!r} ({type(error).__name__}: {error}); "
-            f"it must be package.module:function, importable from the folder the run is started in."
-        ) from error
+    loaded = import_attribute("reward.function", path, "package.module:function", name=function)
     if not callable(loaded):
         raise UserError(f"reward.function: {function!r} is no function but {type(loaded).__name__}.")
     return loaded

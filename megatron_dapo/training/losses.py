@@ -1,6 +1,5 @@
 """The actor's loss of a micro-batch: what the head is asked, and what Megatron gets of its answer."""
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from megatron_dapo.algorithms.metrics import DERIVED, Sums, stack_maxima, stack_
 from megatron_dapo.algorithms.mismatch import mismatch_sums
 from megatron_dapo.algorithms.sequence_loss import LossSequence, SequenceLossAnswer, SequenceLossFunction
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
@@ -206,14 +206,7 @@ def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
 
 def load_loss_function(path: str) -> SequenceLossFunction:
     """Import `package.module:function`. Raises UserError with one sentence where it is none."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:
-        raise UserError(
-            f"{LOSS_FUNCTION}: cannot import {path!r} ({type(error).__name__}: {error}); it must be "
-            f"package.module:function, importable from the folder the run is started in."
-        ) from error
+    function = import_attribute(LOSS_FUNCTION, path, "package.module:function")
     if not callable(function):
         raise UserError(f"{LOSS_FUNCTION}: {path!r} is no function but {type(function).__name__}.")
     return function

@@ -182,3 +182,10 @@ def test_the_plan_names_it_in_place_of_what_does_not_act():
     plan = process_plan(load_config(None, [f"{LOSS_FUNCTION}=a.b:c"]))
     assert "a.b:c, in place of clip and aggregation" in plan
     assert "clip higher" not in plan and "token level loss" not in plan
+
+
+def test_a_module_that_ends_its_process_is_told_as_that(tmp_path, monkeypatch):
+    (tmp_path / "loss_that_exits.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"ends its process while it is imported, by sys.exit\(3\)"):
+        load_loss_function("loss_that_exits:loss")
