@@ -76,17 +76,17 @@ class Contents:
 
     def totals(self, pattern: str = "*") -> dict[str, dict[str, Any]]:
         """Return part (model, optimizer) -> number of tensors, values and bytes, tensors per dtype."""
-        found: dict[str, dict[str, Any]] = {}
+        parts: dict[str, dict[str, Any]] = {}
         for name, tensor in self.tensors.items():
             if not fnmatch(name, pattern):
                 continue
             empty = {"num_tensors": 0, "num_values": 0, "num_bytes": 0, "dtypes": Counter()}
-            part = found.setdefault(part_of(name), empty)
+            part = parts.setdefault(part_of(name), empty)
             part["num_tensors"] += 1
             part["num_values"] += tensor.num_values
             part["num_bytes"] += tensor.num_bytes
             part["dtypes"][str(tensor.dtype).removeprefix("torch.")] += 1
-        return found
+        return parts
 
     def as_json(self, pattern: str = "*") -> dict[str, Any]:
         return {

@@ -101,12 +101,12 @@ class TensorFolder:
 
 
 def _stored(name: str, entry: Any, where: dict) -> CheckpointTensor:
-    pieces = []
+    slices = []
     for chunk in entry.chunks:
         offset = tuple(chunk.offsets)
         info = where[name, offset]
-        pieces.append(Piece(offset, tuple(chunk.sizes), info.relative_path, info.offset, info.length))
-    return CheckpointTensor(name, tuple(entry.size), entry.properties.dtype, tuple(pieces))
+        slices.append(Piece(offset, tuple(chunk.sizes), info.relative_path, info.offset, info.length))
+    return CheckpointTensor(name, tuple(entry.size), entry.properties.dtype, tuple(slices))
 
 
 def _read_index(path: Path) -> tuple[dict[str, CheckpointTensor], list[str]]:

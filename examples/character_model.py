@@ -181,4 +181,4 @@ def make(
 
     model = train(settings, demonstrations, problems, report)
     manifest = save(model, settings, folder, measure)
-    print(f"{folder}: { ({key: found for key, found in manifest.items() if key not in ('settings', 'sha256')}) }")
+    print(f"{folder}: { ({key: value for key, value in manifest.items() if key not in ('settings', 'sha256')}) }")

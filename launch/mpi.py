@@ -116,7 +116,7 @@ def bootstrap() -> RankVariables:
     neighbours = comm.Split_type(_mpi().COMM_TYPE_SHARED)
     is_one_node = neighbours.Get_size() == comm.Get_size()
     interfaces = comm.allgather((neighbours.Get_rank() == 0, _interfaces()))
-    meeting = None if is_one_node else shared_interfaces([found for is_first, found in interfaces if is_first])
+    meeting = None if is_one_node else shared_interfaces([of_node for is_first, of_node in interfaces if is_first])
     named_address = os.environ.get("MASTER_ADDR")
     address = named_address or (LOOPBACK if is_one_node else meeting[0].address if meeting else socket.gethostname())
     place = RankVariables(
@@ -128,7 +128,7 @@ def bootstrap() -> RankVariables:
     )
     os.environ.update(place.variables())
     if meeting:
-        own = next(found for found in _interfaces() if found.network == meeting[0].network)
+        own = next(interface for interface in _interfaces() if interface.network == meeting[0].network)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own.name)
     return place
 
@@ -151,13 +151,13 @@ def shared_interfaces(nodes: Sequence[Sequence[Interface]]) -> list[Interface]:
     """Return the interfaces of the first node in whose network every node has one address of its own. (A bridge of
     containers has the same address everywhere, and leads nowhere.)"""
     first, *others = nodes
-    found = []
+    shared = []
     for candidate in first:
         on_others = [[i.address for i in node if i.network == candidate.network] for node in others]
         addresses = [candidate.address, *(address for on_node in on_others for address in on_node)]
         if all(on_others) and len(set(addresses)) == len(addresses):
-            found.append(candidate)
-    return found
+            shared.append(candidate)
+    return shared
 
 
 def _interfaces() -> list[Interface]:

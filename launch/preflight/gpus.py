@@ -135,8 +135,8 @@ def cuda_compiler() -> Result:
     """Return whether a CUDA program compiles and links here, with the nvcc that SGLang takes: a server on GPUs compiles
     some of its kernels when it starts, and ends where it cannot."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = None if home else shutil.which("nvcc")
-    nvcc = Path(found or Path(home or "/usr/local/cuda", "bin", "nvcc"))
+    nvcc_on_path = None if home else shutil.which("nvcc")
+    nvcc = Path(nvcc_on_path or Path(home or "/usr/local/cuda", "bin", "nvcc"))
     needs = "SGLang compiles kernels with the CUDA toolkit when a server starts"
     cure = "install CUDA 13 there, load its module before sbatch (or set CUDA_HOME), or use a container that has it."
     if not nvcc.is_file():

@@ -86,11 +86,13 @@ def disk(config: Config, folder: Path) -> Result:
     there = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
     needed = max(0, one * count - there) + LOG_BYTES
     free = _free(folder)
-    found = f"{format_bytes(free)} free, {format_bytes(needed)} needed ({count} x {format_bytes(one)} for checkpoints)"
+    summary = (
+        f"{format_bytes(free)} free, {format_bytes(needed)} needed ({count} x {format_bytes(one)} for checkpoints)"
+    )
     if free >= needed:
-        return Result(found)
+        return Result(summary)
     return Result(
-        found,
+        summary,
         f"{folder} has {format_bytes(free)} free, {count} checkpoints of {format_bytes(one)} and logs need "
         f"{format_bytes(needed)}; make room, keep fewer (trainer.keep_last), or choose another trainer.run_dir.",
     )
@@ -100,11 +102,12 @@ def scratch() -> Result:
     """Check the room for compiled kernels and temporary files on this node's own disk."""
     folder = Path(tempfile.gettempdir())
     free = _free(folder)
-    found = f"{format_bytes(free)} free in {folder}"
+    summary = f"{format_bytes(free)} free in {folder}"
     if free >= LOG_BYTES:
-        return Result(found)
+        return Result(summary)
     return Result(
-        found, f"{folder} has {format_bytes(free)} free, {format_bytes(LOG_BYTES)} are needed; clean it, or set TMPDIR."
+        summary,
+        f"{folder} has {format_bytes(free)} free, {format_bytes(LOG_BYTES)} are needed; clean it, or set TMPDIR.",
     )
 
 
@@ -202,16 +205,16 @@ def limits(config: Config, uses_gpus: bool) -> Result:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-    found = f"{_limit(files)} open files ({needed} needed), {_limit(locked)} bytes of locked memory"
+    summary = f"{_limit(files)} open files ({needed} needed), {_limit(locked)} bytes of locked memory"
     if files != resource.RLIM_INFINITY and files < needed:
-        return Result(found, f"may open {files} files, the run needs {needed}; raise it with `ulimit -n {needed}`.")
+        return Result(summary, f"may open {files} files, the run needs {needed}; raise it with `ulimit -n {needed}`.")
     if uses_gpus and has_rdma and locked != resource.RLIM_INFINITY:
         return Result(
-            found,
+            summary,
             f"may lock {locked} bytes of memory, InfiniBand needs no limit; set `ulimit -l unlimited` (in Slurm: "
             "PropagateResourceLimitsExcept=MEMLOCK and LimitMEMLOCK=infinity of slurmd).",
         )
-    return Result(found)
+    return Result(summary)
 
 
 def _limit(value: int) -> str:

@@ -16,8 +16,8 @@ def table(findings: Sequence[NodeFinding], names: Sequence[str]) -> str:
     for finding in findings:
         rows.setdefault((finding.check, finding.found, finding.problem is None), []).append(finding.node)
     lines = [
-        ("ok" if is_well else "FAIL", check, _nodes(nodes, names), found)
-        for (check, found, is_well), nodes in rows.items()
+        ("ok" if is_well else "FAIL", check, _nodes(nodes, names), summary)
+        for (check, summary, is_well), nodes in rows.items()
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(3)]
     title = f"Preflight of {len(names)} node{'s' if len(names) > 1 else ''}"

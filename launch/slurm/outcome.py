@@ -71,7 +71,7 @@ def outcome(plan: JobPlan, facts: Facts) -> AttemptOutcome:
 
 def _saved(plan: JobPlan, facts: Facts) -> AttemptOutcome:
     reached = progress(plan.run)
-    started = Progress(plan.start_step, plan.start_groups)
+    started = Progress(plan.start_step, plan.start_groups, plan.start_tokens)
     more = f", and {reached.num_groups} groups of the next one," if reached.num_groups else ""
     saved = f"step {reached.step} of {plan.total_steps}{more} is saved in {plan.run}"
     if reached <= started and facts.asked_by != PREEMPTED:

@@ -64,9 +64,9 @@ class JobPlan:
     """One attempt of a job. trainer_nodes come first in the allocation; server_nodes are those after them.
 
     run, logs: absolute folders. server_key_file: with the key that the servers demand. config: the resolved config, a
-    file in logs. start_step: rollout steps that the newest checkpoint held when the attempt began, and start_groups:
-    finished groups of the next. server_timeout_s: how long the servers may take to become healthy. min_bandwidth: GB/s
-    that the preflight asks of the all-reduce; None: what it thinks right.
+    file in logs. start_step: rollout steps that the newest checkpoint held when the attempt began, start_groups:
+    finished groups of the next, and start_tokens: those of its other groups. server_timeout_s: how long the servers may
+    take to become healthy. min_bandwidth: GB/s that the preflight asks of the all-reduce; None: what it thinks right.
     """
 
     job_id: int
@@ -80,6 +80,7 @@ class JobPlan:
     total_steps: int
     start_step: int = 0
     start_groups: int = 0
+    start_tokens: int = 0
     server_timeout_s: float = 0.0
     server_key_file: str = ""
     min_bandwidth: float | None = None
@@ -227,6 +228,7 @@ def make_plan(
         total_steps=config.trainer.total_training_steps,
         start_step=start.step,
         start_groups=start.num_groups,
+        start_tokens=start.num_tokens,
         server_key_file=str(server_key_file(config)) if num_servers else "",
         server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
         min_bandwidth=min_bandwidth,

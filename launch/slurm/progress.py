@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.checkpointing.folders import newest_first, read_controller_state, step_of
-from megatron_dapo.checkpointing.rollout_state import num_groups_under_way
+from megatron_dapo.checkpointing.rollout_state import num_groups_under_way, num_tokens_under_way
 from megatron_dapo.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True, order=True)
 class Progress:
     """step: rollout steps that are done. num_groups: finished groups of the next one, of a run that was stopped while
-    it sampled."""
+    it sampled. num_tokens: of the responses of its unfinished groups."""
 
     step: int = 0
     num_groups: int = 0
+    num_tokens: int = 0
 
 
 BEGINNING = Progress()
@@ -30,7 +31,8 @@ def progress(run: str) -> Progress:
     if not folders:
         return BEGINNING
     try:
-        num_groups = num_groups_under_way(read_controller_state(folders[0]))
+        state = read_controller_state(folders[0])
+        sampled = num_groups_under_way(state), num_tokens_under_way(state)
     except (OSError, ValueError, EOFError, zlib.error):  # damaged, or without a rollout's state
-        num_groups = 0
-    return Progress(step_of(folders[0]) or 0, num_groups)
+        sampled = 0, 0
+    return Progress(step_of(folders[0]) or 0, *sampled)

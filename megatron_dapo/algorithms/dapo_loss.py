@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.kl import FULL_KL, kl_penalty
 from megatron_dapo.algorithms.metrics import Sums, token_mean
-from megatron_dapo.algorithms.mismatch import mismatch_sums, truncated_importance
+from megatron_dapo.algorithms.mismatch import mismatch_sums
 from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy, policy_loss
+from megatron_dapo.algorithms.rollout_correction import RatioBounds, token_importance
 
 ENTROPY = "actor/entropy"
 ENTROPY_SAMPLED = "actor/entropy_sampled"  # mean of -log p(token): what the entropy is for tokens drawn from the policy
@@ -20,15 +21,25 @@ class LossConfig:
     """Which terms the loss has, and which metrics are reported."""
 
     clip: Clip = Clip()
+    policy_loss: str = "dapo"  # of POLICY_LOSSES
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
     entropy_coef: float = 0.0
     report_entropy: bool = False  # the caller computes the entropy; needed where entropy_coef is not 0
     report_mismatch: bool = True  # the batch has the server's log-probs
+    report_stale: bool = False  # of tokens of older weights, and of all, as well; with report_mismatch
     off_policy: OffPolicy | None = None  # None: all tokens are on-policy
-    # largest weight of truncated importance sampling (TIS) against the server's log-probs; None: no weights
+    # largest weight of importance sampling against the server's log-probs, where the loss computes it (None: it does
+    # not), and IcePop's lower bound (None: truncation): see `RatioBounds`
     rollout_is_threshold: float | None = None
+    rollout_is_threshold_lower: float | None = None
+    bypass_mode: bool = False  # old_log_probs are the server's: what the servers are compared with are the current ones
+
+    @property
+    def is_over_sequences(self) -> bool:
+        """Return whether the ratio is one of whole sequences, which needs `TokenBatch.sequence_log_ratio`."""
+        return self.policy_loss == "gspo"
 
     @property
     def sends_entropy_backward(self) -> bool:
@@ -57,9 +68,13 @@ class TokenBatch:
     weights, count: from `token_weights`. old_log_probs None: one optimizer step per rollout step, the current log-probs
     are the old ones. ref_log_probs: with use_kl_loss, unless use_full_kl. rollout_log_probs: with report_mismatch or
     rollout_is_threshold. is_current: where the old policy's own weights wrote the token; elsewhere the server's
-    log-probs are older weights', which says nothing of a mismatch (None = everywhere). exp_mask: non-zero where a token
+    log-probs are older weights', which says nothing of a mismatch (None = everywhere). is_stale: where older weights
+    wrote it, but it was not replayed; read with report_stale alone (None = nowhere). importance: from
+    `rollout_correction`, what the policy loss of each token is multiplied by (None = 1, or what rollout_is_threshold
+    says). exp_mask: non-zero where a token
     was replayed, its old log-probs being those of the policy that wrote it; read with off_policy alone (None =
-    nowhere).
+    nowhere). sequence_log_ratio: with is_over_sequences, the mean of log-prob - old log-prob over the counted tokens of
+    the token's sequence.
     """
 
     weights: Tensor
@@ -69,7 +84,10 @@ class TokenBatch:
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     is_current: Tensor | None = None
+    is_stale: Tensor | None = None
+    importance: Tensor | None = None
     exp_mask: Tensor | None = None
+    sequence_log_ratio: Tensor | None = None
 
     def select(self, index: Tensor | slice) -> "TokenBatch":
         """Return the tokens at `index` along the first axis, in every field. The count stays: of the pieces of a batch
@@ -82,7 +100,8 @@ class TokenBatch:
 def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> LossSums:
     """Return sum_t w_t * (policy_t + kl_loss_coef * KL_t - entropy_coef * H_t), with metric sums.
 
-    policy_t: `policy_loss`, with rollout_is_threshold times min(exp(old_t - rollout_t), rollout_is_threshold).
+    policy_t: `policy_loss`, times importance_t where there is one, or by rollout_is_threshold what `token_importance`
+    makes of old_t - rollout_t.
 
     Summed, not averaged: Megatron divides by the sum of `batch.count` over micro-batches and ranks
     (calculate_per_token_loss=True). Everything stays on the device. Where weights are 0 neither values nor NaN leak,
@@ -92,16 +111,19 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
     log_probs = torch.where(counted, outputs.log_probs, 0)
     old_log_probs = log_probs if batch.old_log_probs is None else batch.old_log_probs
 
-    importance = is_off_policy = None
-    tis_sums: Sums = {}
+    importance = None if batch.importance is None else torch.where(counted, batch.importance.detach(), 0)
+    is_off_policy = None
+    importance_sums: Sums = {}
     if config.rollout_is_threshold is not None:
         assert batch.rollout_log_probs is not None, "weights against the server need its log-probs"
-        importance, tis_sums = truncated_importance(
-            old_log_probs, batch.rollout_log_probs, counted, config.rollout_is_threshold
-        )
+        assert importance is None, "tokens are weighed once"
+        bounds = RatioBounds(config.rollout_is_threshold_lower, config.rollout_is_threshold)
+        importance, importance_sums = token_importance(old_log_probs, batch.rollout_log_probs, counted, bounds)
     if config.off_policy is not None and batch.exp_mask is not None:
         assert batch.old_log_probs is not None, "replayed tokens need the log-probs of the policy that wrote them"
         is_off_policy = batch.exp_mask != 0
+    if config.is_over_sequences:
+        assert batch.sequence_log_ratio is not None, "a ratio of whole sequences needs the mean of their log-ratios"
     loss_sum, sums, maxima = policy_loss(
         log_probs,
         old_log_probs,
@@ -109,12 +131,14 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
         batch.weights,
         batch.count,
         config.clip,
+        kind=config.policy_loss,
+        sequence_log_ratio=batch.sequence_log_ratio if config.is_over_sequences else None,
         off_policy=config.off_policy,
         is_off_policy=is_off_policy,
         importance=importance,
     )
     sums[ENTROPY_SAMPLED] = token_mean(-log_probs, counted)
-    sums |= tis_sums
+    sums |= importance_sums
     if config.report_entropy:
         assert outputs.entropy is not None, "the caller computes the entropy that is reported"
         entropy = torch.where(counted, outputs.entropy, 0)
@@ -131,8 +155,12 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
         sums["actor/kl_loss"] = ((batch.weights * kl).detach().sum(dtype=torch.float64), batch.count.double())
     if config.report_mismatch:
         assert batch.rollout_log_probs is not None, "the comparison with the server needs its log-probs"
+        trainer_log_probs = log_probs if config.bypass_mode else old_log_probs
         compared = counted if batch.is_current is None else counted & batch.is_current
-        mismatch, mismatch_maxima = mismatch_sums(old_log_probs, batch.rollout_log_probs, compared)
+        stale = None
+        if config.report_stale:
+            stale = torch.zeros_like(counted) if batch.is_stale is None else counted & batch.is_stale
+        mismatch, mismatch_maxima = mismatch_sums(trainer_log_probs, batch.rollout_log_probs, compared, stale)
         sums = {**sums, **mismatch}
         maxima = {**maxima, **mismatch_maxima}
     sums = {"actor/loss": (loss_sum.detach().double(), batch.count.double()), **sums}
@@ -144,6 +172,8 @@ def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (names of the sums, names of the maxima) that every `dapo_loss` with this config returns, in order: those
     of a batch without tokens."""
     nothing = torch.zeros(0)
-    batch = TokenBatch(nothing, nothing.sum(), nothing, nothing, nothing, nothing, exp_mask=nothing)
+    batch = TokenBatch(
+        nothing, nothing.sum(), nothing, nothing, nothing, nothing, exp_mask=nothing, sequence_log_ratio=nothing
+    )
     _, sums, maxima = dapo_loss(TokenOutputs(nothing, nothing, nothing), batch, config)
     return tuple(sums), tuple(maxima)

@@ -9,6 +9,10 @@ Sums = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), float64 scalars
 Maxima = dict[str, Tensor]  # name -> float64 scalar, never negative; 0 where nothing was counted
 
 
+def _effective_share(mean: float, square: float) -> float:
+    return mean**2 / square
+
+
 def _explained_variance(mean: float, square: float, residual: float, residual_square: float) -> float:
     variance = square - mean**2
     is_constant = variance <= 1e-12 * square  # but for the rounding of the two means
@@ -17,7 +21,9 @@ def _explained_variance(mean: float, square: float, residual: float, residual_sq
 
 # Metrics computed from finished means: name -> (means it needs, function). Means named with a leading "_" are dropped.
 DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
-    "actor/rollout_ess": (("_rollout_weight", "_rollout_weight_squared"), lambda mean, square: mean**2 / square),
+    "actor/rollout_ess": (("_rollout_weight", "_rollout_weight_squared"), _effective_share),
+    "actor/rollout_ess_stale": (("_rollout_weight_stale", "_rollout_weight_squared_stale"), _effective_share),
+    "actor/rollout_ess_all": (("_rollout_weight_all", "_rollout_weight_squared_all"), _effective_share),
     "critic/explained_variance": (
         ("critic/return_mean", "_return_squared", "_residual", "_residual_squared"),
         _explained_variance,

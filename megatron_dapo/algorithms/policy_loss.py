@@ -1,4 +1,4 @@
-"""The clip-higher policy loss, and the loss of replayed tokens."""
+"""The policy losses (clip-higher, CISPO, GSPO), and the loss of replayed tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,6 +42,15 @@ class LossSums(NamedTuple):
     maxima: Maxima
 
 
+class _Losses(NamedTuple):
+    """Losses before weights, and where the ratio is cut above, cut below, and by the dual clip."""
+
+    losses: Tensor
+    is_above: Tensor
+    is_below: Tensor
+    is_too_bad: Tensor
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """Return losses before weights, and where the dual clip acts."""
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high))
@@ -49,6 +58,26 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Ten
     if clip.dual is not None:
         losses = torch.where(too_bad, -advantages * clip.dual, losses)
     return losses, too_bad
+
+
+def _surrogate(log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip) -> _Losses:
+    losses, is_too_bad = _clipped(ratio, advantages, clip)
+    is_above = (advantages > 0) & (ratio > 1.0 + clip.high)
+    is_below = (advantages < 0) & (ratio < 1.0 - clip.low)
+    return _Losses(losses, is_above, is_below, is_too_bad)
+
+
+def _weighed_log_prob(log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip) -> _Losses:
+    low, high = 1.0 - clip.low, 1.0 + clip.high
+    weights = ratio.detach().clamp(low, high)
+    return _Losses(-weights * advantages * log_probs, ratio > high, ratio < low, torch.zeros_like(weights).bool())
+
+
+POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], _Losses]] = {
+    "dapo": _surrogate,
+    "cispo": _weighed_log_prob,
+    "gspo": _surrogate,  # of another ratio
+}
 
 
 def _shaped(ratio: Tensor, advantages: Tensor, clip: Clip, off_policy: OffPolicy) -> Tensor:
@@ -75,30 +104,42 @@ def policy_loss(
     count: Tensor,
     clip: Clip,
     *,
+    kind: str = "dapo",
+    sequence_log_ratio: Tensor | None = None,
     off_policy: OffPolicy | None = None,
     is_off_policy: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> LossSums:
-    """Return the decoupled-clip surrogate, summed, not averaged.
+    """Return the policy loss of a kind of POLICY_LOSSES, summed, not averaged: L = sum_t w_t * i_t * l_t.
 
-    L = sum_t w_t * i_t * max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),  r_t = exp(clamp(lp_t - old_t, +-20));
+    dapo: l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),  r_t = exp(clamp(lp_t - old_t, +-20));
     for A_t < 0 additionally min(., -A_t * dual).     DAPO (arXiv 2503.14476) eq. 8; dual clip arXiv 1912.09729.
+    cispo: l_t = -clip(r_t, 1 - low, 1 + high) A_t lp_t, the clipped ratio without gradient; no dual clip.
+    MiniMax-M1 (arXiv 2506.13585), section 3.1.
+    gspo: that of dapo with s_t = exp(clamp(sequence_log_ratio_t, +-20)) in place of r_t, which has the gradient of lp_t
+    (GSPO-token, arXiv 2507.18071, section 4.3: the gradient of GSPO where A_t and w_t are the same in a sequence).
     With off_policy, tokens where is_off_policy have another loss in its place: exgrpo_policy_shaping -A r / (r + beta)
     (arXiv 2510.02245); dapo_clip_higher the same as above, with an upper bound of its own.
 
     log_probs, old_log_probs, advantages, weights: any one shape, float32 (or float64). weights and count come from
     `token_weights`; weights are 0 exactly where a token does not count, and there neither values nor NaN leak and the
-    gradient is 0. is_off_policy: bool, None = nowhere. importance i_t: without gradient, finite everywhere, None = 1.
-    Outside the clamp the gradient is 0. Gradient flows through log_probs alone.
+    gradient is 0. sequence_log_ratio: with gspo, the mean of lp - old over the counted tokens of the token's sequence,
+    without gradient. is_off_policy: bool, None = nowhere. importance i_t: without gradient, finite everywhere, None =
+    1. Outside the clamp the gradient is 0, except with cispo, where every token keeps its gradient. Gradient flows
+    through log_probs alone.
     Metrics: pg_loss per `count`, everything else per counted token: see docs/loss.md.
     """
     counted = weights != 0
-    log_ratio = torch.where(counted, log_probs, 0) - torch.where(counted, old_log_probs.detach(), 0)
+    log_probs = torch.where(counted, log_probs, 0)
+    log_ratio = log_probs - torch.where(counted, old_log_probs.detach(), 0)
     log_ratio = log_ratio.clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
+    if sequence_log_ratio is not None:
+        shared = torch.where(counted, sequence_log_ratio, 0) + (log_probs - log_probs.detach())
+        ratio = shared.clamp(-20.0, 20.0).exp()
     advantages = torch.where(counted, advantages, 0)
 
-    losses, too_bad = _clipped(ratio, advantages, clip)
+    losses, is_above, is_below, is_too_bad = POLICY_LOSSES[kind](log_probs, ratio, advantages, clip)
     on_policy = counted
     if off_policy is not None and is_off_policy is not None:
         off_policy_losses = OFF_POLICY_LOSSES[off_policy.mode](ratio, advantages, clip, off_policy)
@@ -113,9 +154,9 @@ def policy_loss(
     sums: Sums = {
         "actor/pg_loss": loss_pair,
         "actor/on_pg_loss": loss_pair if off_policy is None else own_pair,
-        "actor/on_pg_clipfrac": token_mean((advantages > 0) & (ratio > 1.0 + clip.high), on_policy),
-        "actor/on_pg_clipfrac_lower": token_mean((advantages < 0) & (ratio < 1.0 - clip.low), on_policy),
-        "actor/dual_clipfrac": token_mean(too_bad, on_policy),
+        "actor/on_pg_clipfrac": token_mean(is_above, on_policy),
+        "actor/on_pg_clipfrac_lower": token_mean(is_below, on_policy),
+        "actor/dual_clipfrac": token_mean(is_too_bad, on_policy),
         "actor/ppo_kl": token_mean(-log_ratio, counted),
         "actor/ratio_mean": token_mean(ratio, counted),
     }

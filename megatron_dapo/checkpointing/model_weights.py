@@ -44,7 +44,7 @@ def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) ->
 
 
 def _require_complete(folder: Path) -> None:
-    """Raise UserError where the checkpoint is damaged, judged by the names and sizes of its files.
+    """Raise UserError where the names and sizes of its files show that the checkpoint is damaged.
 
     Checksums are compared by `verify_checkpoint`, since a training checkpoint's optimizer lies in the same files as its
     model.

@@ -6,7 +6,9 @@ from megatron_dapo.common.errors import UserError
 
 
 class Rollout(Protocol):
-    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait."""
+    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait. `halt`: see RolloutHandle."""
+
+    def halt(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -39,6 +41,18 @@ def num_groups_under_way(state: dict[str, Any]) -> int:
     return step["generated"]["num_groups"] + len(queue["finished"]) if step else 0
 
 
+def num_tokens_under_way(state: dict[str, Any]) -> int:
+    """Return the number of response tokens that were written for groups that are not finished; 0 in a replay."""
+    draws = (state.get("queue") or {}).get("open", ())
+    finished = sum(
+        len(sample["response_tokens"])
+        for draw in draws
+        for sample in draw.get("samples", ())
+        if not sample.get("exp_mask")
+    )
+    return finished + sum(len(partial["tokens"]) for draw in draws for partial in draw.get("partials", ()))
+
+
 _WORDS = {"queue": "prompt cursor and groups that waited", "experiences": "experiences to replay"}
 
 
@@ -46,6 +60,8 @@ def _describe(state: dict[str, Any]) -> list[str]:
     if "queue" not in state:
         return ["the place in the replay"]
     queue = state["queue"]
-    groups = [f"{len(queue['kept'])} finished groups that wait", f"{len(queue['open'])} prompts of an open gen batch"]
+    groups = [f"{len(queue['kept'])} finished groups that wait", f"{len(queue['open'])} prompts that are open"]
+    num_partials = sum(len(draw.get("partials", ())) for draw in queue["open"])
+    groups += [f"{num_partials} unfinished answers"] if num_partials else []
     pool = [f"{len(state['experiences']['experiences'])} experiences to replay"] if "experiences" in state else []
     return [f"prompt cursor ({queue['num_drawn']} drawn)", *groups, *pool]

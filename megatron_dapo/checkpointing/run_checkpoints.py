@@ -132,6 +132,8 @@ class RunCheckpoints:
         trainer = self._config.trainer
         is_last = step == trainer.total_training_steps
         asked_by = None if is_last else self._stop.received()
+        if asked_by:
+            self._halt_rollout()
         if asked_by or (trainer.save_interval > 0 and (is_last or step % trainer.save_interval == 0)):
             self._save(step)
         if is_last:
@@ -162,6 +164,8 @@ class RunCheckpoints:
                 be asked for.
         """
         asked_by = None if was_handed else self._stop.received()
+        if asked_by:
+            self._halt_rollout()
         is_saved = step == self._saved or (self._start.folder is not None and step == self._start.step)
         if is_saved:
             self._saver.finish()
@@ -187,6 +191,10 @@ class RunCheckpoints:
 
     def __exit__(self, *_: object) -> None:
         self._stop.__exit__()
+
+    def _halt_rollout(self) -> None:
+        """End sampling, so that what there is of unfinished answers is saved too."""
+        self._layout.agreement.leader("halting the rollout", lambda: self._rollout.halt())
 
     def _add_rollout(self, step: int) -> None:
         add_controller_state(self._run.checkpoint(step), self._rollout.state_dict())

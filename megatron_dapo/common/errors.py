@@ -15,9 +15,9 @@ class UserError(ValueError):
     """
 
     def __init__(self, sentences: str | Iterable[str], details: str = "") -> None:
-        given = [sentences] if isinstance(sentences, str) else sentences
+        texts = [sentences] if isinstance(sentences, str) else sentences
         # a line each, whatever they quote, and never a password that a URL holds
-        self.sentences: list[str] = [_USER_OF_URL.sub("***@", " ".join(sentence.split())) for sentence in given]
+        self.sentences: list[str] = [_USER_OF_URL.sub("***@", " ".join(sentence.split())) for sentence in texts]
         self.details = details
         super().__init__(self.sentences, details)  # its arguments, so that pickle can make it again
 

@@ -1,6 +1,10 @@
 """Imports what a config key names as `package.module:attribute`, and says in one sentence why it cannot."""
 
-import importlib
+import ast
+import difflib
+import importlib.util
+import symtable
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
@@ -28,3 +32,88 @@ def import_attribute(key: str, path: str, form: str, name: str | None = None) ->
             f"{key}: cannot import {name or path!r} ({type(error).__name__}: {error}); it must be {form}, importable "
             f"from the folder the run is started in."
         ) from error
+
+
+def fault_without_import(path: str) -> str | None:
+    """Return why `package.module:attribute` cannot be imported, as far as source files say; None where they do not.
+
+    No code of the module or of a package above it runs: it may be slow, need a GPU, or import what this machine lacks.
+    What only running it would tell, such as a name that `from x import *` may bring, is no fault.
+
+    The fault is a clause with the cure, to be put behind "KEY is PATH, ".
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        source = _source(module)
+        if source is None or (names := _names_bound_by(source, module)) is None or attribute in names:
+            return None
+    except ModuleNotFoundError as error:
+        return (
+            f"but the module {error.name} is not found from the folder the run is started in; correct the name, or "
+            f"start it where the module is."
+        )
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        return f"but the module {module} is not Python: {error}; correct it."
+    near = difflib.get_close_matches(attribute, names, n=1)
+    return (
+        f"but the module {module} defines no {attribute}; correct the name"
+        f"{f', the nearest is {near[0]}' if near else ''}."
+    )
+
+
+def _source(module: str) -> str | None:
+    """Return the source of a module; None where it has none that can be read. Raises ModuleNotFoundError."""
+    parts = module.split(".")
+    spec = _find(parts[0], None)
+    for end in range(2, len(parts) + 1):
+        spec = spec and _find(".".join(parts[:end]), spec)
+    if spec is None:
+        return None
+    if spec.origin is None and spec.submodule_search_locations is not None:
+        return ""  # a folder without __init__.py
+    return _read(spec)
+
+
+def _find(name: str, package: ModuleSpec | None) -> ModuleSpec | None:
+    """Return where a module is, None where only running its package would tell. Raises ModuleNotFoundError."""
+    if package is None:
+        try:
+            spec = importlib.util.find_spec(name)  # of a name without dots: nothing is run
+        except ValueError:  # a module that was made, not found
+            return None
+    elif package.submodule_search_locations is None:
+        spec = None
+    elif "__path__" in (_read(package) or ""):
+        return None
+    else:
+        spec = PathFinder.find_spec(name, list(package.submodule_search_locations))
+    if spec is None:
+        raise ModuleNotFoundError(name=name)
+    return spec
+
+
+def _read(spec: ModuleSpec) -> str | None:
+    try:
+        return spec.loader.get_source(spec.name)  # type: ignore[union-attr]
+    except (AttributeError, ImportError):  # a loader that has no source, or an encoding that is not that of the file
+        return None
+
+
+def _names_bound_by(source: str, module: str) -> set[str] | None:
+    """Return the names that a module's top level binds; None where it may bind others while it runs."""
+    tree = ast.parse(source, module)
+    if any(_may_bind_any_name(node) for node in ast.walk(tree)):
+        return None
+    symbols = symtable.symtable(source, module, "exec").get_symbols()
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    return None if "__getattr__" in names else names
+
+
+def _may_bind_any_name(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return any(alias.name == "*" for alias in node.names)
+    if isinstance(node, ast.Attribute):
+        return node.attr == "modules" and isinstance(node.value, ast.Name) and node.value.id == "sys"
+    return isinstance(node, ast.Global) or (
+        isinstance(node, ast.Name) and node.id in ("globals", "locals", "vars", "exec")
+    )

@@ -6,6 +6,7 @@ techniques are how published recipes fail.
 
 from collections.abc import Iterator
 
+from megatron_dapo.config.built_ins import IMPORT_PATH
 from megatron_dapo.config.derived import (
     clip_keys,
     effective_clip,
@@ -23,6 +24,7 @@ from megatron_dapo.config.key_names import (
     KL_CTRL,
     LOSS_FUNCTION,
     OVERLONG,
+    POLICY_LOSS,
     REPLAY,
     ROLLOUT,
     SAMPLING,
@@ -92,8 +94,8 @@ def filter_groups(config: Config) -> Iterator[Mistake]:
     if config.algorithm.dapo.dynamic_sampling.enable:
         yield Mistake(
             (f"{GROUPS}.enable", f"{SAMPLING}.enable"),
-            f"{GROUPS}.enable and {SAMPLING}.enable are both true, but a group is judged once; keep the first for the "
-            f"spread of a metric, or the second for right and wrong answers.",
+            f"{GROUPS}.enable and {SAMPLING}.enable are both true, but a group is filtered once; keep the first for "
+            f"the spread of a metric, or the second for right and wrong answers.",
         )
 
 
@@ -115,15 +117,31 @@ def group_size(config: Config) -> Iterator[Mistake]:
 
 
 def staleness(config: Config) -> Iterator[Mistake]:
-    """Refuse samples of earlier weights without a correction: the loss would take wrong log-probs for old."""
+    """Refuse samples of earlier weights without a correction: the loss would take wrong log-probs for old. A veto alone
+    is none: it leaves nearly all of them as they are."""
     max_staleness = config.actor_rollout_ref.rollout.max_staleness
+    correction = config.algorithm.rollout_correction
     corrects_itself = config.actor_rollout_ref.actor.loss_function is not None  # it is given rollout_log_probs
-    if max_staleness and not corrects_itself and config.algorithm.rollout_correction.rollout_is == "none":
+    is_corrected = correction.rollout_is != "none" or correction.bypass_mode or correction.rollout_rs != "none"
+    if max_staleness and not corrects_itself and not is_corrected:
         yield Mistake(
             (f"{ROLLOUT}.max_staleness", f"{CORRECTION}.rollout_is"),
             f"{ROLLOUT}.max_staleness is {max_staleness}, but {CORRECTION}.rollout_is is none, so that groups of "
             f"earlier weights would be trained on as if the current ones had written them; set rollout_is to token, or "
-            f"max_staleness to 0.",
+            f"rollout_rs, or bypass_mode, or max_staleness to 0.",
+        )
+
+
+def slots(config: Config) -> Iterator[Mistake]:
+    """Refuse requests that would wait inside a server while weights are pushed: those that run are put behind them."""
+    rollout = config.actor_rollout_ref.rollout
+    limit = rollout.server.max_running_requests
+    if rollout.max_staleness and limit is not None and rollout.max_concurrency > limit:
+        yield Mistake(
+            (f"{ROLLOUT}.max_concurrency", f"{ROLLOUT}.server.max_running_requests", f"{ROLLOUT}.max_staleness"),
+            f"{ROLLOUT}.max_concurrency is {rollout.max_concurrency}, but a server decodes "
+            f"{ROLLOUT}.server.max_running_requests {limit} at once, and with max_staleness {rollout.max_staleness} "
+            f"none may wait inside it; set max_concurrency to {limit} or less.",
         )
 
 
@@ -131,22 +149,49 @@ def clipping(config: Config) -> Iterator[Mistake]:
     actor = config.actor_rollout_ref.actor
     low, high = effective_clip(config)
     low_key, high_key = clip_keys(config)
-    if low >= 1.0:
+    is_weight = actor.policy_loss == "cispo"  # clipped whatever the advantage; its paper has no lower bound
+    if low > 1.0 and is_weight:
+        yield Mistake(
+            (low_key, USE_DAPO, POLICY_LOSS),
+            f"{low_key} is {low:g}, but must be at most 1, which is no lower bound: the ratio of two probabilities is "
+            f"never negative.",
+        )
+    if low >= 1.0 and not is_weight:
         yield Mistake(
             (low_key, USE_DAPO),
             f"{low_key} is {low:g}, but must be below 1: the ratio of two probabilities is never negative.",
         )
-    if high < low:
+    if high < low and not is_weight:
         yield Mistake(
             (high_key, low_key, USE_DAPO),
             f"{ACTOR}.clip_ratio_high is {high:g}, below {low_key.rpartition('.')[2]} {low:g}; clip-higher widens the "
             f"upper side: set clip_ratio_high to that or more.",
         )
-    if actor.clip_ratio_c is not None and actor.clip_ratio_c <= 1.0 + high:
+    if actor.clip_ratio_c is not None and actor.clip_ratio_c <= 1.0 + high and not is_weight:
         yield Mistake(
             (f"{ACTOR}.clip_ratio_c", high_key, USE_DAPO),
             f"{ACTOR}.clip_ratio_c is {actor.clip_ratio_c:g}, inside the clip range that ends at {1.0 + high:g}; "
             f"set it above that, or to null for no dual clip.",
+        )
+
+
+def policy_loss(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake where replayed tokens would have a loss that does not go with that of new ones."""
+    actor = config.actor_rollout_ref.actor
+    if not config.exp_manager.experience_replay.enable:
+        return
+    if actor.policy_loss == "gspo":
+        yield Mistake(
+            (POLICY_LOSS, f"{REPLAY}.enable"),
+            f"{POLICY_LOSS} is gspo, which has one ratio per response, but {REPLAY}.enable is true, and the loss of "
+            f"replayed tokens has one per token; set policy_loss to dapo or cispo, or enable to false.",
+        )
+    if actor.policy_loss == "cispo" and actor.off_policy_shaping_mode == "dapo_clip_higher":
+        yield Mistake(
+            (POLICY_LOSS, f"{ACTOR}.off_policy_shaping_mode", f"{REPLAY}.enable"),
+            f"{ACTOR}.off_policy_shaping_mode is dapo_clip_higher, which clips replayed tokens as new ones are clipped "
+            f"with {POLICY_LOSS} dapo, but that is cispo; set off_policy_shaping_mode to exgrpo_policy_shaping, or "
+            f"policy_loss to dapo.",
         )
 
 
@@ -313,6 +358,9 @@ _TERMS_OF_OURS = {
     f"{ACTOR}.use_kl_loss": "ref_log_probs, where actor_rollout_ref.ref.path is given",
     f"{ACTOR}.entropy_coef": f"entropy, where {ACTOR}.calculate_entropy is true",
     f"{CORRECTION}.rollout_is": "rollout_log_probs",
+    f"{CORRECTION}.rollout_rs": "rollout_log_probs",
+    f"{CORRECTION}.rollout_token_veto_threshold": "rollout_log_probs",
+    f"{CORRECTION}.bypass_mode": "rollout_log_probs",
     f"{REPLAY}.enable": "",
 }
 
@@ -322,8 +370,7 @@ def loss_function(config: Config) -> Iterator[Mistake]:
     path = config.actor_rollout_ref.actor.loss_function
     if path is None:
         return
-    module, _, function = path.partition(":")
-    if not (module and function):
+    if not IMPORT_PATH.fullmatch(path):
         yield Mistake(
             (LOSS_FUNCTION,),
             f"{LOSS_FUNCTION} is {path!r}, which is not of the form package.module:function; correct it.",
@@ -346,7 +393,9 @@ ALGORITHM_CHECKS = (
     filter_groups,
     group_size,
     staleness,
+    slots,
     clipping,
+    policy_loss,
     dapo_switches,
     overlong_shaping,
     estimators,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
+from megatron_dapo.config.correction_checks import CORRECTION_CHECKS
 from megatron_dapo.config.derived import longest_micro_batch_sample, parallel_sizes
 from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, ROLLOUT, STAGES, WORLD
 from megatron_dapo.config.keys import known_keys
@@ -215,6 +216,7 @@ CHECKS = (
     parallel_layout,
     fp8,
     *ALGORITHM_CHECKS,
+    *CORRECTION_CHECKS,
     optimizer,
     *ROLLOUT_CHECKS,
     evaluation,

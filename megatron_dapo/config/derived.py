@@ -198,10 +198,23 @@ def uses_full_kl(config: Config) -> bool:
 
 def needs_old_log_probs(config: Config) -> bool:
     """Return whether the log-probs before the update are computed. With one optimizer step they are the current ones,
-    except for replayed tokens. A critic learns first, and must not learn from samples that `max_mismatch` refuses."""
+    except for replayed tokens, and where whole responses are weighed or rejected, before their loss. With bypass_mode
+    the servers' stand for them. A critic learns first, and must not learn from samples that `max_mismatch` refuses."""
+    correction = config.algorithm.rollout_correction
+    refuses_first = uses_critic(config) and correction.max_mismatch is not None
+    if uses_kl_in_reward(config) or refuses_first:
+        return True
+    if correction.bypass_mode:
+        return False
     several_steps = num_optimizer_steps_per_rollout_step(config) > 1
-    refuses_first = uses_critic(config) and config.algorithm.rollout_correction.max_mismatch is not None
-    return several_steps or uses_kl_in_reward(config) or uses_experience_replay(config) or refuses_first
+    weighs_responses = correction.rollout_is == "sequence"
+    return several_steps or weighs_responses or rejects_tokens(config) or uses_experience_replay(config)
+
+
+def rejects_tokens(config: Config) -> bool:
+    """Return whether tokens or responses that the servers' log-probs are too far from are rejected."""
+    correction = config.algorithm.rollout_correction
+    return correction.rollout_rs != "none" or correction.rollout_token_veto_threshold is not None
 
 
 def needs_reference(config: Config) -> bool:

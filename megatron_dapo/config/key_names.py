@@ -19,6 +19,7 @@ def keys_of(section: str, *names: str) -> tuple[str, ...]:
 
 USE_DAPO = f"{ACTOR}.use_dapo"
 N = f"{ROLLOUT}.n"
+POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS_FUNCTION = f"{ACTOR}.loss_function"
 ESTIMATOR = "algorithm.adv_estimator"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")

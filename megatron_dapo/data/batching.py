@@ -32,7 +32,7 @@ class TrainSample:
     reward: float  # after shaping
     advantage: float  # the same for every token of the response
     correct: bool
-    weight_version: int  # the oldest that wrote a token of it; 0 for an empty response
+    weight_versions: np.ndarray  # int64, of the weights that wrote token t + 1; 0 where it is not the response's
     exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
     baseline_reward: float | None = None  # the group's, as is `keep`: see SampleReward
     keep: bool = True
@@ -187,12 +187,11 @@ def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bo
     assert sample.prompt_tokens, f"sample {sample.uid}: without a prompt nothing predicts the first token"
     num_prompt = len(sample.prompt_tokens)
     num_response = len(sample.response_tokens)
-    assert len(sample.loss_mask) == len(sample.rollout_log_probs) == num_response, (
-        f"sample {sample.uid}: lengths differ"
-    )
+    lengths = {len(sample.loss_mask), len(sample.rollout_log_probs), len(sample.weight_versions)}
+    assert lengths == {num_response}, f"sample {sample.uid}: lengths differ"
 
-    def aligned(response_values: Sequence[float]) -> np.ndarray:
-        row = np.zeros(num_prompt + num_response, dtype=np.float32)
+    def aligned(response_values: Sequence[float], dtype: type = np.float32) -> np.ndarray:
+        row: np.ndarray = np.zeros(num_prompt + num_response, dtype=dtype)
         row[num_prompt - 1 : num_prompt - 1 + num_response] = response_values
         return row
 
@@ -206,7 +205,7 @@ def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bo
         reward=sample.reward,
         advantage=0.0,
         correct=sample.correct,
-        weight_version=min(sample.weight_versions, default=0),
+        weight_versions=aligned(sample.weight_versions, np.int64),
         exp_mask=sample.exp_mask,
         baseline_reward=group.baseline_reward,
         keep=group.keep,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_dapo.algorithms.rollout_correction import Corrected
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.data.batching import CostModel, TrainSample, longest_first, shard_over_data_parallel
@@ -141,10 +142,10 @@ def _cost(samples: Iterable[TrainSample], cost: CostModel) -> float:
 class MicroBatch:
     """The tensors of one forward and backward pass; shape [1, T] packed, [B, S] not.
 
-    tokens, position_ids, targets, segment_ids, weight_version (the oldest that wrote the sample): int64; exp_mask (1 in
-    replayed samples): float32; loss_mask, advantages, *_log_probs, values, returns: float32, aligned to the position
-    that predicts: entry t belongs to token t + 1 of the same sequence, which is targets[t]. A sequence's last token
-    and padding have target 0 and mask 0.
+    tokens, position_ids, targets, segment_ids: int64; exp_mask (1 in replayed samples): float32; weight_versions (of
+    the weights that wrote the token): int64, and loss_mask, advantages, *_log_probs, values, returns: float32, aligned
+    to the position that predicts: entry t belongs to token t + 1 of the same sequence, which is targets[t]. A
+    sequence's last token and padding have target 0 and mask 0.
     position_ids count from 0 in every segment.
     Packed: cu_seqlens [num_segments + 1] int32 covers all T; what T was padded with is one more segment, the last.
     Not packed: cu_seqlens is None, every row is a segment, padded at its right.
@@ -156,7 +157,7 @@ class MicroBatch:
     loss_mask: Tensor
     advantages: Tensor
     rollout_log_probs: Tensor
-    weight_version: Tensor
+    weight_versions: Tensor
     exp_mask: Tensor
     segment_ids: Tensor
     cu_seqlens: Tensor | None
@@ -172,6 +173,7 @@ class MicroBatch:
     ref_hidden: Tensor | None = None
     ref_weight: Tensor | None = None
     full_kl: Tensor | None = None
+    correction: Corrected | None = None  # what the policy loss of each token is multiplied by, after the old log-probs
     values: Tensor | None = None  # by the critic before its update, and the returns that it learns from
     returns: Tensor | None = None
 
@@ -254,6 +256,7 @@ def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bo
         counted_rows=np.flatnonzero(tensors["loss_mask"].numpy().T),
         sample_ids=tuple(sample.sample_id for sample in samples),
         lengths=tuple(sample.length for sample in samples),
+        correction=None,
     )
 
 
@@ -274,7 +277,7 @@ def _row(sample: TrainSample | None, width: int, segment: int) -> dict[str, np.n
         "loss_mask": padded(sample.loss_mask if sample else nothing, np.float32),
         "advantages": padded(np.full(len(tokens), sample.advantage if sample else 0.0), np.float32),
         "rollout_log_probs": padded(sample.rollout_log_probs if sample else nothing, np.float32),
-        "weight_version": np.full(width, sample.weight_version if sample else 0, dtype=np.int64),
+        "weight_versions": padded(sample.weight_versions if sample else nothing, np.int64),
         "exp_mask": np.full(width, sample.exp_mask if sample else 0, dtype=np.float32),
         "segment_ids": np.full(width, segment, dtype=np.int64),
     }

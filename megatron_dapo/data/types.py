@@ -54,12 +54,25 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class PartialResponse:
+    """The beginning of a response of one turn that a stop ended; another request goes on with it. The tuples are per
+    token."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    servers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Group:
-    """One use of a prompt, and the n responses to it; while they are sampled only a replayed one is there.
+    """One use of a prompt, and the n responses to it: while they are sampled a replayed one, and those finished.
 
     uid: new for every use, so that a prompt that is drawn twice makes two groups.
     baseline_reward: shaped reward of one greedy answer beside them, where the advantage estimator asks for it (remax).
     keep: False where dynamic sampling found no signal and masks the group: it is trained on with advantages of 0.
+    version: of the weights that the servers had confirmed when the prompt was drawn; no new token is older.
+    partials: what an open group has of responses that are not finished, when it is not being sampled.
     """
 
     uid: str
@@ -67,6 +80,8 @@ class Group:
     samples: tuple[Sample, ...] = ()
     baseline_reward: float | None = None
     keep: bool = True
+    version: int = 0
+    partials: tuple[PartialResponse, ...] = ()
 
 
 @dataclass(frozen=True)

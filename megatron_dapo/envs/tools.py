@@ -15,7 +15,7 @@ class ToolEnvironment:
 
     A call is a JSON object with name and arguments, as Qwen and Hermes models write it, or, where there is one tool,
     the bare text of its one argument. result: what the model reads, with {} for the tool's answer; role: as what.
-    The environment gives no reward: the reward function judges the whole text.
+    The environment gives no reward: the reward function scores the whole text.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class Observation:
 
     messages: what the model reads next; after `reset` they stand behind the prompt, before the model's first turn.
     done: the trajectory ends here. reward: what this turn earned; the trajectory's is the sum, and where no turn named
-    one, the reward function judges the whole text. correct: whether the task is solved so far, named with a reward; the
+    one, the reward function scores the whole text. correct: whether the task is solved so far, named with a reward; the
     last word on it holds, and where no turn said one, a trajectory's reward above 0 does.
     """
 

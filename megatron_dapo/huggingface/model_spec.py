@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json into the few facts the model is built from; says by name what is not supported."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,32 +66,12 @@ class ModelSpec:
         return round_up(self.vocab_size, tp)
 
 
-@dataclass(frozen=True)
-class Family:
-    """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings, no biases).
+# Fields of config.json that change the computation, each with the values under which it does not (see `Family`).
+NeutralValues = Mapping[str, Callable[[object], bool]]
 
-    qkv_bias: biases of query, key and value. qk_norm: an RMSNorm per query and key head, before the rotation. is_moe:
-    experts in place of every MLP, as in Qwen3-MoE.
-    """
-
-    qkv_bias: bool
-    qk_norm: bool
-    is_moe: bool = False
-
-    @property
-    def ffn_key(self) -> str:
-        return "moe_intermediate_size" if self.is_moe else "intermediate_size"
-
-
-FAMILIES = {
-    "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False),
-    "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True),
-    "LlamaForCausalLM": Family(qkv_bias=False, qk_norm=False),
-    "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, is_moe=True),
-}
-
-# Fields that change the computation, and the values under which they do not. Any other value is an error.
-NEUTRAL_VALUES: dict[str, Callable[[object], bool]] = {
+# The fields of every family. What training by log-probs does not use (router_aux_loss_coef, output_router_logits) is
+# not looked at.
+DECODER: NeutralValues = {
     "hidden_act": lambda value: value == "silu",
     "attention_bias": lambda value: not value,
     "mlp_bias": lambda value: not value,
@@ -106,15 +86,43 @@ NEUTRAL_VALUES: dict[str, Callable[[object], bool]] = {
     ),
     "shared_expert_intermediate_size": lambda value: not value,
 }
-# As above: every layer of a MoE model has experts, no layer of another family has. What training by log-probs does not
-# use (router_aux_loss_coef, output_router_logits) is not looked at.
-NEUTRAL_IN_MOE: dict[str, Callable[[object], bool]] = {
+DENSE: NeutralValues = {  # no layer has experts
+    **DECODER,
+    "num_experts": lambda value: not value,
+    "num_local_experts": lambda value: not value,
+}
+MIXTURE: NeutralValues = {  # every layer has experts
+    **DECODER,
     "decoder_sparse_step": lambda value: value == 1,
     "mlp_only_layers": lambda value: not value,
 }
-NEUTRAL_IN_OTHERS: dict[str, Callable[[object], bool]] = {
-    "num_experts": lambda value: not value,
-    "num_local_experts": lambda value: not value,
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings, no biases).
+
+    qkv_bias: biases of query, key and value. qk_norm: an RMSNorm per query and key head, before the rotation. is_moe:
+    experts in place of every MLP, as in Qwen3-MoE. neutral: the fields of its config.json that change the computation,
+    each with the values under which it does not; any other value is refused. A family whose fields differ has a table
+    of its own, made from DENSE or MIXTURE, so that what one family ignores or takes is not ignored or taken for others.
+    """
+
+    qkv_bias: bool
+    qk_norm: bool
+    neutral: NeutralValues
+    is_moe: bool = False
+
+    @property
+    def ffn_key(self) -> str:
+        return "moe_intermediate_size" if self.is_moe else "intermediate_size"
+
+
+FAMILIES = {
+    "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False, neutral=DENSE),
+    "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True, neutral=DENSE),
+    "LlamaForCausalLM": Family(qkv_bias=False, qk_norm=False, neutral=DENSE),
+    "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, neutral=MIXTURE, is_moe=True),
 }
 
 
@@ -148,10 +156,9 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         )
     wrong_types = _wrong_types(hf, source, family)
     moe, moe_problems = _moe(hf, source) if family.is_moe and not wrong_types else (None, [])
-    neutral = NEUTRAL_VALUES | (NEUTRAL_IN_MOE if family.is_moe else NEUTRAL_IN_OTHERS)
     wrong = [
         f"{source}: `{key}: {hf[key]}` is not supported for {architecture}"
-        for key, is_neutral in neutral.items()
+        for key, is_neutral in family.neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
     rope, rope_problems = _rope(hf, source)

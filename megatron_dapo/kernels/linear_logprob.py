@@ -82,8 +82,8 @@ class _LinearLogProb(torch.autograd.Function):
         stats = hidden.new_empty((hidden.size(0), 4), dtype=accumulation_dtype(hidden.dtype))
         for start in range(0, hidden.size(0), chunk_size):
             rows = slice(start, start + chunk_size)
-            given = hidden[rows], inv_temperature[rows], local_targets[rows]
-            stats[rows] = backend.statistics(*given, want_entropy)
+            inputs = hidden[rows], inv_temperature[rows], local_targets[rows]
+            stats[rows] = backend.statistics(*inputs, want_entropy)
         merged = merge_over(stats, group)
         ctx.save_for_backward(hidden, weight, local_targets, inv_temperature, *merged)
         ctx.settings = (num_valid, chunk_size, triton)

@@ -225,8 +225,8 @@ class _TritonChunk:
         terms = None
         if divergence is not None:
             terms = self._rows.KLTerms(divergence.reference._x[: self._n], divergence.kl, divergence.grad)
-        given = self._inv_temperature, self._targets, merged, grad_log_prob, grad_entropy
-        self._rows.row_gradient(self._x[: self._n], *given, self._d, kl=terms)
+        inputs = self._inv_temperature, self._targets, merged, grad_log_prob, grad_entropy
+        self._rows.row_gradient(self._x[: self._n], *inputs, self._d, kl=terms)
 
     def grad_hidden(self):
         # in float32 first: cuBLAS may add up parts of a product of halves in half precision

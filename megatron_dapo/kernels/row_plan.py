@@ -1,7 +1,7 @@
 """Which rows of the hidden states reach the head, and in what chunks.
 
 Only rows with loss enter a product. With sequence parallelism every rank holds a slice of the rows: a chunk takes the
-same range of each slice's own counted rows, so that one all-gather of equal pieces brings it together, and nothing but
+same range of each slice's own counted rows, so that one all-gather of equal parts brings it together, and nothing but
 counted rows travels. All of it is computed from the mask on the host: no chunk waits for the device.
 """
 
@@ -57,13 +57,13 @@ class RowPlan:
         assert num_rows % size == 0, f"{num_rows} rows cannot be cut into {size} equal slices"
         chunks = [
             RowChunk(
-                to_device(pieces[rank] - rank * (num_rows // size), device),
+                to_device(rows_by_rank[rank] - rank * (num_rows // size), device),
                 width,
-                None if all(len(piece) == width for piece in pieces) else to_device(kept, device),
+                None if all(len(rows) == width for rows in rows_by_rank) else to_device(kept, device),
                 slice(int(places[0]), int(places[-1]) + 1) if size == 1 else to_device(places, device),
                 len(places),
             )
-            for pieces, width, kept, places in _cut(counted_rows, num_rows // size, size, chunk_size)
+            for rows_by_rank, width, kept, places in _cut(counted_rows, num_rows // size, size, chunk_size)
         ]
         return cls(tuple(chunks), len(counted_rows), chunk_size, group if size > 1 else None)
 

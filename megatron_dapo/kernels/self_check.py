@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
+from megatron_dapo.algorithms.metrics import stack_maxima, stack_sums
+from megatron_dapo.algorithms.policy_loss import LossSums
 from megatron_dapo.kernels.fused_head import Head, KLReference, fused_dapo_head, head_full_kl, head_log_probs
 from megatron_dapo.kernels.row_plan import RowPlan
 
@@ -18,14 +20,15 @@ _TEMPERATURE = 0.9
 @dataclass(frozen=True)
 class Check:
     """What a run will ask of the kernels. num_columns: this rank's share of the vocabulary, which decides block sizes;
-    loss and has_old_log_probs decide which variants of the loss kernel are compiled. full_kl: whether there is a KL
-    over the whole vocabulary, in the loss or in the reward."""
+    loss, has_old_log_probs and has_importance decide which variants of the loss kernel are compiled. full_kl: whether
+    there is a KL over the whole vocabulary, in the loss or in the reward."""
 
     dtype: torch.dtype
     num_columns: int
     loss: LossConfig
     has_old_log_probs: bool
     full_kl: bool = False
+    has_importance: bool = False
 
 
 class Error(NamedTuple):
@@ -40,7 +43,9 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
     """Compare what the fused head says of a random case with torch in float64 on the same, already rounded inputs.
 
     The inputs are of the check's dtype, so products are exact but for their accumulation in float32: log-probs and
-    entropies may differ by 2e-4 (bf16 kernels) or 2e-5; gradients pass through one rounding to the dtype.
+    entropies may differ by 2e-4 (bf16 kernels) or 2e-5; gradients pass through one rounding to the dtype. Of a metric's
+    sum only the count is compared, which finds a metric that a kernel does not store: a share of clipped tokens jumps
+    where a ratio is near the bound.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -68,7 +73,10 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
     log_probs, entropy = head_log_probs(hidden, targets, plan, head, want_entropy=True)
     answer = fused_dapo_head(hidden, targets, plan, tokens, check.loss, head, reference=reference)
     answer.loss_sum.backward()
-    loss, grad_hidden, grad_weight = oracle.loss(tokens, check.loss)
+    exact, grad_hidden, grad_weight = oracle.loss(tokens, check.loss)
+    sum_names, max_names = metric_names(check.loss)
+    counts = stack_sums(exact.sums, sum_names, device)[:, 1]
+    maxima = stack_maxima(exact.maxima, max_names, device)
 
     kl = None if reference is None else head_full_kl(hidden, targets, plan, head, reference)[1]
     value_bound, gradient_bound = (2e-5, 1e-5) if check.dtype == torch.float32 else (2e-4, 4e-3)
@@ -77,7 +85,9 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
         Error("training log-probs", _largest(answer.log_probs, oracle.log_probs), value_bound),
         Error("entropy", _largest(entropy, oracle.entropy), value_bound),
         *([] if kl is None else [Error("KL", _largest(kl, oracle.kl), value_bound)]),
-        Error("mean loss", _largest(answer.loss_sum, loss) / len(counted), value_bound),
+        Error("mean loss", _largest(answer.loss_sum, exact.loss_sum) / len(counted), value_bound),
+        Error("counts of metrics", _largest(answer.sums[:, 1], counts), 0.0),
+        Error("largest of metrics", _relative(answer.maxima, maxima), 2 * value_bound),
         Error("gradient of hidden", _relative(hidden.grad, grad_hidden), gradient_bound),
         Error("gradient of weight", _relative(weight.grad, grad_weight), gradient_bound),
         Error("log-probs above 0", max(0.0, log_probs.max().item()), 0.0),
@@ -100,10 +110,10 @@ class _Oracle:
             log_q = torch.log_softmax(logits / _TEMPERATURE, dim=-1)
             self.kl = (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    def loss(self, tokens: TokenBatch, loss: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum = dapo_loss(TokenOutputs(self.log_probs, self.entropy, self.kl), tokens, loss).loss_sum
-        grad_hidden, grad_weight = torch.autograd.grad(loss_sum, (self._hidden, self._weight))
-        return loss_sum, grad_hidden, grad_weight
+    def loss(self, tokens: TokenBatch, loss: LossConfig) -> tuple[LossSums, Tensor, Tensor]:
+        exact = dapo_loss(TokenOutputs(self.log_probs, self.entropy, self.kl), tokens, loss)
+        grad_hidden, grad_weight = torch.autograd.grad(exact.loss_sum, (self._hidden, self._weight))
+        return exact, grad_hidden, grad_weight
 
 
 def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> TokenBatch:
@@ -125,7 +135,10 @@ def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> Toke
         ref_log_probs=near(0.5) if check.loss.use_kl_loss else None,
         rollout_log_probs=near(0.1),
         is_current=some(),
+        is_stale=some() if check.loss.report_stale else None,
+        importance=2 * torch.rand(n, generator=generator).to(device) if check.has_importance else None,
         exp_mask=some() if check.loss.off_policy else None,
+        sequence_log_ratio=near(0.1) - log_probs.detach().float() if check.loss.is_over_sequences else None,
     )
 
 

@@ -39,12 +39,12 @@ def token_loss(
 ) -> TokenLoss:
     """Return the loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
 
-    The device of log_probs_N decides who computes it; float64 is torch's everywhere, by `dapo_loss` and autograd.
-    Nothing waits for the device.
+    The device of log_probs_N decides who computes it. Torch computes float64 and a ratio of whole sequences on every
+    device, by `dapo_loss` and autograd. Nothing waits for the device.
     entropy_N: with report_entropy. kl_N: with use_full_kl. Of several pieces of one batch whose sums are added, one may
     bring the count.
     """
-    if runs_on_triton(log_probs_N):
+    if runs_on_triton(log_probs_N) and not config.is_over_sequences:
         from megatron_dapo.kernels.triton_ops import token_loss as triton_ops
 
         return triton_ops.token_loss(log_probs_N, entropy_N, tokens, config, kl_N)

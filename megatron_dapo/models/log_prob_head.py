@@ -152,10 +152,10 @@ class LogProbHead(torch.nn.Module):
                 log_probs, kl = head_full_kl(hidden.flatten(0, 1), targets, plan, head, task.kl_reference)
         shape = task.targets_BS.shape
         return Scores(
-            _at_rows(log_probs, rows, shape),
-            None if kl is None else _at_rows(kl, rows, shape),
+            at_rows(log_probs, rows, shape),
+            None if kl is None else at_rows(kl, rows, shape),
             kept,
-            None if entropy is None else _at_rows(entropy, rows, shape),
+            None if entropy is None else at_rows(entropy, rows, shape),
         )
 
     def _composed(
@@ -227,7 +227,7 @@ def _in_order_of_rows(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
     return replace(tokens, **per_token).select(rows)
 
 
-def _at_rows(values_N: Tensor, rows: Tensor, shape_BS: torch.Size) -> Tensor:
+def at_rows(values_N: Tensor, rows: Tensor, shape_BS: torch.Size) -> Tensor:
     """Return [B, S] with the values at the counted rows, 0 elsewhere."""
     flat = values_N.new_zeros(shape_BS.numel()).index_copy(0, rows, values_N)
     return flat.view(shape_BS[1], shape_BS[0]).t().contiguous()

@@ -26,6 +26,9 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 ADAM_MOMENTS = 8  # bytes: two float32
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
+# Of a loss by autograd: statistics of the logits and what they are merged to (4 each), the 7 fields of
+# `algorithms.sequence_loss.LossSequence` and as much again.
+FLOATS_PER_TOKEN = 8 + 2 * 7
 # What SGLang takes of an 80 GB GPU for weights and KV cache by itself: all but 0.5 GB, 1.5 MB per token of a chunk of
 # prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
 SERVER_SHARE = 0.82
@@ -227,15 +230,39 @@ def _in_flight(sizes: ParallelSizes, stage: int) -> float:
 def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
     """Return the bytes of one chunk of float32 logits and its gradient, of the chunk's hidden states (its own, and with
     sequence parallelism the next ones that travel; their gradient in float32), and of the gradient of all hidden states
-    (kernels/logits_chunk.py, kernels/fused_head.py)."""
+    (kernels/logits_chunk.py, kernels/fused_head.py). Without the fused head: `_composed_head_bytes`."""
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     actor = config.actor_rollout_ref.actor
     part = sizes.tp if actor.megatron.sequence_parallel else 1
     rows = min(tokens, log_prob_chunk_size(config, on_gpu=True))
     columns = spec.padded_vocab_size(sizes.tp) // sizes.tp
+    is_over_sequences = actor.loss_function is not None or actor.policy_loss == "gspo"
+    if is_over_sequences or actor.fused_kernels == "off":
+        kernels = actor.fused_kernels != "off"
+        return _composed_head_bytes(tokens, rows, columns, spec.hidden_size, width, kernels=kernels)
     chunk = rows * columns * (4 + width) + rows * spec.hidden_size * (3 * width + 4)
     return chunk + tokens * spec.hidden_size * width // part
+
+
+def _composed_head_bytes(tokens: int, rows: int, columns: int, hidden: int, width: int, *, kernels: bool) -> int:
+    """Return the bytes that log-probs with autograd hold at the end of their backward pass (kernels/linear_logprob.py):
+    the head of gspo and of a loss of the user's own, which need the log-probs of whole sequences before they have any
+    gradient, and of every loss with fused_kernels off.
+
+    Kept from forward to backward: the hidden states of every row, whole on each tensor-parallel rank (the logits are
+    not: they are computed a second time, a chunk at a time), and what is known of each token. In backward as many bytes
+    for the gradient of the hidden states, and the gradient of the weight in float32 and in its dtype, which the fused
+    head adds to Megatron's buffer instead. A chunk is float32 logits and their gradient in the dtype; without the
+    kernels both are float32, and so is a copy of the weight. What the user's function makes itself comes on top.
+
+    rows, columns: of a chunk of logits. width: bytes of the model's dtype.
+    """
+    narrow = width if width < MAIN_GRADIENT else 0  # a copy, where the dtype is not float32
+    per_row = 2 * width + 4 if kernels else width + 8
+    chunk = rows * columns * (4 + width if kernels else 8) + rows * hidden * per_row
+    weight = columns * hidden * (MAIN_GRADIENT + narrow + (0 if kernels or not narrow else 4))
+    return chunk + weight + tokens * (2 * hidden * width + 4 * FLOATS_PER_TOKEN)
 
 
 def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
@@ -303,7 +330,7 @@ CURES = {
     "gradients": _MORE_RANKS,
     "optimizer": f"{_MORE_RANKS}, or trainer.nnodes with use_distributed_optimizer, which shards it",
     "activations": f"set {_ACTOR}.megatron.recompute_granularity=full, or lower {_ACTOR}.max_tokens_per_microbatch",
-    "log prob head": f"lower {_ACTOR}.log_prob_chunk_size",
+    "log prob head": f"lower {_ACTOR}.log_prob_chunk_size, or (not fused) {_ACTOR}.max_tokens_per_microbatch",
     "weight sync": "lower weight_sync.bucket_size_mb",
     "reference": _MORE_RANKS,
     "critic": _MORE_RANKS,

@@ -9,6 +9,7 @@ from megatron_dapo.config.derived import (
     effective_clip,
     gen_batch_size,
     has_reference_for_own_loss,
+    needs_old_log_probs,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     parallel_sizes,
@@ -20,6 +21,7 @@ from megatron_dapo.config.derived import (
     uses_kl_in_reward,
     uses_kl_loss,
 )
+from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.memory import server_memory, trainer_memory
 from megatron_dapo.planner.model_checks import read_model_specs
@@ -31,6 +33,11 @@ _LAYERS = {  # by use_transformer_engine; what it comes to, rank 0 says when it 
     "on": "layers and optimizer of Transformer Engine; without it the ranks refuse to start",
     "off": "layers of our own; no Transformer Engine",
     "auto": "layers of Transformer Engine where it is installed, on GPUs in bfloat16; else our own",
+}
+_POLICY_LOSSES = {  # none: what the clip below says
+    "dapo": "",
+    "cispo": "cispo: the clipped ratio weighs the log-prob of each token",
+    "gspo": "gspo: one ratio per response; each logit is computed twice",
 }
 
 
@@ -79,7 +86,10 @@ def _rollout_step(config: Config) -> Iterator[str]:
     mini_batch = actor.ppo_mini_batch_size
     steps = num_optimizer_steps_per_rollout_step(config)
     yield f"{data.train_batch_size} groups x {n} = {samples_per_rollout_step(config)} samples"
-    yield f"gen batches of {gen_batch_size(config)} prompts"
+    if config.actor_rollout_ref.rollout.max_staleness:
+        yield f"prompts drawn one by one; {gen_batch_size(config)} count as a gen batch"
+    else:
+        yield f"prompts drawn in waves, a gen batch of {gen_batch_size(config)} at most"
     yield (
         f"{_count(steps, 'optimizer step')} = {num_mini_batches(config)} mini-batches of {mini_batch * n} samples "
         f"({mini_batch} groups) x {_count(actor.ppo_epochs, 'pass', 'passes')}"
@@ -103,9 +113,31 @@ def _techniques(config: Config) -> Iterator[str]:
     if own_loss := config.actor_rollout_ref.actor.loss_function:
         yield f"{'loss':<17}{own_loss}, in place of clip and aggregation"
         techniques = {name: on for name, on in techniques.items() if name not in shown_when_off}
+    elif loss := _POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss]:
+        yield f"{'loss':<17}{loss}"
+    if correction := _correction(config):
+        yield f"{'correction':<17}{correction}"
     for name, on in techniques.items():
         detail = f"  ({details[name]})" if on or name in shown_when_off else ""
         yield f"{name.replace('_', ' '):<17}{'on ' if on else 'off'}{detail}".rstrip()
+
+
+def _correction(config: Config) -> str:
+    """Return what is done about the servers' log-probs, and what it costs; nothing where nothing is done."""
+    correction = config.algorithm.rollout_correction
+    parts = []
+    if correction.rollout_is != "none":
+        parts.append(f"rollout_is {correction.rollout_is} ({show_text(correction.rollout_is_threshold)})")
+    if correction.rollout_rs != "none":
+        parts.append(f"rollout_rs {correction.rollout_rs} ({show_text(correction.rollout_rs_threshold)})")
+    if correction.rollout_token_veto_threshold is not None:
+        parts.append(f"veto below {correction.rollout_token_veto_threshold:g}")
+    if correction.bypass_mode:
+        parts.append("bypass_mode, the servers' log-probs are the old ones")
+    if not parts:
+        return ""
+    cost = "a forward pass for old log-probs" if needs_old_log_probs(config) else "no pass for old log-probs"
+    return f"{', '.join(parts)}; {cost}"
 
 
 def _dynamic_sampling(config: Config) -> str:
@@ -127,6 +159,7 @@ def _rollout(config: Config) -> list[tuple[str, list[str]]]:
         return [("batches", [f"replay of {config.trainer.replay}: no servers, no rewards, no weight sync"])]
     reward = config.reward
     return [
+        ("staleness", list(_staleness(config))),
         ("servers", list(_servers(config))),
         ("controller", ["1 process beside rank 0"]),
         ("rewards", [f"{_count(reward.num_workers, 'process', 'processes')}, {reward.timeout_s:g} s per answer"]),
@@ -140,6 +173,28 @@ def _environments(config: Config) -> Iterator[tuple[str, list[str]]]:
     if keys.enable:
         workers = f"{_count(keys.num_workers, 'process', 'processes')}, {keys.step_timeout_s:g} s per answer"
         yield "environments", [f"{keys.environment}: {workers}, at most {_count(keys.max_turns, 'turn')}"]
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    """Yield lines that say what K means for the run, and how the GPUs are split."""
+    rollout = config.actor_rollout_ref.rollout
+    age = rollout.max_staleness
+    if age:
+        steps = age * num_optimizer_steps_per_rollout_step(config)
+        groups = (age + 1) * config.data.train_batch_size
+        yield (
+            f"max_staleness {_count(age, 'weight version')}: when a step begins to train on a token, it is at most "
+            f"{_count(steps, 'optimizer step')} old"
+        )
+        yield f"servers sample while the trainer trains: at most {groups} groups are drawn and not yet trained on"
+    else:
+        yield "max_staleness 0: a step is trained on what its own weights wrote; trainer and servers take turns"
+    server = rollout.server
+    if server.nnodes:
+        num_train = parallel_sizes(config).world
+        num_sample = server.num_servers * server.tensor_model_parallel_size
+        share = num_train / (num_train + num_sample)
+        yield f"{num_train} ranks train ({share:.0%}), {num_sample} sample: docs/cluster.md says how to choose both"
 
 
 def _servers(config: Config) -> Iterator[str]:

@@ -7,9 +7,11 @@ from typing import Any
 
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.import_path import fault_without_import
+from megatron_dapo.config.built_ins import IMPORT_PATH
 from megatron_dapo.config.checks import CHECKS
 from megatron_dapo.config.derived import world_size
-from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, WORLD
+from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WORLD
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import own_host
@@ -175,22 +177,22 @@ def _server_key(config: Config) -> Iterator[Mistake]:
             yield from (Mistake((SERVER_KEY,), text) for text in error.sentences)
 
 
-def _loss_function(config: Config) -> Iterator[Mistake]:
-    """Look for the module without running it; every rank of the trainer imports it before anything is trained."""
-    path = config.actor_rollout_ref.actor.loss_function
-    module = (path or "").partition(":")[0]
-    if not module:
+def _own_code(config: Config) -> Iterator[Mistake]:
+    """Look for functions and classes of the user's own in their files; what imports them does so much later."""
+    for keys, path in _paths_to_own_code(config):
+        if path and IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path)):
+            yield Mistake(keys, f"{keys[0]} is {path}, {fault}")
+
+
+def _paths_to_own_code(config: Config) -> Iterator[tuple[tuple[str, ...], str | None]]:
+    """Yield (keys, path), the keys being that of the path and those that decide whether it is used."""
+    yield (LOSS_FUNCTION,), config.actor_rollout_ref.actor.loss_function
+    if config.trainer.replay:
         return
-    try:
-        is_here = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        is_here = False
-    if not is_here:
-        yield Mistake(
-            (LOSS_FUNCTION,),
-            f"{LOSS_FUNCTION} is {path}, but the module {module} is not found from the folder the run is started in; "
-            f"correct the name, or start it where the module is.",
-        )
+    yield ("reward.function", "trainer.replay"), config.reward.function
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    if multi_turn.enable:
+        yield (f"{MULTI_TURN}.environment", f"{MULTI_TURN}.enable", "trainer.replay"), multi_turn.environment
 
 
-MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host, _loss_function)
+MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host, _own_code)

@@ -1,7 +1,7 @@
 """Ends a job that hangs: says which rank is missing, and leaves the stacks of all ranks.
 
 Each rank notes where it is (`phase`, `beat`: an assignment, no more). Two threads of its own do the rest: one tells the
-others and hears from them, through a store on rank 0; the other judges by its own clock, so that a store that does not
+others and hears from them, through a store on rank 0; the other checks by its own clock, so that a store that does not
 answer stops nothing. A rank that makes no progress for the limit of its phase raises the alarm, and so does one that
 does not hear from another. Then every rank that still can writes its stacks, and the process ends: a thread in a
 collective cannot be interrupted. Nothing keeps it from ending: a file system that hangs is one of the reasons for it.
@@ -33,14 +33,14 @@ from megatron_dapo.platform import stores
 from megatron_dapo.platform.agreement import Agreement
 
 PUBLISH_INTERVAL_S = 1.0
-_JUDGE_INTERVAL_S = 0.25
+_CHECK_INTERVAL_S = 0.25
 _ANSWERS_S = 6.0  # for every rank to notice an alarm
 _WRITING_S = 20.0  # for the stacks, from the alarm on
 _CLOSING_S = 4.0  # after that, for every rank to have said where it is
 _RECORD_S = 2.0  # then for the record of this process's end
 _LAST_RESORT_S = 60.0  # the process ends by then, whatever holds it
 _STORE_TIMEOUT_S = 60.0
-_LONGEST_STEP_S = 2.0  # of the judge's clock: time in which the whole process was stopped counts for no more
+_LONGEST_STEP_S = 2.0  # of the checking thread's clock: time in which the whole process was stopped counts for no more
 _SHOWN_RANKS = 8
 _COLLECTIVES = (
     os.path.join("torch", "distributed"),
@@ -215,7 +215,7 @@ class Watchdog:
         faulthandler.enable()
         self._threads = [
             threading.Thread(target=work, name=f"watchdog-{work.__name__}", daemon=True)
-            for work in (self._talk, self._judge)
+            for work in (self._talk, self._check)
         ]
 
     def __enter__(self) -> "Watchdog":
@@ -238,7 +238,7 @@ class Watchdog:
                 self._publish()
                 alarm, *places = self._store.get(*keys)
             except dist.DistError:
-                continue  # the judge sees that nothing is heard
+                continue  # the other thread sees that nothing is heard
             for rank, text in zip(self._watched, places, strict=True):
                 if text is not None:
                     number, fields = json.loads(text)
@@ -261,11 +261,11 @@ class Watchdog:
             self._node, os.getpid(), _here.step, _here.phase, _here.entered, _here.beats, at, waits, has_left
         )
 
-    # ----------------------------------------------------------------------------------- the thread that judges
+    # ----------------------------------------------------------------------------------- the thread that checks
 
-    def _judge(self) -> None:
+    def _check(self) -> None:
         clock = _Clock()
-        while not self._closing.wait(_JUDGE_INTERVAL_S):
+        while not self._closing.wait(_CHECK_INTERVAL_S):
             clock.tick()
             if self._alarm:
                 self._end(self._alarm)
@@ -344,7 +344,7 @@ class Watchdog:
                     if text is not None:
                         places[rank] = RankStatus(**json.loads(text))
                         silent.discard(rank)
-                time.sleep(_JUDGE_INTERVAL_S)
+                time.sleep(_CHECK_INTERVAL_S)
         except dist.DistError:  # rank 0 has ended meanwhile
             return
 
@@ -358,7 +358,7 @@ class Watchdog:
                     return
                 keys = [f"{word}/{rank}" for rank in others]
                 while time.monotonic() < until and not self._own_store.store.check(keys):
-                    time.sleep(_JUDGE_INTERVAL_S)
+                    time.sleep(_CHECK_INTERVAL_S)
         except dist.DistError:  # rank 0 has ended meanwhile
             return
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardPool:
-    """The processes that judge responses with the run's reward function."""
+    """The processes that score responses with the run's reward function."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ DATA_SOURCES = {
 
 
 def function_name(function: str, data_source: str) -> str:
-    """Return the name or path that judges a data source: `function` itself, or by_data_source's choice. Raises
+    """Return the name or path of the function for a data source: `function` itself, or by_data_source's choice. Raises
     UserError."""
     if function != BY_DATA_SOURCE:
         return function
@@ -43,7 +43,7 @@ def function_name(function: str, data_source: str) -> str:
 
 
 def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[str] = ()) -> None:
-    """Raise UserError for an unknown name, or data sources that by_data_source cannot judge. Imports nothing."""
+    """Raise UserError for an unknown name, or data sources that by_data_source has no function for. Imports nothing."""
     if function == BY_DATA_SOURCE:
         if kwargs:
             raise UserError(
@@ -93,7 +93,7 @@ def check_signature(function: str, kwargs: dict[str, Any]) -> None:
         ) from None
 
 
-def judge(
+def score_response(
     function: str,
     kwargs: dict[str, Any],
     data_source: str,

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
 from megatron_dapo.rewards.import_ahead import import_ahead
-from megatron_dapo.rewards.registry import WRONG_SCORES, check_signature, function_name, judge, load
+from megatron_dapo.rewards.registry import WRONG_SCORES, check_signature, function_name, load, score_response
 from megatron_dapo.rewards.worker_process import Message, serve
 
 
@@ -46,7 +46,7 @@ def _greeting(function: str, kwargs: dict[str, Any]) -> Message:
 
 
 def _answer(function: str, kwargs: dict[str, Any], message: Message) -> Message:
-    result = judge(function, kwargs, **message)
+    result = score_response(function, kwargs, **message)
     return {"score": result.score, "correct": result.correct}
 
 

@@ -77,6 +77,9 @@ class BatchReplay:
     def refuse_batch(self) -> None:
         """Do nothing: a resumed run reads the batch again in any case."""
 
+    def halt(self) -> None:
+        """Do nothing: nothing is under way."""
+
     def state_dict(self) -> dict:
         """Return which batches are trained on again."""
         return {"replay": str(self._folder)}

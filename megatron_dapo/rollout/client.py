@@ -102,18 +102,36 @@ class SGLangClient:
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingParams, timeout_s: float) -> Generation:
-        """Return one response to a prompt of token ids."""
+    async def generate(
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        timeout_s: float,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Return one response to a prompt of token ids.
+
+        request_id: to `abort` it by. All have to be of one length: SGLang takes an id for the beginning of ids.
+        cache_salt: only requests of the same salt share what was read of a common beginning.
+        """
         request = {
             "input_ids": list(prompt_tokens),
             "sampling_params": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)},
             "return_logprob": True,
+            **({"rid": request_id} if request_id else {}),
+            **({"cache_salt": cache_salt} if cache_salt else {}),
         }
         answer = await self.post("/generate", request, timeout_s)
         try:
             return replace(generation_of(answer), server=self.url)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(self.url, "/generate", 200, f"{error!r} in {json.dumps(answer)}") from error
+
+    async def abort(self, request_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """End a request: it is answered with the tokens that it has, with none where the server is paused. One that the
+        server does not have changes nothing."""
+        await self.post("/abort_request", {"rid": request_id}, timeout_s)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -237,7 +255,7 @@ class SGLangClient:
         shapes: Sequence[Sequence[int]],
         *,
         group_name: str,
-        weight_version: int | None,
+        weight_version: int,
         flush_cache: bool,
         load_format: str | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
@@ -252,7 +270,7 @@ class SGLangClient:
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
             "flush_cache": flush_cache,
-            **({"weight_version": str(weight_version)} if weight_version is not None else {}),
+            "weight_version": str(weight_version),
             **({"load_format": load_format} if load_format else {}),
         }
         await self.post("/update_weights_from_distributed", fields, timeout_s)

@@ -30,6 +30,10 @@ class ForeignSamples(RolloutError):
     exit_code = MISMATCH_EXIT_CODE
 
 
+class Aborted(Exception):
+    """Sampling was asked to end, and a response is not finished."""
+
+
 class Interrupted(RolloutError):
     """A step was asked to stop before it had its groups: what is finished stays in the rollout's state."""
 

@@ -14,7 +14,7 @@ from megatron_dapo.rollout.verdicts import VerdictCheck
 async def evaluate(
     sampler: Sampler, prompts: Sequence[Prompt], config: Config, rewards: RewardPool
 ) -> dict[str, float]:
-    """Sample and judge `rollout.val_n` responses per prompt at `val_temperature` (0 = greedy).
+    """Sample and score `rollout.val_n` responses per prompt at `val_temperature` (0 = greedy).
 
     No shaping, nothing is filtered.
 

@@ -6,12 +6,11 @@ dumped batches of a whole run again; those may hold samples that had been replay
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dapo.config.derived import uses_experience_replay
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.prompts import PromptCursor
 from megatron_dapo.data.types import Group, Sample
 from megatron_dapo.rollout.plain_data import sample_from_plain, sample_to_plain
 
@@ -51,7 +50,7 @@ class RecordedGroup:
 
     @classmethod
     def of(cls, group: Group) -> "RecordedGroup":
-        """Return what is kept of a group that was judged."""
+        """Return what is kept of a finished group."""
         num_right = sum(sample.correct for sample in group.samples)
         if num_right == len(group.samples):
             return cls(group.prompt.index, num_right, True, ())
@@ -107,22 +106,29 @@ class ExperiencePool:
         self._num_fresh_right += sum(sample.correct for sample in fresh)
         self._recorded += [RecordedGroup.of(group) for group in groups]
 
-    def end_step(self) -> None:
-        """Take what the step recorded into the pool, from which the next step may draw it."""
+    def end_step(self, dealt_later: Collection[int] = ()) -> None:
+        """Take what the step recorded into the pool, from which the next step may draw it.
+
+        dealt_later: prompts that were drawn, and whose groups are generated in the next step; not drawn in that again.
+        """
         if self._num_fresh and self._num_fresh_right >= self.rules.start_ratio * self._num_fresh:
             self._begun = True
         for recorded in self._recorded:
             self._take_in(recorded)
         while self._num_tokens > self.rules.max_tokens:
             self._remove(next(iter(self._experiences)))
-        self.forget_step()
+        self.forget_step(dealt_later)
 
-    def forget_step(self) -> None:
-        """Forget what the step under way recorded and drew: it begins anew."""
+    def forget_step(self, dealt_later: Collection[int] = ()) -> None:
+        """Forget what the step under way recorded and drew: it begins anew, with prompts that were drawn before it."""
         self._num_fresh = 0
         self._num_fresh_right = 0
         self._recorded = []
-        self._drawn.clear()
+        self._drawn = set(dealt_later)
+
+    def is_retired(self, prompt: int) -> bool:
+        """Return whether the prompt is replayed no more."""
+        return prompt in self._retired
 
     def draw(self, gen_batch_size: int) -> list[tuple[int, Sample]]:
         """Return (prompt, experience) for each prompt to be replayed in the next gen batch.
@@ -261,24 +267,6 @@ def make_pool(config: Config) -> ExperiencePool | None:
         max_tokens=keys.max_pool_tokens,
     )
     return ExperiencePool(rules, config.data.seed)
-
-
-def next_prompts(cursor: PromptCursor, pool: ExperiencePool | None, size: int) -> list[tuple[int, Sample | None]]:
-    """Return the prompts of a gen batch by number, each with the trajectory that its group borrows, if any.
-
-    Replayed prompts are spread evenly among the new ones, so that neither kind is left over for the next step.
-    """
-    replayed = pool.draw(size) if pool else []
-    new = cursor.next(size - len(replayed))
-    prompts: list[tuple[int, Sample | None]] = []
-    num_taken = 0  # of the replayed ones
-    for position in range(1, size + 1):
-        if position * len(replayed) // size > num_taken:
-            prompts.append(replayed[num_taken])
-            num_taken += 1
-        else:
-            prompts.append((new[position - 1 - num_taken], None))
-    return prompts
 
 
 def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:

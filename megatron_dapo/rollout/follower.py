@@ -22,6 +22,9 @@ class RolloutFollower:
     def refuse_batch(self) -> None:
         """Do nothing, because rank 0 refuses the batch."""
 
+    def halt(self) -> None:
+        """Do nothing, because rank 0 has the controller."""
+
     def state_dict(self) -> dict:
         """Return {}, because rank 0 has the state."""
         return {}

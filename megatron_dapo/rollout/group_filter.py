@@ -1,6 +1,7 @@
 """The rules by which groups carry signal or not, by the names of the config; and the queue that acts on them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_dapo.config.derived import gen_batch_size, uses_dynamic_sampling
 from megatron_dapo.config.schema import Config
@@ -58,26 +59,33 @@ def by_spread(metric: str) -> FilterReason:
 
 def make_queue(config: Config) -> GroupQueue:
     """Return the queue that the config asks for: without dynamic sampling one gen batch of which nothing is dropped."""
-    size = config.data.train_batch_size
     dynamic = config.algorithm.dapo.dynamic_sampling
     groups = config.algorithm.filter_groups
-    max_staleness = config.actor_rollout_ref.rollout.max_staleness
+    size = config.data.train_batch_size
+    limits = QueueLimits(
+        size,
+        size,
+        max_staleness=config.actor_rollout_ref.rollout.max_staleness,
+        total_steps=config.trainer.total_training_steps,
+    )
     if not uses_dynamic_sampling(config):
-        return GroupQueue(QueueLimits(size, size), by_correctness("none"))
+        return GroupQueue(limits, by_correctness("none"))
+    if not groups.enable and dynamic.form == "mask":
+        return GroupQueue(replace(limits, masks=True), by_correctness(dynamic.filter_mode))
+    keys = groups if groups.enable else dynamic
+    limits = replace(
+        limits,
+        gen_batch_size=gen_batch_size(config),
+        max_num_gen_batches=keys.max_num_gen_batches,
+        on_exhausted=keys.on_exhausted,
+    )
     if groups.enable:
-        section = "algorithm.filter_groups"
-        reason = by_spread(groups.metric)
-        limits = (gen_batch_size(config), groups.max_num_gen_batches, groups.on_exhausted)
-        return GroupQueue(QueueLimits(size, *limits, section=section, max_staleness=max_staleness), reason)
-    reason = by_correctness(dynamic.filter_mode)
-    if dynamic.form == "mask":
-        return GroupQueue(QueueLimits(size, size, masks=True), reason)
-    limits = (gen_batch_size(config), dynamic.max_num_gen_batches, dynamic.on_exhausted)
-    return GroupQueue(QueueLimits(size, *limits, max_staleness=max_staleness), reason)
+        return GroupQueue(replace(limits, section="algorithm.filter_groups"), by_spread(groups.metric))
+    return GroupQueue(limits, by_correctness(dynamic.filter_mode))
 
 
 def filter_in_words(config: Config) -> str:
-    """Return how groups are judged, as the log says it: "strict mode"."""
+    """Return how groups are filtered, as the log says it: "strict mode"."""
     groups = config.algorithm.filter_groups
     dynamic = config.algorithm.dapo.dynamic_sampling
     return f"filter_groups metric {groups.metric}" if groups.enable else f"{dynamic.filter_mode} mode"

@@ -1,26 +1,29 @@
-"""The queue of groups between sampling and training: which groups are kept, dropped or left for the next step.
+"""The queue of groups between sampling and training: draws in their order, and the batches that they make.
 
-Pure: no servers, no clock, no files. Every prompt that was drawn is, at any time, in exactly one place: handed out,
-filtered, discarded, waiting, or in the open gen batch; of those that are out of the queue it has counts alone.
+Pure: no servers, no clock, no files. Every prompt that was drawn is, at any time, in exactly one place (`Account`):
+handed out, filtered, discarded, ready, or open; of those that are out of the queue it has counts alone.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.types import Group, PartialResponse, Prompt, Sample
+from megatron_dapo.rollout import admission
 from megatron_dapo.rollout.plain_data import (
+    UNKNOWN_VERSION,
+    draw_from_plain,
+    draw_to_plain,
     group_from_plain,
     group_to_plain,
-    prompt_from_plain,
-    prompt_to_plain,
-    sample_from_plain,
-    sample_to_plain,
 )
 from megatron_dapo.rollout.step_statistics import StepStatistics
 
 FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> why it has no signal, None = it has
+
+_MEMORY = 0.75  # of the acceptance: what a step counts for, after another one
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class QueueLimits:
     train_batch_size: groups per step; gen_batch_size: prompts per gen batch. max_num_gen_batches (0 or less: no limit)
     and on_exhausted: what ends a step early; section: where the config says so. masks: groups without signal stay in
     the step, marked, instead of being dropped. max_staleness: weight versions between the oldest new token of a group
-    and the step that trains on it.
+    and the step that trains on it. total_steps: of the run.
     """
 
     train_batch_size: int
@@ -40,21 +43,47 @@ class QueueLimits:
     masks: bool = False
     section: str = "algorithm.dapo.dynamic_sampling"
     max_staleness: int = 0
+    total_steps: int = 1 << 62
+
+    @property
+    def max_draws(self) -> int:
+        """Return how many draws one batch may take."""
+        return self.max_num_gen_batches * self.gen_batch_size if self.max_num_gen_batches > 0 else 1 << 62
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of all draws of a run: numbers of groups.
+
+    ready: they have signal and wait for their step. open: it is not decided yet whether they have.
+    """
+
+    num_drawn: int
+    num_handed: int
+    num_filtered: int
+    num_discarded: int
+    num_ready: int
+    num_open: int
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether every draw is in exactly one place."""
+        out = self.num_handed + self.num_filtered + self.num_discarded
+        return self.num_drawn == out + self.num_ready + self.num_open
 
 
 @dataclass
 class RolloutStep:
-    """One rollout step: its counts while it is filled, and with `GroupQueue.take` its groups."""
+    """One rollout step: what was decided for it since the last one, and with `GroupQueue.take` its groups."""
 
     number: int
-    num_gen_batches: int = 0
-    num_surplus_used: int = 0  # how many of `groups` an earlier step generated
+    num_gen_batches: float = 0.0  # prompts decided on, in gen batches
+    num_ready: int | None = None  # groups that waited when the step was asked for; None before that
     num_filtered_samples: int = 0
-    num_discarded: int = 0  # groups with signal that are too old to be trained on, or would be in the next step
+    num_discarded: int = 0  # groups that are too old to be trained on, or would be in the next step
     filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
-    generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups generated, kept or not
-    # to train on, in the order in which their prompts were drawn: surplus of earlier steps first
-    groups: tuple[Group, ...] = ()
+    generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups decided, kept or not
+    groups: tuple[Group, ...] = ()  # to train on, in the order in which their prompts were drawn
 
     def state_dict(self) -> dict:
         """Return plain data. A step that is being filled has no groups: they are the queue's."""
@@ -63,32 +92,228 @@ class RolloutStep:
 
     @classmethod
     def from_state(cls, state: dict) -> "RolloutStep":
-        """Return the step that `state_dict` described."""
-        step = cls(**{**state, "filtered": Counter(state["filtered"]), "generated": StepStatistics()})
+        """Return the step that `state_dict` described, also that of a program with gen batches."""
+        step = cls(
+            number=state["number"],
+            num_ready=state.get("num_ready"),
+            num_filtered_samples=state["num_filtered_samples"],
+            num_discarded=state["num_discarded"],
+            filtered=Counter(state["filtered"]),
+        )
         step.generated.load_state_dict(state["generated"])
         return step
 
 
 class GroupQueue:
-    """The groups of rollout steps: waiting ones, and those of the open gen batch.
+    """Draws, and the batches of groups that they make.
 
-    `begin` -> while `wants_gen_batch`: `open_gen_batch`, `add_finished` every one of `missing`, `close_gen_batch` ->
-    `take`. A gen batch is judged only when all its groups are there: who answers first has no say in what is trained
-    on.
-    `begin` with the number of the step that is still open goes on with it, its counts and its open gen batch.
+    `draw` -> `add_sample` as responses come -> `add_finished` -> `decide` -> `take` while a step `is_ready`; `begin`
+    says which step is asked for, with which weights.
+
+    Whether a group has signal is decided in the order of the draws: who answers first has no say in what is trained on.
+    Groups with signal make batches of `train_batch_size`, one after the other. A batch that took `max_draws` draws and
+    is not full is exhausted: `on_exhausted` hands it out as it is, or ends the run.
+
     Each step is one weight version later than the last. With `max_staleness` 0 a step is trained on the weights that
-    wrote it: what it has too much of is discarded when it ends, the last draws first.
+    wrote it: prompts are drawn in waves, and what a wave has too much of is discarded when the step ends, the last
+    draws first. With more, prompts are drawn one by one as `admission.paced` allows, and nothing is discarded.
     """
 
     def __init__(self, limits: QueueLimits, filter_reason: FilterReason) -> None:
         self.limits = limits
         self._filter_reason = filter_reason
         self._num_drawn = 0
-        self._kept: list[Group] = []  # between steps this is the surplus
-        self._open: dict[str, Group] = {}  # uid -> group of the open gen batch as it was drawn, in the order drawn
-        self._finished: dict[str, Group] = {}  # uid -> the same group with its responses
+        self._gone: Counter[str] = Counter()  # handed | filtered | discarded -> groups, in the run
+        self._batches: list[list[Group]] = []  # those that are full, or exhausted
+        self._kept: list[Group] = []  # of the batch that is being filled
+        self._num_draws_used = 0  # by that batch
+        self._open: dict[str, Group] = {}  # uid -> group with the samples that it has, in the order drawn
+        self._finished: set[str] = set()  # uids of open groups that have all their samples
         self._open_step: RolloutStep | None = None
-        self._weight_version = 0  # of the step under way
+        self._weight_version = 0  # with which the step was asked for
+        self._num_steps: int | None = None  # number of the last step that was handed out; None: not known yet
+        self._num_recent = [0.0, 0.0]  # groups with signal, and groups decided: sums over steps that fade
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    @property
+    def num_ready(self) -> int:
+        """Return the number of groups with signal that wait."""
+        return sum(map(len, self._batches)) + len(self._kept)
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of draws of which it is not decided whether they have signal."""
+        return len(self._open)
+
+    @property
+    def num_groups_wanted(self) -> int:
+        """Return how many groups the next step still needs, not counting open ones."""
+        return 0 if self._batches else self.limits.train_batch_size - len(self._kept)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Return the number of the last step that was handed out; None before the first `begin`."""
+        return self._num_steps
+
+    @property
+    def acceptance(self) -> float:
+        """Return the share of recent groups that had signal: in the last few steps, by the order of draws.
+
+        As long as none was decided it is that with which a gen batch fills a step.
+        """
+        num_kept, num_decided = self._num_recent
+        first = min(self.limits.train_batch_size / self.limits.gen_batch_size, 1.0)
+        return num_kept / num_decided if num_decided else first
+
+    @property
+    def account(self) -> Account:
+        """Return what became of all draws."""
+        return Account(
+            num_drawn=self._num_drawn,
+            num_handed=self._gone["handed"],
+            num_filtered=self._gone["filtered"],
+            num_discarded=self._gone["discarded"],
+            num_ready=self.num_ready,
+            num_open=self.num_open,
+        )
+
+    @property
+    def num_unfinished(self) -> int:
+        """Return the number of open groups that lack samples."""
+        return len(self._open) - len(self._finished)
+
+    @property
+    def open_groups(self) -> list[Group]:
+        """Return all open groups in the order drawn, with the samples that they have."""
+        return list(self._open.values())
+
+    def is_finished(self, uid: str) -> bool:
+        """Return whether the open group has all its samples."""
+        return uid in self._finished
+
+    # ------------------------------------------------------------------------------------------------ what is allowed
+
+    def may_start(self, position: int, weight_version: int) -> bool:
+        """Return whether the open group at this position, or a draw that would get it, may be sampled now by servers
+        that hold weight_version (`admission.paced`)."""
+        return self._num_steps is not None and admission.paced(
+            num_steps=self._num_steps,
+            size=self.limits.train_batch_size,
+            num_ready=self._num_places_taken,
+            num_open=position,
+            version=weight_version,
+            max_staleness=self.limits.max_staleness,
+            total_steps=self.limits.total_steps,
+        )
+
+    def next_wave(self) -> int:
+        """Return how many prompts to draw for the step that is asked for, where `max_staleness` is 0."""
+        if self._open or self._batches:
+            return 0
+        size = admission.wave_size(
+            size=self.limits.train_batch_size,
+            num_ready=len(self._kept),
+            gen_batch_size=self.limits.gen_batch_size,
+            acceptance=self.acceptance,
+        )
+        return min(size, self.limits.max_draws - self._num_draws_used)
+
+    # ------------------------------------------------------------------------------------------------ draws
+
+    def draw(self, prompt: Prompt, weight_version: int, replayed: Sample | None = None) -> Group:
+        """Take in the next prompt that is drawn; return its open group.
+
+        weight_version: that the servers hold. replayed: the trajectory that the group borrows, if any.
+        """
+        uid = f"{self._num_drawn:08d}-{prompt.index}"
+        samples = (replace(replayed, uid=uid, exp_mask=True),) if replayed else ()
+        self._open[uid] = Group(uid, prompt, samples, version=weight_version)
+        self._num_drawn += 1
+        return self._open[uid]
+
+    def renew(self, uid: str, weight_version: int) -> Group:
+        """Return an open group that is to be sampled now, with its partial responses, which are not held here any more.
+        One that would be too old when its step comes begins anew with weight_version. So may a group be of a state that
+        was saved with a larger `max_staleness`."""
+        group = self._open[uid]
+        assert self._num_steps is not None, "begin() comes first"
+        num_before = self._num_places_taken + list(self._open).index(uid)
+        num_steps_before = num_before // self.limits.train_batch_size if self.limits.max_staleness else 0
+        if self._num_steps + num_steps_before - group.version > self.limits.max_staleness:
+            group = _without_samples(group, weight_version)
+        self._open[uid] = replace(group, partials=())
+        return group
+
+    def add_partial(self, uid: str, partial: PartialResponse) -> None:
+        """Take in what there is of a response of an open group that is not sampled any more."""
+        group = self._open[uid]
+        self._open[uid] = replace(group, partials=(*group.partials, partial))
+
+    def add_sample(self, sample: Sample) -> None:
+        """Take in a finished sample of an open group."""
+        group = self._open[sample.uid]
+        self._open[sample.uid] = replace(group, samples=(*group.samples, sample))
+
+    def add_finished(self, group: Group) -> None:
+        """Take in an open group with all its samples."""
+        assert group.uid in self._open, f"group {group.uid} was not asked for"
+        assert group.uid not in self._finished, f"group {group.uid} came twice"
+        self._open[group.uid] = group
+        self._finished.add(group.uid)
+
+    def forget_samples(self) -> None:
+        """Have all open groups sampled anew."""
+        self._finished.clear()
+        self._open = {uid: _without_samples(group, group.version) for uid, group in self._open.items()}
+
+    @property
+    def finished_head(self) -> list[Group]:
+        """Return the finished groups that `decide` would look at, in the order drawn."""
+        if self._is_exhausted or (self.limits.max_staleness == 0 and self.num_unfinished):
+            return []
+        return list(takewhile(lambda group: group.uid in self._finished, self._open.values()))
+
+    def decide(self) -> list[Group]:
+        """Decide on the finished groups at the head of the draws, with `max_staleness` 0 on a wave when it is finished.
+
+        Returns them in the order drawn; those that are dropped are not held here any more.
+        """
+        decided: list[Group] = []
+        for group in self.finished_head:
+            if self._is_exhausted:
+                break
+            del self._open[group.uid]
+            self._finished.remove(group.uid)
+            self._decide_on(group)
+            decided.append(group)
+        return decided
+
+    def _decide_on(self, group: Group) -> None:
+        step = self._step
+        reason = self._filter_reason(group.samples)
+        step.generated.add(group)
+        if reason is not None:
+            step.filtered[reason] += 1
+            step.num_filtered_samples += len(group.samples)
+        is_kept = reason is None or self.limits.masks
+        self._num_recent[0] += is_kept
+        self._num_recent[1] += 1
+        self._num_draws_used += 1
+        if is_kept:
+            self._kept.append(replace(group, keep=reason is None))
+        else:
+            self._gone["filtered"] += 1
+        is_short = self._is_exhausted and self.limits.on_exhausted != "raise" and self._kept
+        if len(self._kept) == self.limits.train_batch_size or is_short:
+            self._close_batch()
+
+    def _close_batch(self) -> None:
+        self._batches.append(self._kept)
+        self._kept = []
+        self._num_draws_used = 0
+
+    # ------------------------------------------------------------------------------------------------ steps
 
     @property
     def _step(self) -> RolloutStep:
@@ -96,128 +321,153 @@ class GroupQueue:
         return self._open_step
 
     def begin(self, step: int, weight_version: int) -> None:
-        """Begin the step that is sampled by these weights, or go on with it. Groups of a saved state that are too old
-        for it go: waiting ones are discarded, those of the open gen batch are missing again."""
-        is_new = self._open_step is None or self._open_step.number != step
-        if is_new:
+        """Say that this step is asked for, with these weights; again after a push.
+
+        Groups of a saved state that are too old for it are discarded. With `max_staleness` 0 so are draws that a
+        run which was further ahead left open: all where the step is ready, else those that no wave has room for.
+        """
+        if self._open_step is None or self._open_step.number != step:
             self._open_step = RolloutStep(number=step)
         self._weight_version = weight_version
-        self._discard_stale(weight_version)
-        self._finished = {uid: group for uid, group in self._finished.items() if self._is_fresh(group, weight_version)}
-        if is_new:
-            self._step.num_surplus_used = min(len(self._kept), self.limits.train_batch_size)
+        self._num_steps = step - 1
+        self._open = {
+            uid: replace(group, version=weight_version) if group.version == UNKNOWN_VERSION else group
+            for uid, group in self._open.items()
+        }
+        self._discard_stale()
+        if not self.limits.max_staleness:
+            self._discard_open(0 if self._batches else self.limits.gen_batch_size)
+        if self._step.num_ready is None:
+            self._step.num_ready = self.num_ready
 
-    @property
-    def has_open_gen_batch(self) -> bool:
-        """Return whether there are prompts that were drawn and not judged."""
-        return bool(self._open)
-
-    @property
-    def num_groups_wanted(self) -> int:
-        """Return how many groups the step still needs, not counting the open gen batch, which is not judged yet."""
-        return max(self.limits.train_batch_size - len(self._kept), 0)
-
-    def wants_gen_batch(self) -> bool:
-        """Return True while the step is not full and its gen batches are not used up.
+    def is_ready(self) -> bool:
+        """Return whether the step can be taken.
 
         Raises UserError at `max_num_gen_batches` where the policy is `raise`, or where there is not one group.
         """
-        if not self.num_groups_wanted:
-            return False
-        if self.limits.max_num_gen_batches <= 0 or self._step.num_gen_batches < self.limits.max_num_gen_batches:
-            return True
-        if self.limits.on_exhausted == "raise" or not self._kept:
+        if self._is_exhausted and not self._batches:
             message = self._exhausted()
-            self._step.num_gen_batches = 0  # who starts the run again has as many again
+            self._num_draws_used = 0  # who starts the run again has as many again
             raise UserError(message)
-        return False
-
-    def open_gen_batch(self, prompts: Sequence[Prompt], replayed: Sequence[Sample | None] | None = None) -> None:
-        """Take in the prompts of one gen batch, in the order in which they were drawn. replayed: per prompt the
-        trajectory that its group borrows, if any."""
-        assert not self._open, "the last gen batch is still open"
-        assert prompts, "a gen batch has prompts"
-        for prompt, sample in zip(prompts, replayed or [None] * len(prompts), strict=True):
-            uid = f"{self._num_drawn:08d}-{prompt.index}"
-            replayed_samples = (replace(sample, uid=uid, exp_mask=True),) if sample else ()
-            self._open[uid] = Group(uid, prompt, replayed_samples)
-            self._num_drawn += 1
-
-    @property
-    def finished(self) -> list[Group]:
-        """Return the groups of the open gen batch that have their responses."""
-        return list(self._finished.values())
-
-    def forget_finished(self) -> None:
-        """Have all groups of the open gen batch missing again."""
-        self._finished = {}
-
-    def missing(self) -> list[Group]:
-        """Return the groups of the open gen batch that are still to be sampled, as they were drawn."""
-        return [group for uid, group in self._open.items() if uid not in self._finished]
-
-    def add_finished(self, group: Group) -> None:
-        """Take in a group of the open gen batch with its responses."""
-        assert group.uid in self._open, f"group {group.uid} was not asked for"
-        assert group.uid not in self._finished, f"group {group.uid} came twice"
-        self._finished[group.uid] = group
-
-    def close_gen_batch(self) -> list[Group]:
-        """Judge the groups of the open gen batch: kept ones, surplus included, wait in the order drawn. Returns all of
-        them, in that order; those dropped are not held here any more."""
-        assert not self.missing(), "a gen batch is judged when all its groups are there"
-        judged = [self._finished[uid] for uid in self._open]
-        for group in judged:
-            self._step.generated.add(group)
-            reason = self._filter_reason(group.samples)
-            if reason is not None:
-                self._step.filtered[reason] += 1
-                self._step.num_filtered_samples += len(group.samples)
-            if reason is None or self.limits.masks:
-                self._kept.append(replace(group, keep=reason is None))
-        self._step.num_gen_batches += 1
-        self._open = {}
-        self._finished = {}
-        return judged
+        return bool(self._batches) and (self.limits.max_staleness > 0 or not self._open)
 
     def take(self) -> RolloutStep:
-        """End the step and return it; of surplus groups those stay here that the next step may train on."""
-        assert not self._open, "the gen batch is still open"
+        """End the step and return it, with the groups that it has."""
         step = self._step
-        size = self.limits.train_batch_size
-        step.groups = tuple(self._kept[:size])
-        self._kept = self._kept[size:]
-        self._discard_stale(self._weight_version + 1)
-        self._open_step = None
+        if not self._batches:
+            self._close_batch()
+        step.groups = tuple(self._batches.pop(0))
+        step.num_gen_batches = step.generated.num_groups / self.limits.gen_batch_size
+        self._gone["handed"] += len(step.groups)
+        if not self.limits.max_staleness:
+            assert not self._open, "the wave is not finished"
+            self._discard(self.num_ready)
+            self._batches = []
+            self._kept = []
+            self._num_draws_used = 0
+        self._num_recent = [number * _MEMORY for number in self._num_recent]
+        self._num_steps = step.number
+        self._open_step = RolloutStep(number=step.number + 1)
         return step
 
-    def state_dict(self) -> dict:
-        """Return plain data (dicts, lists, tuples, numbers, strings), of an open step too."""
-        return {
+    def state_dict(self, with_samples: bool = True) -> dict:
+        """Return plain data (dicts, lists, tuples, numbers, strings), of an open step too.
+
+        with_samples: False leaves out the responses, so that ready groups are open again, in their places.
+        """
+        ready = [group for batch in (*self._batches, self._kept) for group in batch]
+        state = {
             "num_drawn": self._num_drawn,
-            "kept": [group_to_plain(group) for group in self._kept],
-            "open": [_drawn_to_plain(group) for group in self._open.values()],
-            "finished": [group_to_plain(group) for group in self._finished.values()],
+            "gone": dict(self._gone),
+            "kept": [group_to_plain(group) for group in ready],
+            "batch_sizes": [len(batch) for batch in self._batches],
+            "num_draws_used": self._num_draws_used,
+            "num_recent": self._num_recent,
+            "open": [
+                {"uid": uid} if uid in self._finished else draw_to_plain(group) for uid, group in self._open.items()
+            ],
+            "finished": [group_to_plain(group) for uid, group in self._open.items() if uid in self._finished],
             "step": self._open_step and self._open_step.state_dict(),
         }
+        if with_samples:
+            return state
+        drawn = [_without_samples(group, group.version) for group in (*ready, *self._open.values())]
+        step = self._open_step and RolloutStep(self._open_step.number).state_dict()
+        none = {"kept": [], "batch_sizes": [], "num_draws_used": 0, "finished": []}
+        return state | none | {"open": [draw_to_plain(group) for group in drawn], "step": step}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved queue stood."""
+        """Go on where a saved queue stood, also that of a program with gen batches. Nothing is drawn before `begin`."""
         self._num_drawn = state["num_drawn"]
-        self._kept = [group_from_plain(plain) for plain in state["kept"]]
-        self._open = {plain["uid"]: _drawn_from_plain(plain) for plain in state["open"]}
-        self._finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
         step = state.get("step")
         self._open_step = step and RolloutStep.from_state(step)
+        self._num_steps = None
+        self._num_recent = list(state.get("num_recent", (0.0, 0.0)))
+        num_draws_used = (step or {}).get("num_gen_batches", 0) * self.limits.gen_batch_size
+        self._num_draws_used = state.get("num_draws_used", num_draws_used)
+        self._put_ready([group_from_plain(plain) for plain in state["kept"]], state.get("batch_sizes", ()))
+        finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
+        self._finished = set(finished)
+        self._open = {plain["uid"]: finished.get(plain["uid"]) or draw_from_plain(plain) for plain in state["open"]}
+        gone = {"handed": self._num_drawn - self.num_ready - self.num_open}  # or filtered, or discarded
+        self._gone = Counter(state.get("gone", gone))
 
-    def _discard_stale(self, weight_version: int) -> None:
-        fresh = [group for group in self._kept if self._is_fresh(group, weight_version)]
-        self._step.num_discarded += len(self._kept) - len(fresh)
-        self._kept = fresh
+    # ------------------------------------------------------------------------------------------------ inside
 
-    def _is_fresh(self, group: Group, weight_version: int) -> bool:
-        """Return whether a step with these weights may train on the group."""
-        return staleness(group, weight_version) <= self.limits.max_staleness
+    @property
+    def _num_places_taken(self) -> int:
+        """Return how many places in steps the ready groups take at most.
+
+        A batch that may be handed out short takes `train_batch_size`; and where no further draw has signal, the one
+        that is being filled ends after the draws that it has left, of which each may be such a place. So a step that is
+        short makes no group older than it may be.
+        """
+        size = self.limits.train_batch_size
+        num_draws_left = self.limits.max_draws - self._num_draws_used
+        return len(self._batches) * size + max(len(self._kept), size - num_draws_left)
+
+    @property
+    def _is_exhausted(self) -> bool:
+        return self._num_draws_used >= self.limits.max_draws
+
+    def _is_fresh(self, group: Group) -> bool:
+        """Return whether the step may train on the group. Its draw tells without a look at its tokens, in most
+        cases."""
+        oldest = self._weight_version - self.limits.max_staleness
+        return group.version >= oldest or staleness(group, self._weight_version) <= self.limits.max_staleness
+
+    def _discard_stale(self) -> None:
+        """Discard ready groups that the step may not train on, and have finished ones sampled anew."""
+        for uid in [uid for uid in self._finished if not self._is_fresh(self._open[uid])]:
+            self._finished.remove(uid)
+            self._open[uid] = _without_samples(self._open[uid], self._weight_version)
+        ready = [group for batch in (*self._batches, self._kept) for group in batch]
+        fresh = [group for group in ready if self._is_fresh(group)]
+        if len(fresh) < len(ready):
+            self._discard(len(ready) - len(fresh))
+            self._put_ready(fresh)
+
+    def _discard_open(self, num_left: int) -> None:
+        """Discard the last open groups, so that no more than num_left are left."""
+        uids = list(self._open)[num_left:]
+        for uid in uids:
+            del self._open[uid]
+        self._finished.difference_update(uids)
+        self._discard(len(uids))
+
+    def _discard(self, number: int) -> None:
+        self._step.num_discarded += number
+        self._gone["discarded"] += number
+
+    def _put_ready(self, groups: Sequence[Group], sizes: Sequence[int] = ()) -> None:
+        """Have these groups wait, in batches of these sizes, then in full ones."""
+        size = self.limits.train_batch_size
+        self._batches = []
+        rest = list(groups)
+        for batch_size in (*sizes, *[size] * ((len(rest) - sum(sizes)) // size)):
+            self._batches.append(rest[:batch_size])
+            rest = rest[batch_size:]
+        self._kept = rest
 
     def _exhausted(self) -> str:
         limits = self.limits
@@ -235,19 +485,11 @@ class GroupQueue:
 def staleness(group: Group, weight_version: int) -> int:
     """Return the versions between the oldest token that was written for the group and weight_version. A replayed
     sample was not written for it."""
-    new = (sample for sample in group.samples if not sample.exp_mask)
-    versions = (version for sample in new for version in sample.weight_versions)
-    return weight_version - min(versions, default=weight_version)
+    new = (sample.weight_versions for sample in group.samples if not sample.exp_mask)
+    return weight_version - min((min(versions) for versions in new if versions), default=weight_version)
 
 
-def _drawn_to_plain(group: Group) -> dict:
-    """Return a group without responses of its own as plain data."""
-    plain: dict = {"uid": group.uid, "prompt": prompt_to_plain(group.prompt)}
-    if group.samples:
-        plain["replayed"] = sample_to_plain(group.samples[0])
-    return plain
-
-
-def _drawn_from_plain(plain: dict) -> Group:
-    replayed = (sample_from_plain(plain["replayed"]),) if "replayed" in plain else ()
-    return Group(plain["uid"], prompt_from_plain(plain["prompt"]), replayed)
+def _without_samples(group: Group, weight_version: int) -> Group:
+    """Return the group as it is drawn with these weights."""
+    replayed = tuple(sample for sample in group.samples if sample.exp_mask)
+    return Group(group.uid, group.prompt, replayed, version=weight_version)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 60.0  # on top of the controller's own deadlines, whose errors say more
 _POLL_S = 0.5
 _CLOSE_S = 10.0
-_COMMANDS = ("next_batch", "evaluate", "state_dict", "load_state_dict")
+_COMMANDS = ("next_batch", "evaluate", "halt", "state_dict", "load_state_dict")
 _STOP = "stop"  # not a command: it is received during one, and not answered
 
 
@@ -99,7 +99,7 @@ class RolloutHandle:
         """
         batch = self._call("next_batch", step, weight_version, is_to_stop=is_to_stop)
         if not batch.needs_sync:
-            state = self._call("state_dict")
+            state = self._call("state_dict", False)  # what is ahead of the trainer would take minutes to hand over
             self._state_before = self._state
             self._state = state
         return batch
@@ -115,10 +115,22 @@ class RolloutHandle:
         """Return the metrics of the held-out prompts; see Controller.evaluate. Raises NeedsSync."""
         return self._call("evaluate", step, weight_version)
 
+    def halt(self) -> None:
+        """End what is under way, before the last `state_dict`, which has what there is of unfinished answers.
+
+        Where the controller does not answer any more nothing is under way either.
+        """
+        try:
+            if failure := self._call("halt"):
+                log.error("the rollout had failed before it was halted: %s", failure)
+        except RolloutError as error:
+            log.warning("the rollout was not halted: %s", error)
+
     def state_dict(self) -> dict:
         """Return the prompt cursor, groups that wait and counters, as plain data.
 
-        Where the controller does not answer any more, it is the state after the last step.
+        Where the controller does not answer any more, it is the state after the last step, without what was sampled
+        ahead of the trainer: that is sampled again.
         """
         if self._was_refused:
             assert self._state_before is not None, "no step is done before the first batch: nothing is saved"

@@ -1,6 +1,8 @@
 """Groups as plain data (dicts, lists, tuples, numbers, strings) and back: what goes into a state or a file."""
 
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.types import Group, PartialResponse, Prompt, Sample
+
+UNKNOWN_VERSION = -1  # of a group that was saved by a program that did not note the version of its draw
 
 _PER_TOKEN = ("prompt_tokens", "response_tokens", "rollout_log_probs", "loss_mask", "weight_versions")
 
@@ -37,6 +39,7 @@ def group_to_plain(group: Group) -> dict:
         "samples": [sample_to_plain(sample) for sample in group.samples],
         "baseline_reward": group.baseline_reward,
         "keep": group.keep,
+        "version": group.version,
     }
 
 
@@ -48,4 +51,31 @@ def group_from_plain(plain: dict) -> Group:
         samples=tuple(sample_from_plain(sample) for sample in plain["samples"]),
         baseline_reward=plain.get("baseline_reward"),
         keep=plain.get("keep", True),
+        version=plain.get("version", UNKNOWN_VERSION),
+    )
+
+
+def draw_to_plain(group: Group) -> dict:
+    """Return an open group as plain data, with the samples and partial responses that it has."""
+    return {
+        "uid": group.uid,
+        "prompt": prompt_to_plain(group.prompt),
+        "version": group.version,
+        "samples": [sample_to_plain(sample) for sample in group.samples],
+        "partials": [dict(vars(partial)) for partial in group.partials],
+    }
+
+
+def draw_from_plain(plain: dict) -> Group:
+    """Return what `draw_to_plain` described, or a program that noted of an open group only what it borrowed."""
+    samples = plain.get("samples", [plain["replayed"]] if "replayed" in plain else [])
+    return Group(
+        uid=plain["uid"],
+        prompt=prompt_from_plain(plain["prompt"]),
+        samples=tuple(sample_from_plain(sample) for sample in samples),
+        version=plain.get("version", UNKNOWN_VERSION),
+        partials=tuple(
+            PartialResponse(**{name: tuple(value) for name, value in partial.items()})
+            for partial in plain.get("partials", ())
+        ),
     )

@@ -3,18 +3,18 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from megatron_dapo.data.tokenizer import Tokenizer
-from megatron_dapo.data.types import Group, Sample
+from megatron_dapo.data.types import Group, PartialResponse, Sample
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.shaping import OverlongShaping, shape
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
-from megatron_dapo.rollout.errors import RolloutError
+from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.token_checks import find_fault
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
@@ -50,7 +50,9 @@ class Sampler:
     """The way from a prompt to its group: the servers, the reward pool and the tokenizer of the run.
 
     multi_turn: plays the samples with an environment; none = one turn each. greedy_baseline: one greedy answer per
-    prompt beside its samples, whose shaped reward is the group's baseline.
+    prompt beside its samples, whose shaped reward is the group's baseline. exact: every token has to be written by the
+    weight version that the server pool expects; else by that of the group's draw or a later one, so that a response may
+    go on while weights are pushed.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Sampler:
         vocab_size: int,
         multi_turn: MultiTurn | None = None,
         greedy_baseline: bool = False,
+        exact: bool = False,
     ) -> None:
         self._servers = servers
         self._rewards = rewards
@@ -70,53 +73,108 @@ class Sampler:
         self._vocab_size = vocab_size
         self._multi_turn = multi_turn
         self._greedy_baseline = greedy_baseline
+        self._exact = exact
         # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
         # cache put back, "cached_tokens": of prompts that were still in the cache
         self.counts: Counter[str] = Counter()
 
     async def sample_group(
-        self, group: Group, n: int, params: SamplingParams, shaping: OverlongShaping | None
+        self,
+        group: Group,
+        n: int,
+        params: SamplingParams,
+        shaping: OverlongShaping | None,
+        on_sample: Callable[[Sample], None] = lambda sample: None,
+        on_partial: Callable[[PartialResponse], None] = lambda partial: None,
     ) -> Group:
-        """Return the group with n responses: the replayed one that it has, and new ones.
+        """Return the group with n responses: those that it has, and new ones, of which the first go on with partial
+        ones.
 
         Args:
-            group: as it was drawn: its prompt, and the replayed response if there is one.
-            n: responses, the replayed one included.
-            params: how the new ones are sampled, by the weight version that the server pool expects.
+            group: as it was drawn, with what is finished of it: a replayed response too, if there is one.
+            n: responses, those that it has included.
+            params: how the new ones are sampled.
             shaping: of their rewards; None leaves them as they are.
+            on_sample: called with each new response as soon as it is finished, whatever becomes of the others.
+            on_partial: called with what there is of a response of one turn that is not finished: the pool's
+                `abort_requests` ended it, it waited for its reward, or it had begun before and did not go on.
 
-        Raises NeedsSync or RolloutError where the servers do not answer.
+        Raises NeedsSync or RolloutError where the servers do not answer, Aborted where requests were aborted. The
+        first and the last of these are raised when the other responses are finished, or aborted too.
         """
-        greedy = [replace(params, temperature=0.0, top_p=1.0, top_k=-1)] if self._greedy_baseline else []
-        new = [params] * (n - len(group.samples))
-        samples = await run_all(self._sample(group, each, shaping) for each in [*new, *greedy])
-        baseline_reward = samples.pop().reward if greedy else None
-        return replace(group, samples=(*group.samples, *samples), baseline_reward=baseline_reward)
+        reasons: list[Aborted | NeedsSync] = []
 
-    async def _sample(self, group: Group, params: SamplingParams, shaping: OverlongShaping | None) -> Sample:
+        async def unless_ended(sampling: Callable[[], Awaitable[Sample]]) -> Sample | None:
+            try:
+                return await sampling()
+            except (Aborted, NeedsSync) as reason:
+                reasons.append(reason)
+                return None
+
+        async def sample(begun: PartialResponse | None) -> Sample:
+            finished = await self._sample(group, params, shaping, begun, on_partial)
+            on_sample(finished)
+            return finished
+
+        greedy = replace(params, temperature=0.0, top_p=1.0, top_k=-1)
+        num_new = n - len(group.samples)
+        begun = (*group.partials, *[None] * num_new)[:num_new]
+        baseline = [partial(self._sample, group, greedy, shaping)] if self._greedy_baseline else []
+        samples = await run_all(map(unless_ended, [*(partial(sample, one) for one in begun), *baseline]))
+        if reasons:
+            raise reasons[0]
+        baseline_reward = samples.pop().reward if self._greedy_baseline else None
+        return replace(group, samples=(*group.samples, *samples), baseline_reward=baseline_reward, partials=())
+
+    async def _sample(
+        self,
+        group: Group,
+        params: SamplingParams,
+        shaping: OverlongShaping | None,
+        begun: PartialResponse | None = None,
+        on_partial: Callable[[PartialResponse], None] = lambda partial: None,
+    ) -> Sample:
         prompt = group.prompt
-        play = self._multi_turn.play if self._multi_turn else single_turn
-        trajectory = await play(prompt, params, partial(self._generate, group.uid))
+        generate = partial(self._generate, group)
+        if self._multi_turn is not None:
+            trajectory = await self._multi_turn.play(prompt, params, generate)
+        else:
+            trajectory = await single_turn(prompt, params, generate, begun, on_partial)
         text = self._tokenizer.decode(trajectory.tokens)
-        verdict = trajectory.verdict or await self._rewards.score(
-            prompt.data_source, text, prompt.ground_truth, prompt.extra_info
-        )
+        try:
+            verdict = trajectory.verdict or await self._rewards.score(
+                prompt.data_source, text, prompt.ground_truth, prompt.extra_info
+            )
+        except BaseException:  # most often it is cancelled: a stop does not wait for a slow reward function
+            if self._multi_turn is None:
+                on_partial(trajectory.partial())
+            raise
         return _to_sample(group.uid, trajectory, text, verdict, shaping)
 
-    async def _generate(self, uid: str, tokens: Sequence[int], params: SamplingParams, budget: Budget) -> Generation:
+    async def _generate(
+        self, group: Group, tokens: Sequence[int], params: SamplingParams, budget: Budget
+    ) -> Generation:
         """Return what follows the tokens, by the server that the budget names where that one can take it.
 
-        Raises NeedsSync, RolloutError, OutOfTime.
+        While the pool aborts requests what there is of an answer is one too, with the reason "abort".
+        Raises NeedsSync, RolloutError, OutOfTime, Aborted.
         """
         failures: dict[str, str] = {}  # url -> what went wrong there last
         num_failures = 0
         while True:
             async with self._servers.slot(avoid=failures, prefer=budget.server_url) as server:
                 budget.server_url = server.url
+                budget.cache_salt = budget.cache_salt or self._servers.cache_salt
                 seconds_left = budget.seconds_left
                 try:
                     async with budget.spend():
-                        generation = await server.generate(tokens, params, self._retry.request_timeout_s)
+                        generation = await server.generate(
+                            tokens,
+                            params,
+                            self._retry.request_timeout_s,
+                            self._oldest_allowed(group),
+                            budget.cache_salt,
+                        )
                     self.counts["retractions"] += generation.num_retractions
                     self.counts["cached_tokens"] += generation.num_cached_tokens
                     reason = self._fault(generation)
@@ -124,18 +182,21 @@ class Sampler:
                     reason = str(error)
                     if error.status is None:  # no answer: down, or hanging; its next health check tells
                         self._servers.mark_down(server, reason)
-            if reason is None and self._is_current(generation):
-                return generation
-            if reason is None:  # no failure of the request: a stale server is not asked again, so this ends
-                self._servers.mark_stale(server, f"it answered with version {generation.weight_versions[-1]}")
-                continue
+            if reason is None:
+                refused = [version for version in generation.weight_versions if not self._accepts(group, version)]
+                if not refused:
+                    return generation
+                reason = f"it answered with version {refused[-1]}"
+                if refused[-1] == generation.weight_versions[-1]:  # no failure of the request, which is not counted:
+                    self._servers.mark_stale(server, reason)  # a stale server is not asked again, so this ends
+                    continue
             failures[server.url] = reason
             budget.seconds_left = seconds_left  # what the failed server took
             num_failures += 1
             if num_failures > self._retry.max_retries:
                 where = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
-                raise RolloutError(f"a request for group {uid} failed {num_failures} times: {where}")
-            log.warning("request for group %s failed on %s, sent again: %s", uid, server.url, reason)
+                raise RolloutError(f"a request for group {group.uid} failed {num_failures} times: {where}")
+            log.warning("request for group %s failed on %s, sent again: %s", group.uid, server.url, reason)
             self.counts["retries"] += 1
             await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_failures - 1))
 
@@ -145,13 +206,21 @@ class Sampler:
         One with numbers that cannot be counts as a request that failed: it is sent to another server, and a server's
         health checks say nothing of it.
         """
-        if generation.finish_reason == "abort":
+        if generation.finish_reason == "abort" and not self._servers.is_aborting:
             return "it aborted the request"
         fault = find_fault(generation.tokens, generation.log_probs, self._vocab_size)
         return f"its answer {fault}" if fault else None
 
-    def _is_current(self, generation: Generation) -> bool:
-        return all(version == self._servers.version for version in generation.weight_versions)
+    def _accepts(self, group: Group, version: int) -> bool:
+        oldest = self._oldest_allowed(group)
+        return version == oldest if self._exact else version >= oldest
+
+    def _oldest_allowed(self, group: Group) -> int:
+        """Return the oldest weight version that may write for the group."""
+        if not self._exact:
+            return group.version
+        assert self._servers.version is not None, "expect() comes first"
+        return self._servers.version
 
 
 def _to_sample(

@@ -4,14 +4,18 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from enum import Enum
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.rollout.client import Generation, KeyRefused, SamplingParams, ServerError, SGLangClient
-from megatron_dapo.rollout.errors import NeedsSync, RolloutError, ServersLost
+from megatron_dapo.rollout.client import (
+    FOREIGN_VERSION,
+    KeyRefused,
+    ServerError,
+    SGLangClient,
+)
+from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError, ServersLost
+from megatron_dapo.rollout.server import Server, ServerState
 from megatron_dapo.rollout.server_list import ServerList
 
 log = logging.getLogger(__name__)
@@ -21,68 +25,25 @@ _MISSES = 3
 """Health checks in a row that a server at work may miss: a busy one is not lost."""
 
 PAUSE_S = 30.0
-"""How long a server with requests may be paused by others: the trainer pauses it between two rollout steps only."""
+"""How long a server with requests may be paused by others than a push."""
 
-
-class ServerState(Enum):
-    """What a server is good for now."""
-
-    DOWN = "down"  # does not answer
-    STALE = "stale"  # answers, but needs a push: it holds other weights than the trainer's, or was left paused by one
-    CURRENT = "current"
-
-
-@dataclass
-class Server:
-    """One server, and what is known of it.
-
-    num_in_flight: requests that hold a slot. num_misses: health checks that failed in a row. paused_since: when it was
-    first seen paused with the requests that it has. is_ill: it takes no requests though it is not paused.
-    """
-
-    client: SGLangClient
-    state: ServerState = ServerState.DOWN
-    num_in_flight: int = 0
-    num_misses: int = 0
-    paused_since: float | None = None
-    is_ill: bool = False
-    _requests: set[asyncio.Task] = field(default_factory=set)
-
-    @property
-    def url(self) -> str:
-        """Return the server's URL, which names it."""
-        return self.client.url
-
-    async def generate(self, tokens: Sequence[int], params: SamplingParams, timeout_s: float) -> Generation:
-        """Return the client's answer; raise ServerError at once where the server is found to be lost meanwhile."""
-        request = asyncio.create_task(self.client.generate(tokens, params, timeout_s))
-        self._requests.add(request)
-        try:
-            await asyncio.wait({request})
-            if request.cancelled():
-                raise ServerError(self.url, "/generate", None, "the server was lost")
-            return request.result()
-        finally:
-            self._requests.discard(request)
-            request.cancel()
-
-    def drop_requests(self) -> None:
-        """End what is in flight, with a ServerError."""
-        for request in self._requests:
-            request.cancel()
+_ABORT_INTERVAL_S = 0.1
+_ABORT_CALL_S = 0.5  # that a server may take to hear of it: those that answer are asked again and wait for none
 
 
 class ServerPool:
     """The servers of the run, which may become more and fewer, and what is known of them.
 
     A server that does not answer is left alone until its health check passes again; one that answers with another
-    weight version than `expect` named is left alone until it holds that. One that is paused though it holds it is told
-    to continue: at `expect` at once, with requests after PAUSE_S. All are watched, those at work too: what is in flight
-    on one that is lost ends at once with a ServerError. One that is no longer listed finishes what it has, and is
-    watched until then.
+    weight version than `expect` named gets no further request until it holds that, and finishes what its own version
+    may write. One that is paused though it holds it is told to continue: at `expect` at once, with requests when no
+    push takes that long. All are watched, those at work too: what is in flight on one that is lost ends at once with a
+    ServerError. One that is no longer listed finishes what it has, and is watched until then.
 
     max_concurrency: requests in flight per server. down_timeout_s: how long all servers may be down at once.
-    report_unresponsive: called with servers (URL -> why) that missed their health checks.
+    report_unresponsive: called with servers (URL -> why) that missed their health checks. push_s: how long a push may
+    pause servers that have requests; 0 = pushes happen when there are none. keeps_caches: a push leaves what was read
+    by the weights before it in the servers' caches.
     """
 
     def __init__(
@@ -93,9 +54,12 @@ class ServerPool:
         probe_interval_s: float,
         connect: Callable[[str], SGLangClient] = SGLangClient,
         report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
+        push_s: float = 0.0,
+        keeps_caches: bool = False,
     ) -> None:
         self.servers: list[Server] = []
         self.version: int | None = None
+        self.is_aborting = False
         self._listed = listed
         self._connect = connect
         self._report_unresponsive = report_unresponsive
@@ -106,10 +70,15 @@ class ServerPool:
         self._all_down_since: float | None = None
         self._failure: RolloutError | None = None
         self._watch_failure: RolloutError | None = None
+        self._push_s = push_s
+        self._keeps_caches = keeps_caches
         self._waiters: deque[asyncio.Future] = deque()
+        self._num_waiting = 0  # requests that wait for a slot, also those that were woken just now
+        self._change = asyncio.Event()  # the next one
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
         self._capacity = MeanOverTime()
+        self._slots_used = MeanOverTime()
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every listed server is healthy, and for a list with a server; then watch them.
@@ -137,7 +106,8 @@ class ServerPool:
         self._follow()
 
     async def expect(self, version: int) -> None:
-        """Count only samples of this weight version from now on. Asks every server for its own."""
+        """Send requests only to servers that hold this weight version from now on. Asks every server for its own. What
+        is in flight goes on."""
         self.version = version
         self._failure = None
         self._all_down_since = None
@@ -151,6 +121,16 @@ class ServerPool:
         self._account()
         return self._capacity.take()
 
+    def mean_slots_used(self) -> float:
+        """Return the share of the current servers' slots that held a request: the mean since the last call."""
+        self._account()
+        return self._slots_used.take()
+
+    def forget_means(self) -> None:
+        """Begin the means over time anew."""
+        self.mean_num_current()
+        self.mean_slots_used()
+
     def urls(self, state: ServerState) -> list[str]:
         """Return the listed servers in a state."""
         return [server.url for server in self.servers if server.state is state]
@@ -158,6 +138,28 @@ class ServerPool:
     def in_flight(self) -> dict[str, int]:
         """Return url -> requests in flight, where there are any."""
         return {server.url: server.num_in_flight for server in self.servers if server.num_in_flight}
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Return what keeps a trajectory that begins now from beginnings that older weights read; None where servers
+        forget these at each push."""
+        return str(self.version) if self._keeps_caches else None
+
+    @property
+    def num_free_slots(self) -> int:
+        """Return how many requests the current servers can take beside those that wait for a slot already."""
+        current = (server for server in self.servers if server.state is ServerState.CURRENT)
+        free = sum(max(self._max_concurrency - server.num_in_flight, 0) for server in current)
+        return max(free - self._num_waiting, 0)
+
+    async def wait_for_change(self) -> None:
+        """Return when next a slot becomes free, or a server's state changes.
+
+        Raises RolloutError if all servers have been down for down_timeout_s, or are watched no more.
+        """
+        self._raise_failure()
+        await self._change.wait()
+        self._raise_failure()
 
     @asynccontextmanager
     async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
@@ -167,17 +169,26 @@ class ServerPool:
         least loaded.
 
         Waits while all are full, or down. Raises NeedsSync if the only servers that answer are stale, RolloutError
-        if all have been down for down_timeout_s.
+        if all have been down for down_timeout_s, Aborted while requests are aborted.
         """
-        while (server := self._pick(avoid, prefer)) is None:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        self._num_waiting += 1
+        try:
+            while (server := self._pick(avoid, prefer)) is None:
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiters.append(waiter)
+                await waiter
+        except BaseException:  # it may have been woken for a slot, which another one takes then
+            self._wake(1)
+            raise
+        finally:
+            self._num_waiting -= 1
         server.num_in_flight += 1
+        self._account()
         try:
             yield server
         finally:
             server.num_in_flight -= 1
+            self._account()
             self._wake(1)
 
     def mark_down(self, server: Server, reason: str) -> None:
@@ -192,6 +203,16 @@ class ServerPool:
             log.warning("server %s needs a push of the weights: %s", server.url, reason)
         self._set_state(server, ServerState.STALE)
 
+    async def abort_requests(self, timeout_s: float) -> None:
+        """Have the servers answer what is in flight with the tokens that they have; return when they did, or after
+        timeout_s. Until `is_aborting` is set back no request may be sent."""
+        self.is_aborting = True
+        self._wake()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(server.num_in_flight for server in self._known.values()):
+            await asyncio.gather(*(server.abort_requests(_ABORT_CALL_S) for server in self._known.values()))
+            await asyncio.sleep(_ABORT_INTERVAL_S)  # a request that was on its way is not known to its server yet
+
     async def close(self) -> None:
         """End the watches, and close the connections to all servers."""
         watches = [*self._watches.values(), *filter(None, [self._watch])]
@@ -202,8 +223,9 @@ class ServerPool:
             await server.client.close()
 
     def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
-        if failure := self._watch_failure or self._failure:
-            raise failure
+        self._raise_failure()
+        if self.is_aborting:
+            raise Aborted
         current = [server for server in self.servers if server.state is ServerState.CURRENT]
         if not current and (stale := self.urls(ServerState.STALE)):
             raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(stale)}")
@@ -214,8 +236,14 @@ class ServerPool:
             default=None,
         )
 
+    def _raise_failure(self) -> None:
+        if failure := self._watch_failure or self._failure:
+            raise failure
+
     def _wake(self, num_waiters: int | None = None) -> None:
-        """Let the longest waiting (or, with None, all) look again."""
+        """Let the longest waiting (or, with None, all) look again, and who waits for a change."""
+        self._change.set()
+        self._change = asyncio.Event()
         while self._waiters and num_waiters != 0:
             waiter = self._waiters.popleft()
             if not waiter.done():  # a cancelled request leaves its waiter behind
@@ -231,8 +259,11 @@ class ServerPool:
             self._wake()
 
     def _account(self) -> None:
-        """Note how many servers are current now, and since when all are down."""
-        self._capacity.add(len(self.urls(ServerState.CURRENT)))
+        """Note how many servers are current now, how full they are, and since when all are down."""
+        current = [server for server in self.servers if server.state is ServerState.CURRENT]
+        self._capacity.add(len(current))
+        num_slots = len(current) * self._max_concurrency
+        self._slots_used.add(sum(server.num_in_flight for server in current) / num_slots if num_slots else 0.0)
         if any(server.state is not ServerState.DOWN for server in self.servers):
             self._all_down_since = None
         elif self._all_down_since is None:
@@ -294,7 +325,7 @@ class ServerPool:
                 raise UserError(str(error)) from error
             self.mark_down(server, str(error))
             return
-        self._judge(server, version, is_paused)
+        self._classify(server, version, is_paused)
 
     async def _ask(self, server: Server) -> tuple[int, bool]:
         """Return its weight version, and whether it is paused. Raises ServerError where it is not well."""
@@ -316,7 +347,7 @@ class ServerPool:
             server.is_ill = True
             raise
 
-    def _judge(self, server: Server, version: int, is_paused: bool) -> None:
+    def _classify(self, server: Server, version: int, is_paused: bool) -> None:
         if self.version is not None and version != self.version:
             self.mark_stale(server, f"it holds version {version}, the trainer {self.version}")
         elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
@@ -336,6 +367,8 @@ class ServerPool:
         """
         try:
             version, is_paused = await self._ask(server)
+            if version == FOREIGN_VERSION and not is_paused:  # or a push began between the two questions
+                version, is_paused = await self._ask(server)
         except ServerError as error:
             server.num_misses += 1
             if server.num_misses == _MISSES:
@@ -345,29 +378,34 @@ class ServerPool:
                 server.drop_requests()
             return
         server.num_misses = 0
-        # at work, a pause or a newer version than is asked for is a push under way, before `expect` is told of it
-        is_newer = self.version is not None and version > self.version
-        if is_newer and server.state is not ServerState.DOWN:
+        if server.is_ill:  # as `expect` saw since it was asked
             return
-        if self._is_paused_by_others(server, version, is_paused):
+        is_overdue = self._is_paused_by_others(server, is_paused)
+        # a pause, or a newer version than is asked for, is a push under way, before `expect` is told of it
+        is_newer = self.version is not None and version > self.version
+        is_in_push = is_newer or (is_paused and not is_overdue)
+        if is_in_push and server.state is not ServerState.DOWN:
+            return
+        if is_overdue and version == self.version:
             try:
                 await self._resume(server)
             except ServerError as error:
                 self.mark_down(server, str(error))
                 server.drop_requests()
                 return
-        self._judge(server, version, is_paused and server.state is not ServerState.CURRENT)
-        if version != self.version:
-            server.drop_requests()
+            is_paused = False
+        self._classify(server, version, is_paused)
+        if not is_in_push:
+            server.drop_requests(version)
 
-    def _is_paused_by_others(self, server: Server, version: int, is_paused: bool) -> bool:
-        """Return whether it had requests and took none for PAUSE_S."""
-        if not (is_paused and server.num_in_flight > 0 and version == self.version):
+    def _is_paused_by_others(self, server: Server, is_paused: bool) -> bool:
+        """Return whether it had requests and took none for longer than a push may take."""
+        if not (is_paused and server.num_in_flight > 0):
             server.paused_since = None
             return False
         if server.paused_since is None:
             server.paused_since = time.monotonic()
-        return time.monotonic() - server.paused_since >= PAUSE_S
+        return time.monotonic() - server.paused_since >= PAUSE_S + self._push_s
 
     async def _watch_all(self) -> None:
         while True:
@@ -387,12 +425,12 @@ class MeanOverTime:
     """The mean of a number over time."""
 
     def __init__(self) -> None:
-        self._value = 0
+        self._value = 0.0
         self._since = time.monotonic()
         self._sum = 0.0
         self._seconds = 0.0
 
-    def add(self, value: int) -> None:
+    def add(self, value: float) -> None:
         """Note that the number is this one from now on."""
         now = time.monotonic()
         self._sum += self._value * (now - self._since)
@@ -402,7 +440,7 @@ class MeanOverTime:
 
     def take(self) -> float:
         """Return the mean, and begin anew."""
-        mean = self._sum / self._seconds if self._seconds else float(self._value)
+        mean = self._sum / self._seconds if self._seconds else self._value
         self._sum = 0.0
         self._seconds = 0.0
         return mean

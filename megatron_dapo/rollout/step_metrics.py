@@ -1,8 +1,10 @@
 """What one rollout step reports: statistics of all generated samples, and of those handed to the trainer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import compress
 
-from megatron_dapo.rollout.group_queue import RolloutStep, staleness
+from megatron_dapo.data.types import Group
+from megatron_dapo.rollout.group_queue import RolloutStep
 
 
 def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, seconds: float) -> dict[str, float]:
@@ -11,7 +13,7 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
     `dapo/`, `reward/`, `response_length/`, `prompt_length/`: over ALL samples generated in this step,
     kept or not, see `StepStatistics`; `train/`: over the samples handed to the trainer, replayed ones too.
 
-    A mean over nothing (a step filled by surplus alone) is left out.
+    A mean over nothing (a step whose groups were all decided on before the last one ended) is left out.
     """
     trained = [sample for group in step.groups for sample in group.samples]
     generated = step.generated.metrics()
@@ -25,8 +27,8 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
         "rollout/num_retries": num_retries,
         "rollout/num_groups": len(step.groups),
         "rollout/num_groups_discarded": step.num_discarded,
-        "rollout/num_surplus_groups_used": step.num_surplus_used,
-        "rollout/staleness_max": max((staleness(group, weight_version) for group in step.groups), default=0),
+        "rollout/num_groups_ready": step.num_ready or 0,
+        **_age_metrics(step.groups, weight_version),
     }
 
 
@@ -36,15 +38,35 @@ def mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
     return {name: sum(numbers) / len(numbers)} if numbers else {}
 
 
+def _age_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
+    """Return how many weight versions lie between new tokens and the step; those of an environment do not count."""
+    total = 0
+    number = 0
+    oldest = weight_version
+    span = 0
+    for sample in (sample for group in groups for sample in group.samples if not sample.exp_mask):
+        versions = tuple(compress(sample.weight_versions, sample.loss_mask))  # as fast as a loop in C: there are many
+        if versions:
+            total += sum(versions)
+            number += len(versions)
+            oldest = min(oldest, min(versions))
+            span = max(span, max(versions) - min(versions))
+    return {
+        "rollout/staleness_mean": weight_version - total / number if number else 0.0,
+        "rollout/staleness_max": weight_version - oldest,
+        "rollout/version_span_max": span,
+    }
+
+
 def _sampling_metrics(step: RolloutStep) -> dict[str, float]:
     num_filtered_groups = sum(step.filtered.values())
-    num_judged = step.generated.num_judged_samples
+    num_samples = step.generated.num_samples
     return {
         "dapo/num_gen_batches": step.num_gen_batches,
         "dapo/num_kept_groups": step.generated.num_groups - num_filtered_groups,
         "dapo/num_filtered_groups": num_filtered_groups,
         "dapo/num_filtered_samples": step.num_filtered_samples,
-        **({"dapo/filter_ratio": step.num_filtered_samples / num_judged} if num_judged else {}),
+        **({"dapo/filter_ratio": step.num_filtered_samples / num_samples} if num_samples else {}),
         "dapo/filtered_all_correct": step.filtered["all_correct"],
         "dapo/filtered_all_incorrect": step.filtered["all_incorrect"],
         "dapo/filtered_uniform": step.filtered["uniform"],

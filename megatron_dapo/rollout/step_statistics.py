@@ -30,8 +30,8 @@ _MEANS: dict[str, Callable[[Sample], float | None]] = {
     "response_length/mean": lambda sample: sample.num_response_tokens,
     "rollout/num_turns_mean": lambda sample: sample.num_turns,
 }
-# the same of all samples of the groups that were judged, replayed ones too
-_MEANS_OF_JUDGED: dict[str, Callable[[Sample], float]] = {
+# the same of all samples of a group, replayed ones too
+_MEANS_WITH_REPLAYED: dict[str, Callable[[Sample], float]] = {
     "prompt_length/mean": lambda sample: len(sample.prompt_tokens),  # as it was answered
 }
 
@@ -39,7 +39,7 @@ _MEANS_OF_JUDGED: dict[str, Callable[[Sample], float]] = {
 class StepStatistics:
     """Over ALL samples generated in one rollout step, kept or not, so that filtering does not colour them.
 
-    Replayed samples were not generated; they belong to the groups that are judged.
+    Replayed samples were not generated; only `num_samples` and `_MEANS_WITH_REPLAYED` count them.
     """
 
     def __init__(self) -> None:
@@ -49,18 +49,18 @@ class StepStatistics:
         self._lengths: list[int] = []  # shortest and longest response
 
     @property
-    def num_judged_samples(self) -> int:
-        """Return the number of samples in the groups that were judged, replayed samples included."""
+    def num_samples(self) -> int:
+        """Return the number of samples in all groups, replayed samples included."""
         return self._num_values.get("prompt_length/mean", 0)
 
     def add(self, group: Group) -> None:
-        """Count a group that was judged."""
+        """Count a finished group, kept or not."""
         self.num_groups += 1
         generated = [sample for sample in group.samples if not sample.exp_mask]
         for metric, count in _COUNTS.items():
             self._add_to_sum(metric, sum(count(sample) for sample in generated))
         self._add_values(_MEANS, generated)
-        self._add_values(_MEANS_OF_JUDGED, group.samples)
+        self._add_values(_MEANS_WITH_REPLAYED, group.samples)
         lengths = [*self._lengths, *(sample.num_response_tokens for sample in generated)]
         self._lengths = [min(lengths), max(lengths)] if lengths else []
 

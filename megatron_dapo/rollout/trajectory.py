@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.tokenizer import Tokenizer
-from megatron_dapo.data.types import Prompt
+from megatron_dapo.data.types import PartialResponse, Prompt
 from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
 from megatron_dapo.envs.types import Observation, Task
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams
+from megatron_dapo.rollout.errors import Aborted
 
 _TEMPLATE_CURE = "use another actor_rollout_ref.rollout.multi_turn.environment, its role, or a model with another one"
 
@@ -31,10 +32,12 @@ class Budget:
     """The time budget of one trajectory at servers and in its environment, and the server that knows its beginning.
 
     Waiting for a place at a server costs nothing, nor does a request that fails: the model is not to blame.
+    cache_salt: under which its requests share what was read of their beginnings, with those alone that have it too.
     """
 
     seconds_left: float = math.inf
     server_url: str | None = None
+    cache_salt: str | None = None
 
     @contextmanager
     def charge(self) -> Iterator[None]:
@@ -66,7 +69,7 @@ class Trajectory:
     """One response as it grows. The lists are per response token.
 
     finish_reason: "stop" = it ended by itself; "length", "turns", "time" = a limit did; "environment" = a failure did.
-    verdict: the environment's, none = the reward function is to judge.
+    verdict: the environment's, None = the reward function is to score the response.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -97,6 +100,24 @@ class Trajectory:
         self.loss_mask += [0] * len(tokens)
         self.weight_versions += (self.weight_versions[-1:] or [0]) * len(tokens)
 
+    def resume(self, begun: PartialResponse, max_tokens: int) -> None:
+        """Take over what there is of a response."""
+        self.tokens += begun.tokens[:max_tokens]
+        self.log_probs += begun.log_probs[:max_tokens]
+        self.loss_mask += [1] * len(self.tokens)
+        self.weight_versions += begun.weight_versions[:max_tokens]
+        self.servers += begun.servers
+
+    def partial(self) -> PartialResponse:
+        """Return what there is of a response of one turn that goes on later.
+
+        Without its last token, whichever that is: it may be the one that ends the response, also where SGLang says
+        "abort", and nothing may be written behind such a one.
+        """
+        return PartialResponse(
+            tuple(self.tokens[:-1]), tuple(self.log_probs[:-1]), tuple(self.weight_versions[:-1]), tuple(self.servers)
+        )
+
     def add_reward(self, observation: Observation) -> None:
         """Add what a turn earned; the last word on correctness holds."""
         if observation.reward is None:
@@ -112,11 +133,38 @@ class Trajectory:
         self.verdict = RewardResult(score, correct=False, error=f"environment: {reason}")
 
 
-async def single_turn(prompt: Prompt, params: SamplingParams, generate: Generate) -> Trajectory:
-    """Return a trajectory of one response, without an environment."""
+async def single_turn(
+    prompt: Prompt,
+    params: SamplingParams,
+    generate: Generate,
+    begun: PartialResponse | None = None,
+    on_partial: Callable[[PartialResponse], None] = lambda partial: None,
+) -> Trajectory:
+    """Return a trajectory of one response, without an environment.
+
+    begun: what there is of it; its tokens are not asked for again. on_partial: called with what there is of it where it
+    does not end. Raises Aborted where it is aborted, and what `generate` raises.
+    """
     trajectory = Trajectory(prompt.tokens)
-    generation = await generate(prompt.tokens, params, Budget())
+    if begun is not None:
+        trajectory.resume(begun, params.max_new_tokens)
+    rest = params.max_new_tokens - len(trajectory.tokens)
+    if rest <= 0:
+        trajectory.num_turns = 1
+        trajectory.finish_reason = "length"
+        return trajectory
+    so_far = (*prompt.tokens, *trajectory.tokens)
+    try:
+        generation = await generate(so_far, replace(params, max_new_tokens=rest), Budget())
+    except BaseException:  # one that is cancelled too
+        if begun is not None:
+            on_partial(begun)
+        raise
     trajectory.add_model_turn(generation)
+    if generation.finish_reason == "abort":
+        if trajectory.tokens:
+            on_partial(trajectory.partial())
+        raise Aborted
     trajectory.finish_reason = generation.finish_reason
     return trajectory
 
@@ -185,6 +233,8 @@ class MultiTurn:
                 generation = await generate(so_far, turn, budget)
             except OutOfTime:
                 return "time"
+            if generation.finish_reason == "abort":  # an environment is not brought back to where it was
+                raise Aborted
             trajectory.add_environment_turn(environment_tokens)
             trajectory.add_model_turn(generation)
             if generation.finish_reason == "length" and turn.max_new_tokens == room:

@@ -1,12 +1,13 @@
-"""Checks that enough responses were judged at all: a reward function that fails on all of them looks like a policy that
-is always wrong."""
+"""Checks that enough responses got a verdict: a reward function that fails on all of them looks like a policy that is
+always wrong."""
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import RewardConfig
-from megatron_dapo.data.types import Sample
+from megatron_dapo.data.types import Group, Sample
 
 _SLOW_CURE = ", or give it more reward.timeout_s and load at import what takes long"
 _KINDS = ("exception", "timeout", "crash", "environment")
@@ -17,16 +18,26 @@ class VerdictCheck:
 
     def __init__(self, reward: RewardConfig, what: str) -> None:
         self._reward = reward
-        self._what = what
+        self.what = what
+        self.num_groups = 0
         self._num_samples = 0
         self._failures: Counter[str] = Counter()  # kind -> samples
 
     def count(self, samples: Sequence[Sample]) -> None:
-        """Count samples, but for replayed ones, which were judged in another step."""
+        """Count samples, but for replayed ones, which were scored in another step."""
         for sample in samples:
             self._num_samples += not sample.exp_mask
             if sample.reward_error is not None and not sample.exp_mask:
                 self._failures[next(kind for kind in _KINDS if sample.reward_error.startswith(kind))] += 1
+
+    def after(self, groups: Sequence[Group]) -> "VerdictCheck":
+        """Return a check that has counted these groups too."""
+        other = copy(self)
+        other._failures = Counter(self._failures)
+        for group in groups:
+            other.count(group.samples)
+        other.num_groups += len(groups)
+        return other
 
     def are_too_few(self) -> bool:
         """Return whether none got a verdict, or more than `reward.max_error_share` got none."""
@@ -44,7 +55,7 @@ class VerdictCheck:
         bound = "all of them" if is_all else f"more than reward.max_error_share = {share:g} allows"
         kinds = ", ".join(f"{kind} {self._failures[kind]}" for kind in _KINDS if self._failures[kind])
         raise UserError(
-            f"{self._what}: {num_failed} of {self._num_samples} responses got no verdict ({kinds}), {bound}; "
+            f"{self.what}: {num_failed} of {self._num_samples} responses got no verdict ({kinds}), {bound}; "
             f"correct {self._failed_function()}, or what it needs"
             f"{_SLOW_CURE if self._failures['timeout'] else ''}.",
             last_traceback,

@@ -10,7 +10,7 @@ from megatron_dapo.kernels.self_check import Check, largest_errors
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.device import device, is_gpu, model_dtype
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.training.loss_config import loss_config
+from megatron_dapo.training.loss_config import correction_per_step, loss_config
 
 log = logging.getLogger(__name__)
 
@@ -19,12 +19,14 @@ def head_options(config: Config, layout: ParallelLayout, spec: ModelSpec) -> dic
     """Return the keyword arguments of `build_model`. Collective over all ranks: one rank's doubt turns the fused head
     off."""
     actor = config.actor_rollout_ref.actor
+    loss = loss_config(config)
     fused = actor.fused_kernels == "auto" and _all_ranks_pass(
         Check(
             model_dtype(actor.megatron.dtype),
             num_columns=spec.padded_vocab_size(layout.tp) // layout.tp,
-            loss=loss_config(config),
-            has_old_log_probs=needs_old_log_probs(config),
+            loss=loss,
+            has_old_log_probs=needs_old_log_probs(config) or loss.bypass_mode,
+            has_importance=correction_per_step(config) is not None,
             full_kl=uses_full_kl(config),
         ),
         layout.agreement,

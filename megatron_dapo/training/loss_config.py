@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from megatron_dapo.algorithms.dapo_loss import LossConfig
 from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
-from megatron_dapo.config.derived import effective_clip, uses_experience_replay, uses_kl_loss
+from megatron_dapo.algorithms.rollout_correction import RatioBounds, RolloutCorrection
+from megatron_dapo.config.derived import effective_clip, needs_old_log_probs, uses_experience_replay, uses_kl_loss
+from megatron_dapo.config.ratio_bounds import ratio_bounds, rejection_bounds
 from megatron_dapo.config.schema import Config
 
 
@@ -13,16 +15,37 @@ def loss_config(config: Config) -> LossConfig:
     actor = config.actor_rollout_ref.actor
     low, high = effective_clip(config)
     correction = config.algorithm.rollout_correction
+    weighs_alone = correction.rollout_is != "none" and correction_per_step(config) is None
+    bounds = ratio_bounds(correction.rollout_is_threshold)
     base = LossConfig(
-        clip=Clip(low, high, actor.clip_ratio_c),
+        clip=Clip(low, high, None if actor.policy_loss == "cispo" else actor.clip_ratio_c),
+        policy_loss=actor.policy_loss,
         entropy_coef=actor.entropy_coef,
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
         off_policy=_off_policy(config) if uses_experience_replay(config) else None,
-        rollout_is_threshold=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
+        report_stale=config.actor_rollout_ref.rollout.max_staleness > 0,
+        rollout_is_threshold=bounds.high if weighs_alone else None,
+        rollout_is_threshold_lower=bounds.low if weighs_alone else None,
+        bypass_mode=correction.bypass_mode,
     )
     if not uses_kl_loss(config):
         return base
     return replace(base, use_kl_loss=True, kl_loss_coef=actor.kl_loss_coef, kl_loss_type=actor.kl_loss_type)
+
+
+def correction_per_step(config: Config) -> RolloutCorrection | None:
+    """Return how tokens are weighed before the update; None where nothing does, or where the loss does it by itself: a
+    token's own weight, if the old log-probs are not computed because they are the current ones."""
+    section = config.algorithm.rollout_correction
+    correction = RolloutCorrection(
+        rollout_is=section.rollout_is,
+        rollout_is_bounds=RatioBounds(*ratio_bounds(section.rollout_is_threshold)),
+        rollout_rs=section.rollout_rs,
+        rollout_rs_bounds=RatioBounds(*rejection_bounds(section)),
+        token_veto=section.rollout_token_veto_threshold,
+    )
+    does_nothing = correction.rollout_is == "none" and not correction.rejects
+    return None if does_nothing or not needs_old_log_probs(config) else correction
 
 
 def _off_policy(config: Config) -> OffPolicy:

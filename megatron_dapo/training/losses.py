@@ -1,6 +1,6 @@
 """The actor's loss of a micro-batch: what the head is asked, and what Megatron gets of its answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +13,13 @@ from megatron_dapo.algorithms.dapo_loss import (
     ENTROPY_SAMPLED,
     LossConfig,
     TokenBatch,
+    TokenOutputs,
+    dapo_loss,
     metric_names,
 )
 from megatron_dapo.algorithms.metrics import DERIVED, Sums, stack_maxima, stack_sums, token_mean
 from megatron_dapo.algorithms.mismatch import mismatch_sums
+from megatron_dapo.algorithms.rollout_correction import Segments
 from megatron_dapo.algorithms.sequence_loss import LossSequence, SequenceLossAnswer, SequenceLossFunction
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import import_attribute
@@ -24,9 +27,10 @@ from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import HeadLoss
-from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
+from megatron_dapo.kernels.row_plan import to_device
+from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask, at_rows
 from megatron_dapo.training.metric_sums import MetricSums
-from megatron_dapo.training.mismatch import compared
+from megatron_dapo.training.mismatch import all_mismatch_sums, compared, stale
 from megatron_dapo.training.schedule import kl_reference
 
 # what `Policy.update` adds to the metrics of the loss
@@ -46,8 +50,8 @@ class MicroBatchLoss(Protocol):
 
 
 @dataclass(frozen=True)
-class TokenSumLoss:
-    """The loss of `algorithms.dapo_loss`, a sum over tokens, which the head computes by itself.
+class _BuiltInLoss:
+    """The loss of `algorithms.dapo_loss`.
 
     weight_version: of the weights that wrote the samples which are compared with the servers.
     """
@@ -58,34 +62,100 @@ class TokenSumLoss:
     temperature: float
     weight_version: int = 0
 
-    def task(self, batch: MicroBatch) -> LossTask:
-        """Return the loss task with everything that is known of the tokens."""
+    def tokens(self, batch: MicroBatch) -> TokenBatch:
+        """Return everything that is known of the tokens."""
         weights, count = token_weights(
             self.aggregation, batch.loss_mask, batch.segment_ids, batch.num_segments, self.max_response_length
         )
-        tokens = TokenBatch(
+        return TokenBatch(
             weights=weights,
             count=count,
             advantages=batch.advantages,
-            old_log_probs=batch.old_log_probs,
+            old_log_probs=batch.rollout_log_probs if self.config.bypass_mode else batch.old_log_probs,
             ref_log_probs=batch.ref_log_probs,
             rollout_log_probs=batch.rollout_log_probs,
             is_current=compared(batch, self.weight_version),
+            is_stale=stale(batch, self.weight_version) if self.config.report_stale else None,
+            importance=None if batch.correction is None else batch.correction.importance,
             exp_mask=None if self.config.off_policy is None else batch.exp_mask,
         )
+
+    def metrics(self, batch: MicroBatch, sums: Tensor, maxima: Tensor) -> MetricSums:
+        """Return the metric sums of the loss, with those of what its tokens are multiplied by."""
+        metrics = MetricSums(*metric_names(self.config), sums, maxima)
+        return metrics if batch.correction is None else metrics.with_sums(batch.correction.sums)
+
+    def mismatch_of_all(self, batch: MicroBatch, log_probs: Tensor) -> Sums:
+        """Return the metric sums of the comparison with the servers, older weights' tokens included. log_probs: the
+        current ones [B, S], which stand for the old ones where there are none, as in the loss."""
+        old = None if self.config.bypass_mode else batch.old_log_probs
+        return all_mismatch_sums(batch, log_probs.detach() if old is None else old, self.weight_version)
+
+
+class TokenSumLoss(_BuiltInLoss):
+    """A sum over tokens, each with what is known of it alone: the head computes it by itself."""
+
+    def task(self, batch: MicroBatch) -> LossTask:
+        """Return the loss task with everything that is known of the tokens."""
         return LossTask(
             batch.targets,
             batch.counted_rows,
             self.temperature,
-            tokens=tokens,
+            tokens=self.tokens(batch),
             loss=self.config,
             kl_reference=kl_reference(batch) if self.config.use_full_kl else None,
         )
 
     def finish(self, answer: HeadLoss, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
         """Return the head's loss as Megatron takes it with calculate_per_token_loss, and its metric sums."""
-        metrics = MetricSums(*metric_names(self.config), answer.sums, answer.maxima)
+        metrics = self.metrics(batch, answer.sums, answer.maxima)
+        if self.config.report_stale:
+            rows = to_device(batch.counted_rows, answer.log_probs.device)
+            log_probs = at_rows(answer.log_probs, rows, batch.tokens.shape)
+            metrics = metrics.with_sums(self.mismatch_of_all(batch, log_probs))
         return answer.loss_sum, answer.count.int(), metrics
+
+
+class SequenceRatioLoss(_BuiltInLoss):
+    """The loss whose ratio is that of a whole sequence (GSPO). The ratio is known after the last log-prob of the
+    sequence, so the log-probs are asked for and sent backward by autograd, as for a loss of the user's own."""
+
+    def task(self, batch: MicroBatch) -> ScoreTask:
+        """Return the task that asks for log-probs with gradient."""
+        return ScoreTask(
+            batch.targets,
+            batch.counted_rows,
+            self.temperature,
+            kl_reference=kl_reference(batch) if self.config.use_full_kl else None,
+            with_gradient=True,
+            want_entropy=self.config.report_entropy,
+        )
+
+    def finish(self, answer: Scores, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
+        """Return the loss of the log-probs as Megatron takes it with calculate_per_token_loss, and its metric sums."""
+        tokens = self.tokens(batch)
+        log_ratio = sequence_log_ratio(answer.log_probs, tokens.old_log_probs, batch)
+        tokens = replace(tokens, sequence_log_ratio=log_ratio)
+        outputs = TokenOutputs(answer.log_probs, answer.entropy, answer.full_kl)
+        loss_sum, sums, maxima = dapo_loss(outputs, tokens, self.config)
+        sum_names, max_names = metric_names(self.config)
+        device = loss_sum.device
+        stacked = stack_sums(sums, sum_names, device), stack_maxima(maxima, max_names, device)
+        metrics = self.metrics(batch, *stacked)
+        if self.config.report_stale:
+            metrics = metrics.with_sums(self.mismatch_of_all(batch, answer.log_probs))
+        return loss_sum, tokens.count.int(), metrics
+
+
+def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, batch: MicroBatch) -> Tensor:
+    """Return, at every counted token, the mean of log_probs - old_log_probs over the counted tokens of its sample, in
+    the shape of `tokens`, without gradient; 0 elsewhere, and everywhere without old log-probs."""
+    if old_log_probs is None:
+        return torch.zeros_like(log_probs)
+    counted = batch.loss_mask != 0
+    segments = Segments(counted, batch.segment_ids, batch.num_segments)
+    means = segments.mean(log_probs.detach() - old_log_probs)
+    return torch.where(counted, segments.spread(means), 0).to(log_probs.dtype)
 
 
 @dataclass(frozen=True)
@@ -95,6 +165,7 @@ class SequenceSumLoss:
     function: SequenceLossFunction
     temperature: float
     with_entropy: bool
+    report_stale: bool = False
     weight_version: int = 0
 
     def task(self, batch: MicroBatch) -> ScoreTask:
@@ -128,7 +199,11 @@ class SequenceSumLoss:
         if answer.entropy is not None:
             sums[ENTROPY] = token_mean(answer.entropy, counted)
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-        mismatch, maxima = mismatch_sums(old, batch.rollout_log_probs, compared(batch, self.weight_version))
+        older = None
+        if self.report_stale:
+            older = stale(batch, self.weight_version)
+            sums |= all_mismatch_sums(batch, old, self.weight_version)
+        mismatch, maxima = mismatch_sums(old, batch.rollout_log_probs, compared(batch, self.weight_version), older)
         sums |= mismatch
         taken = sorted({*sums, *maxima, *DERIVED, *_OF_THE_UPDATE} & own.keys())
         if taken:
@@ -212,10 +287,12 @@ def load_loss_function(path: str) -> SequenceLossFunction:
     return function
 
 
-def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | SequenceSumLoss:
+def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | SequenceRatioLoss | SequenceSumLoss:
     """Return the loss that the config asks for."""
     actor = config.actor_rollout_ref.actor
     temperature = config.actor_rollout_ref.rollout.temperature
     if actor.loss_function is not None:
-        return SequenceSumLoss(load_loss_function(actor.loss_function), temperature, actor.calculate_entropy)
-    return TokenSumLoss(loss_config, actor.loss_agg_mode, config.data.max_response_length, temperature)
+        function = load_loss_function(actor.loss_function)
+        return SequenceSumLoss(function, temperature, actor.calculate_entropy, loss_config.report_stale)
+    built_in = SequenceRatioLoss if loss_config.is_over_sequences else TokenSumLoss
+    return built_in(loss_config, actor.loss_agg_mode, config.data.max_response_length, temperature)

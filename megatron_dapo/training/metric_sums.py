@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithms.metrics import finalize, unstack_maxima, unstack_sums
+from megatron_dapo.algorithms.metrics import Sums, finalize, stack_sums, unstack_maxima, unstack_sums
 from megatron_dapo.platform.device import device
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -57,6 +57,11 @@ class MetricSums(NamedTuple):
         for row, name in enumerate(self.max_names):
             maxima[max_names.index(name)] = self.maxima[row]
         return MetricSums(sum_names, max_names, sums, maxima)
+
+    def with_sums(self, added: Sums) -> "MetricSums":
+        """Return the same with sums of other names added."""
+        rows = stack_sums(added, tuple(added), self.sums.device)
+        return self._replace(sum_names=(*self.sum_names, *added), sums=torch.cat([self.sums, rows]))
 
     def means(self) -> dict[str, float]:
         """Return means and maxima by name."""

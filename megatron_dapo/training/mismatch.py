@@ -1,30 +1,74 @@
 """How far a step's samples are from the policy that is to learn from them, before it does: in all, and by sample."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.algorithms.metrics import Sums, token_mean
+from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH_ALL
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.platform.parallel import ParallelLayout
 
 Shares = dict[int, tuple[float, int]]
 """sample_id -> sum of |trainer's - server's log-prob| over its tokens, and their number."""
+_FEW = 0.5
+_MANY = 0.5
 
 
 def compared(batch: MicroBatch, weight_version: int) -> Tensor:
     """Return where the weights of this version wrote a token that counts: there server and trainer must agree."""
-    return (batch.loss_mask != 0) & (batch.weight_version == weight_version) & (batch.exp_mask == 0)
+    return (batch.loss_mask != 0) & (batch.weight_versions == weight_version) & (batch.exp_mask == 0)
 
 
-def difference_sums(batches: Iterable[MicroBatch], weight_version: int) -> Tensor | None:
-    """Return [sum of |old - server's log-prob|, number of tokens] of micro-batches that have old log-probs; none where
-    they have none: on other stages than the last."""
+def stale(batch: MicroBatch, weight_version: int) -> Tensor:
+    """Return where older weights wrote a token that counts, in this rollout: not one that was replayed."""
+    return (batch.loss_mask != 0) & (batch.weight_versions < weight_version) & (batch.exp_mask == 0)
+
+
+def checked(batch: MicroBatch, weight_version: int, with_stale: bool) -> Tensor:
+    """Return which tokens `max_mismatch` looks at: those that are `compared`, and with_stale older weights' too. Where
+    rollouts run ahead, a response is hardly ever of the newest weights, and another model's would pass unseen."""
+    counts = compared(batch, weight_version)
+    return counts | stale(batch, weight_version) if with_stale else counts
+
+
+def few_effective_tokens(metrics: Mapping[str, float]) -> str | None:
+    """Return a sentence for the log where the effective sample size over all tokens of a step, whichever weights wrote
+    them, is less than half their number: before a run collapses, it falls (arXiv 2602.17616)."""
+    of_newest, of_all = metrics.get("actor/rollout_ess", 1.0), metrics.get("actor/rollout_ess_all")
+    share = of_newest if of_all is None else of_all
+    if share >= _FEW:
+        return None
+    cure = "see to it that servers run the trainer's model"
+    if of_all is not None:
+        cure = "lower actor_rollout_ref.rollout.max_staleness"
+    return (
+        f"the servers' log-probs are so far from the trainer's that, weighed by their ratio, the step's tokens are "
+        f"worth {share:.0%} of their number; {cure}, or see "
+        f"algorithm.rollout_correction in docs/loss.md."
+    )
+
+
+def mostly_rejected(metrics: Mapping[str, float]) -> str | None:
+    """Return a sentence for the log where most tokens are rejected, so that the step hardly teaches anything."""
+    share = metrics.get("actor/rollout_rs_token_masked", 0.0)
+    if share <= _MANY:
+        return None
+    return (
+        f"algorithm.rollout_correction rejects {share:.0%} of the step's tokens; widen rollout_rs_threshold, or lower "
+        f"rollout_token_veto_threshold."
+    )
+
+
+def difference_sums(batches: Iterable[MicroBatch], weight_version: int, *, with_stale: bool = False) -> Tensor | None:
+    """Return [sum of |old - server's log-prob|, number of tokens] over the `checked` tokens of micro-batches that have
+    old log-probs; none where they have none: on other stages than the last."""
     parts = []
     for batch in batches:
         if batch.old_log_probs is not None:
-            counts = compared(batch, weight_version)
+            counts = checked(batch, weight_version, with_stale)
             parts.append(torch.stack([_differences(batch, batch.old_log_probs, counts).sum(), counts.sum().double()]))
     return torch.stack(parts).sum(0) if parts else None
 
@@ -39,16 +83,25 @@ def mean_over_ranks(sums: Tensor | None, layout: ParallelLayout, device: torch.d
     return total / number if number else 0.0
 
 
-def shares_of(batches: Sequence[MicroBatch], log_probs: Sequence[Tensor], weight_version: int) -> Shares:
-    """Return the shares of every sample that has such tokens."""
-    found: Shares = {}
+def all_mismatch_sums(batch: MicroBatch, log_probs: Tensor, weight_version: int) -> Sums:
+    """Return the metric sums of what is checked where older weights' tokens are: the mean of |trainer's - server's
+    log-prob| over all tokens of this rollout that count. log_probs: the current ones, [B, S] like the batch's."""
+    counts = checked(batch, weight_version, with_stale=True)
+    return {MEAN_MISMATCH_ALL: token_mean(_differences(batch, log_probs, counts), counts)}
+
+
+def shares_of(
+    batches: Sequence[MicroBatch], log_probs: Sequence[Tensor], weight_version: int, *, with_stale: bool = False
+) -> Shares:
+    """Return the shares of every sample that has `checked` tokens."""
+    shares: Shares = {}
     for batch, ours in zip(batches, log_probs, strict=True):
-        counts = compared(batch, weight_version)
+        counts = checked(batch, weight_version, with_stale)
         numbers = batch.by_sample(counts)
         for sample_id, values in batch.by_sample(_differences(batch, ours, counts)).items():
             if number := int(numbers[sample_id].sum()):
-                found[sample_id] = float(values.sum()), number
-    return found
+                shares[sample_id] = float(values.sum()), number
+    return shares
 
 
 def _differences(batch: MicroBatch, log_probs: Tensor, counts: Tensor) -> Tensor:

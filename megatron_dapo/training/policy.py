@@ -1,5 +1,6 @@
 """The actor: old log-probs, and one optimizer step per mini-batch."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -7,8 +8,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH
+from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH, MEAN_MISMATCH_ALL
 from megatron_dapo.algorithms.policy_loss import EXP_MASK_RATIO, OFF_POLICY_LOSS
+from megatron_dapo.algorithms.rollout_correction import RolloutCorrection, rollout_correction
 from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl_in_reward
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
@@ -19,12 +21,21 @@ from megatron_dapo.models.log_prob_head import Scores
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
-from megatron_dapo.training.loss_config import loss_config
+from megatron_dapo.training.loss_config import correction_per_step, loss_config
 from megatron_dapo.training.losses import MicroBatchLoss, make_loss
 from megatron_dapo.training.metric_sums import MetricSums
-from megatron_dapo.training.mismatch import Shares, difference_sums, mean_over_ranks, shares_of
+from megatron_dapo.training.mismatch import (
+    Shares,
+    difference_sums,
+    few_effective_tokens,
+    mean_over_ranks,
+    mostly_rejected,
+    shares_of,
+)
 from megatron_dapo.training.optimizer import make_training_state
 from megatron_dapo.training.schedule import Schedule, run_micro_batches
+
+log = logging.getLogger(__name__)
 
 MiniBatch = list[MicroBatch]
 # fills a model from what `model.path` or `ref.path` names
@@ -51,6 +62,8 @@ class Policy:
         self._loss = make_loss(config, self.loss_config)
         self._schedule = Schedule(self.model, self.state.stages, rollout.temperature)
         self._needs_old = needs_old_log_probs(config)
+        self._correction = correction_per_step(config)
+        self._checks_stale = self.loss_config.report_stale  # as the algorithm's `max_mismatch` does
         self._full_kl_in_reward = uses_full_kl_in_reward(config)
         self._num_epochs = actor.ppo_epochs
 
@@ -62,29 +75,35 @@ class Policy:
         """Return the same mini-batches with old log-probs (on the last stage, which computes the loss): those of the
         policy as it is, and of replayed samples those of the policy that wrote them, as they were recorded.
 
-        With the KL over the whole vocabulary in the reward, that too, to the reference that scored before. Left as they
-        are where a rollout step has one optimizer step: then the old policy is the current one.
+        With the KL over the whole vocabulary in the reward, that too, to the reference that scored before. With a
+        rollout correction, what the policy loss of each token is multiplied by. Left as they are where nothing needs
+        old log-probs: with one optimizer step per rollout step the old policy is the current one, with bypass_mode the
+        servers' log-probs are taken for old.
         """
         if not self._needs_old:
             return list(mini_batches)
 
         def fill(batch: MicroBatch, scores: Scores) -> MicroBatch:
             batch = replace(batch, old_log_probs=scores.log_probs, full_kl=scores.full_kl).with_recorded_log_probs()
+            batch = batch if self._correction is None else corrected(batch, self._correction)
             return batch if self.loss_config.use_full_kl else replace(batch, ref_hidden=None, ref_weight=None)
 
         return with_scores(self._schedule, mini_batches, fill, full_kl=self._full_kl_in_reward)
 
     def mean_mismatch(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> float:
-        """Return the mean of |old - server's log-prob| over the tokens that weights of this version wrote, the same on
-        every rank, of mini-batches with old log-probs."""
-        return mean_over_ranks(difference_sums(chain(*mini_batches), weight_version), self.layout, self._device)
+        """Return the mean of |old - server's log-prob| over the tokens that weights of this version wrote, and with
+        max_staleness above 0 older ones too, the same on every rank, of mini-batches with old log-probs."""
+        sums = difference_sums(chain(*mini_batches), weight_version, with_stale=self._checks_stale)
+        return mean_over_ranks(sums, self.layout, self._device)
 
     def mismatch_by_sample(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> Shares:
         """Return the same by sample, of all ranks, by another forward pass. The weights are those that began the
         step."""
         batches = list(chain(*mini_batches))
         log_probs = self._schedule.log_probs(batches)
-        own_shares = shares_of(batches, log_probs, weight_version) if log_probs and self.layout.tp_rank == 0 else {}
+        own_shares: Shares = {}
+        if log_probs and self.layout.tp_rank == 0:
+            own_shares = shares_of(batches, log_probs, weight_version, with_stale=self._checks_stale)
         return {sample_id: share for shares in self.layout.gather(own_shares) for sample_id, share in shares.items()}
 
     def update(
@@ -113,6 +132,9 @@ class Policy:
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.state.lr
         metrics["actor/num_optimizer_steps"] = float(len(norms))
+        if self.layout.rank == 0:
+            for warning in filter(None, (few_effective_tokens(metrics), mostly_rejected(metrics))):
+                log.warning("Step %d: %s", weight_version + 1, warning)
         return metrics
 
     def accumulate_gradients(self, mini_batch: MiniBatch, loss: MicroBatchLoss | None = None) -> MetricSums | None:
@@ -130,12 +152,28 @@ class Policy:
         return next(self.model.chunks[0].parameters()).device
 
     def _difference_sums(self, part: MetricSums | None) -> Tensor | None:
-        return None if part is None else part.sums[part.sum_names.index(MEAN_MISMATCH)]
+        name = MEAN_MISMATCH_ALL if self._checks_stale else MEAN_MISMATCH
+        return None if part is None else part.sums[part.sum_names.index(name)]
 
     @staticmethod
     def metrics_of(part: MetricSums) -> dict[str, float]:
         """Return named means and maxima. Where no token was replayed, that part is 0, not absent."""
         return {OFF_POLICY_LOSS: 0.0, EXP_MASK_RATIO: 0.0, **part.means()}
+
+
+def corrected(batch: MicroBatch, correction: RolloutCorrection) -> MicroBatch:
+    """Return a micro-batch that has old log-probs with what its tokens' losses are multiplied by. Sequences lie whole
+    in a micro-batch, so no rank needs anything of another."""
+    assert batch.old_log_probs is not None, "a correction compares old log-probs with the servers'"
+    answer = rollout_correction(
+        batch.old_log_probs,
+        batch.rollout_log_probs,
+        batch.loss_mask,
+        batch.segment_ids,
+        batch.num_segments,
+        correction,
+    )
+    return replace(batch, correction=answer)
 
 
 def with_scores(

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from megatron_dapo.config.schema.run import PauseMode
 from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.servers import (
@@ -13,7 +15,6 @@ from megatron_dapo.weight_sync.servers import (
     ServerMember,
     culprits,
     pause,
-    rejoin,
     resume,
 )
 
@@ -36,7 +37,8 @@ MIN_REPEAT_S = 1.0
 class ServerLeader:
     """The servers as rank 0 leads them; the other ranks have one too, whose methods the agreement does not call.
 
-    urls: of the servers there are now. reserve_s: the end of the deadline that is kept for a failure.
+    urls: of the servers there are now. reserve_s: the end of the deadline that is kept for a failure. pause_mode: as in
+    the config.
     report_unresponsive: called with the servers (URL -> why) that were left out: they may be stuck for long, over NCCL
     as members of a group in which another one died.
     """
@@ -48,12 +50,14 @@ class ServerLeader:
         timeout_s: float,
         reserve_s: float,
         report_unresponsive: Callable[[dict[str, str]], None],
+        pause_mode: PauseMode,
     ) -> None:
         self._urls = urls
         self._calls = calls
         self._enter_s = min(ENTER_S, timeout_s / 4)
         self._reserve_s = reserve_s
         self._report_unresponsive = report_unresponsive
+        self._pause_mode = pause_mode
         self._resuming: dict[str, Call] = {}  # servers that are told to go on while nobody waits
 
     def pause(self, lost: Sequence[str], deadline: Deadline) -> dict[str, ServerMember]:
@@ -64,16 +68,23 @@ class ServerLeader:
             call = self._resuming.pop(url, None)
             if call is not None:
                 call.answer.cancel()  # it would close the session that is opened now
-        members, failures = self._calls.ask(urls, pause, min(self._enter_s, deadline.left()))
+        members, failures = self._calls.ask(
+            urls, partial(pause, mode=self._pause_mode), min(self._enter_s, deadline.left())
+        )
         self._leave_out("pause", failures)  # one may have paused
         return {url: members[url] for url in urls if url in members}
 
     def recover(self, urls: Sequence[str], failure: str, deadline: Deadline) -> tuple[list[str], bool]:
-        """Close the sessions after a failed attempt with these servers, and let them go on. Return which of them do not
-        come back, and whether time is left for another attempt. Raise WeightSyncError where no lost server explains the
-        failure, or where no time is left for those that were not lost."""
+        """Close the sessions after a failed attempt with these servers. Return which of them do not come back, and
+        whether time is left for another attempt. Raise WeightSyncError where no lost server explains the failure, or
+        where no time is left for those that were not lost.
+
+        The others stay paused: they have some of the weights, and what they wrote before the next attempt would make
+        whole answers useless. A server that was started again has no session, so the call fails, as it does for a
+        server that is gone.
+        """
         limit_s = min(CLEANUP_SHARE * self._reserve_s, self._at_least(deadline.left()))
-        _, failures = self._calls.ask(urls, rejoin, limit_s)
+        _, failures = self._calls.ask(urls, lambda server: server.end_weight_update(), limit_s)
         self._resume_meanwhile(failures)
         may_repeat = deadline.left() > MIN_REPEAT_S
         if not failures or (not may_repeat and len(failures) < len(urls)):

@@ -15,6 +15,7 @@ from megatron_dapo.weight_sync.plan import Bucket, Plan
 from megatron_dapo.weight_sync.servers import (
     BACKGROUND_S,
     PROBE_S,
+    UNFINISHED_VERSION,
     Call,
     ServerCalls,
     ServerControl,
@@ -49,14 +50,21 @@ class Sender:
     """Owns the group of one stage and the two flat buffers (one is filled while the other is sent)."""
 
     def __init__(
-        self, stage: int, calls: ServerCalls, plan: Plan, device: torch.device, probe_s: float = PROBE_S
+        self,
+        stage: int,
+        calls: ServerCalls,
+        plan: Plan,
+        device: torch.device,
+        probe_s: float = PROBE_S,
+        flushes: bool = True,
     ) -> None:
         """Allocate the two flat buffers. `probe_s` is how many seconds a server may take after a failure to say that it
-        is alive."""
+        is alive. `flushes`: servers empty their caches, which needs that no request holds a part of them."""
         self._stage = stage
         self._calls = calls
         self._device = device
         self._probe_s = probe_s
+        self._flushes = flushes
         self._buffers = [torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._group: BroadcastGroup | None = None
         self._members: tuple[str, ...] = ()
@@ -139,8 +147,8 @@ class Sender:
     def start(
         self, what: str, bucket: Bucket, payload: Sequence[Tensor], version: int, last: bool, deadline: Deadline
     ) -> Transfer:
-        """Begin to send a bucket. With the last one the servers flush their caches and take the version: what a push
-        left behind that failed half-way does not bear it."""
+        """Begin to send a bucket. With the last one the servers flush their caches and take the version. Until then
+        they bear UNFINISHED_VERSION: neither the new version nor the old one is true of what they hold."""
         assert self._group is not None
         name = self._group.name
 
@@ -150,8 +158,8 @@ class Sender:
                 dtypes=bucket.dtypes,
                 shapes=bucket.shapes,
                 group_name=name,
-                weight_version=version if last else None,
-                flush_cache=last,
+                weight_version=version if last else UNFINISHED_VERSION,
+                flush_cache=last and self._flushes,
                 load_format="flattened_bucket" if bucket.flat else None,
             )
 

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from megatron_dapo.config.schema.run import PauseMode
+
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -18,6 +20,13 @@ PROBE_S = 2.0
 BACKGROUND_S = 60.0
 """How long a call may take that nobody waits for."""
 
+FINISH_BATCH_S = 1.0
+"""How long a server that is paused in place has for the batch that is on its GPU: SGLang does not wait for it before it
+takes weights. At least as long as one piece of a prefill takes."""
+
+UNFINISHED_VERSION = -1
+"""What a server bears between the first bucket of a push and the last: should it go on, no token of it is taken."""
+
 
 class ServerControl(Protocol):
     """The administrative calls of one server. Every call raises when the server refuses or does not answer."""
@@ -25,7 +34,7 @@ class ServerControl(Protocol):
     url: str
 
     async def server_info(self) -> dict: ...
-    async def pause(self) -> None: ...
+    async def pause(self, mode: PauseMode) -> None: ...
     async def continue_(self) -> None: ...
     async def begin_weight_update(self) -> None: ...
     async def end_weight_update(self) -> None: ...
@@ -54,7 +63,7 @@ class ServerControl(Protocol):
         dtypes: list[str],
         shapes: list[list[int]],
         group_name: str,
-        weight_version: int | None,
+        weight_version: int,
         flush_cache: bool,
         load_format: str | None,
     ) -> None: ...
@@ -148,24 +157,19 @@ class ServerMember:
     size: int
 
 
-async def pause(server: ServerControl) -> ServerMember:
-    """Have the server pause and open an update session; return what it holds."""
+async def pause(server: ServerControl, mode: PauseMode) -> ServerMember:
+    """Have the server pause and open an update session; return what it holds. mode: `weight_sync.pause_mode`."""
     version = await server.weight_version()
     info = await server.server_info()
-    await server.pause()
+    await server.pause(mode)
+    if mode == "in_place":
+        await asyncio.sleep(FINISH_BATCH_S)
     try:
         await server.begin_weight_update()
     except Exception:  # a refusal has the client's own type; had it another reason, the calls below meet it again
         await server.end_weight_update()  # that of a trainer that died
         await server.begin_weight_update()
     return ServerMember(str(version), int(info.get("tp_size", 1)))
-
-
-async def rejoin(server: ServerControl) -> None:
-    """Close the session after a failed attempt, and let the server go on. A server that was started again has no
-    session, so the call fails, as it does for a server that is gone."""
-    await server.end_weight_update()
-    await server.continue_()
 
 
 async def resume(server: ServerControl) -> None:

@@ -78,9 +78,10 @@ class _Push:
 
 @dataclass(frozen=True)
 class _Delivery:
-    """Where all the weights are. members: the servers, by URL; rejoined: whether groups were formed anew."""
+    """Where all the weights are. versions: URL -> what the server held before the push; rejoined: whether groups were
+    formed anew."""
 
-    members: dict[str, ServerMember]
+    versions: dict[str, str]
     rejoined: bool
     totals: list[StageTotals]
 
@@ -115,7 +116,9 @@ class WeightSync:
         self._reserve_s = min(RESERVE_S, config.timeout_s / 2)
         self._agreement = Agreement.of_all_ranks(config.timeout_s, WeightSyncError)
         self._calls = ServerCalls(connect)
-        self._servers = ServerLeader(urls, self._calls, config.timeout_s, self._reserve_s, report_unresponsive)
+        self._servers = ServerLeader(
+            urls, self._calls, config.timeout_s, self._reserve_s, report_unresponsive, config.pause_mode
+        )
         plan = plan_for(device, source.specs(), config.bucket_size_mb)
         probe_s = min(PROBE_S, PROBE_SHARE * self._reserve_s)
         self._stage = stage_role(
@@ -123,7 +126,7 @@ class WeightSync:
             plan,
             layout,
             config,
-            lambda: Sender(layout.pp_rank, self._calls, plan, device, probe_s),
+            lambda: Sender(layout.pp_rank, self._calls, plan, device, probe_s, flushes=config.pause_mode == "retract"),
             device,
             num_kv_heads,
         )
@@ -139,7 +142,7 @@ class WeightSync:
         A server that is lost meanwhile is left out, and named in the log; the others get the weights within the same
         deadline. With no server left the report says 0. Raises WeightSyncError, the same on every rank, within
         `weight_sync.timeout_s` (after all ranks have come), for a failure that no lost server explains. Servers that
-        live then go on; one that got only some of the weights bears the version that it had before.
+        live then go on; one that got only some of the weights bears UNFINISHED_VERSION.
         """
         with self._phase("weight_sync"):
             watch = Stopwatch()
@@ -151,7 +154,7 @@ class WeightSync:
             try:
                 delivery = self._deliver(push)
                 confirmed = agreement.leader(
-                    "commit", self._servers.commit, version, list(delivery.members), push.deadline
+                    "commit", self._servers.commit, version, list(delivery.versions), push.deadline
                 )
                 watch.lap("commit")
                 num_verified = self._verify(push, confirmed)
@@ -161,7 +164,7 @@ class WeightSync:
                 self._give_up()
                 raise
             self._stage.forget(confirmed)
-            num_rejoins = self._num_rejoins(version, delivery.members, confirmed)
+            num_rejoins = self._num_rejoins(delivery.versions, confirmed)
             self._confirmed = confirmed
             self._version = str(version)
             return SyncReport(
@@ -185,12 +188,14 @@ class WeightSync:
         """Send the weights to the servers that are there; again to the others, where one is lost meanwhile."""
         steps = push.agreement
         lost: list[str] = []
+        versions: dict[str, str] = {}
         may_repeat = True
         while may_repeat:
             members = steps.leader("pause", self._servers.pause, lost, push.deadline)
             push.watch.lap("pause")
             if not members:
                 break
+            versions = {url: versions.get(url, member.version) for url, member in members.items()}
             try:
                 rejoined = self._join(push, members, _time_for_attempt(push, members))
                 deadline = _time_for_attempt(push, members)
@@ -198,7 +203,7 @@ class WeightSync:
                 for stage in range(self._layout.pp):
                     totals += steps.all(f"send (stage {stage})", self._stage.send, stage, push.version, deadline)
                 push.watch.lap("send")
-                return _Delivery(members, rejoined or bool(lost), [total for total in totals if total is not None])
+                return _Delivery(versions, rejoined or bool(lost), [total for total in totals if total is not None])
             except WeightSyncError as failure:
                 self._drop_groups()
                 urls = list(members)
@@ -266,12 +271,11 @@ class WeightSync:
         if len(set(versions)) != 1:
             raise WeightSyncError(f"wait: the trainer's ranks push different versions: {versions}")
 
-    def _num_rejoins(self, version: int, members: dict[str, ServerMember], confirmed: Sequence[str]) -> int:
+    def _num_rejoins(self, versions: dict[str, str], confirmed: Sequence[str]) -> int:
         """Return how many servers hold the weights now and did not hold those of the last push."""
         if self._version is None:
             return 0
-        held = (self._version, str(version))  # the second one: where the push had to be repeated
-        return sum(url not in self._confirmed or members[url].version not in held for url in confirmed)
+        return sum(url not in self._confirmed or versions[url] != self._version for url in confirmed)
 
 
 def _seconds(watch: Stopwatch, totals: Sequence[StageTotals]) -> dict[str, float]:

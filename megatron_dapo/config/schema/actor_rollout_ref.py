@@ -58,7 +58,7 @@ class MegatronConfig(Section):
     pipeline_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
     """Ranks that share the stack of layers (1F1B schedule)."""
     virtual_pipeline_model_parallel_size: MayChangeOnResume[NumProcesses | None] = None
-    """Model chunks per pipeline rank (interleaved schedule); none = plain 1F1B."""
+    """Model chunks per pipeline rank (interleaved schedule); null = plain 1F1B."""
     sequence_parallel: MayChangeOnResume[bool] = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
     expert_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
@@ -100,6 +100,9 @@ class ActorConfig(Section):
     prompts were drawn."""
     max_tokens_per_microbatch: MayChangeOnResume[PositiveInt] = 16384
     """Hard cap on the packed tokens of one micro-batch on one data-parallel rank."""
+    policy_loss: OfBuiltInLoss[Literal["dapo", "cispo", "gspo"]] = "dapo"
+    """What is clipped: the surrogate of each token; the ratio that weighs its log-prob (cispo); the surrogate with one
+    ratio per response (gspo). See docs/loss.md."""
     use_dapo: OfBuiltInLoss[bool] = False
     """Clip-higher: clip to [1 - clip_ratio_low, 1 + clip_ratio_high] instead of 1 +- clip_ratio."""
     clip_ratio: OfBuiltInLoss[
@@ -107,18 +110,18 @@ class ActorConfig(Section):
     ] = 0.2
     """Symmetric clip range."""
     clip_ratio_low: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.2
-    """Lower clip range of clip-higher; none = clip_ratio."""
+    """Lower clip range of clip-higher; null = clip_ratio."""
     clip_ratio_high: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.28
-    """Upper clip range of clip-higher; none = clip_ratio."""
-    clip_ratio_c: OfBuiltInLoss[PositiveFloat | None] = 3.0
-    """Dual clip: upper bound of the ratio where the advantage is negative (> 1); none = no bound."""
+    """Upper clip range of clip-higher; null = clip_ratio."""
+    clip_ratio_c: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(Is("policy_loss", "dapo", "gspo"))]] = 3.0
+    """Dual clip: upper bound of the ratio where the advantage is negative (> 1); null = no bound."""
     loss_agg_mode: OfBuiltInLoss[
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
     ] = "token-mean"
     """How token losses become one number; see docs/loss.md."""
     loss_function: str | None = None
     """A loss of your own over the log-probs of whole sequences, `package.module:function`, in place of the loss that
-    the keys of this section make (docs/loss.md); none = that one."""
+    the keys of this section make (docs/loss.md); null = that one."""
     off_policy_shaping_mode: Annotated[Literal["exgrpo_policy_shaping", "dapo_clip_higher"], WHILE_REPLAYING] = (
         "exgrpo_policy_shaping"
     )
@@ -134,7 +137,7 @@ class ActorConfig(Section):
         WHILE_REPLAYING,
         ActsIf(Is("off_policy_shaping_mode", "dapo_clip_higher")),
     ] = None
-    """Upper clip range of replayed tokens with dapo_clip_higher; none = that of new ones."""
+    """Upper clip range of replayed tokens with dapo_clip_higher; null = that of new ones."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     use_kl_loss: bool = False
@@ -148,7 +151,7 @@ class ActorConfig(Section):
     calculate_entropy: MayChangeOnResume[bool] = True
     """Report the policy's entropy (one more reduction over the vocabulary)."""
     log_prob_chunk_size: MayChangeOnResume[PositiveInt | None] = None
-    """Rows of logits held at once by the log-prob head; none = 4096 on GPU, 1024 on CPU."""
+    """Rows of logits held at once by the log-prob head; null = 4096 on GPU, 1024 on CPU."""
     fused_kernels: MayChangeOnResume[Literal["auto", "off"]] = "auto"
     """auto = the fused head, after a check of it against float64 at the start; off = composed from torch operations."""
     optim: OptimConfig = OptimConfig()
@@ -167,11 +170,11 @@ class ServerConfig(Section):
     host: str = "127.0.0.1"
     """Address of this machine that the servers bind to."""
     max_total_tokens: PositiveInt | None = None
-    """KV cache size in tokens; none = SGLang's choice on GPU, 16384 on CPU."""
+    """KV cache size in tokens; null = SGLang's choice on GPU, 16384 on CPU."""
     max_running_requests: PositiveInt | None = None
-    """Requests decoded at once; none = SGLang's choice on GPU, 64 on CPU."""
+    """Requests decoded at once; null = SGLang's choice on GPU, 64 on CPU."""
     mem_fraction_static: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of GPU memory for weights and KV cache; none = SGLang's choice."""
+    """Share of GPU memory for weights and KV cache; null = SGLang's choice."""
     extra_args: list[str] = []
     """Further arguments of `sglang.launch_server`, as they are; some are refused (docs/servers.md)."""
     startup_timeout_s: Seconds = 900.0
@@ -192,20 +195,21 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = []
     """Further end-of-response tokens besides the model's own."""
     server_urls: MayChangeOnResume[list[str]] = []
-    """Servers that already run (http://host:port); none = launch/ starts them."""
+    """Servers that already run (http://host:port); empty = launch/ starts them."""
     server_urls_file: MayChangeOnResume[str | None] = None
     """File with such URLs, one per line, in place of the list; it is watched: servers may be added and removed."""
     server_api_key_file: MayChangeOnResume[str | None] = None
-    """File (mode 600) with the key that the servers demand; none = servers given by URL are asked without one, and our
+    """File (mode 600) with the key that the servers demand; null = servers given by URL are asked without one, and our
     own demand a random one of the run."""
     server: MayChangeOnResume[ServerConfig] = ServerConfig()
     max_staleness: NonNegativeInt = 0
-    """Weight versions between the oldest sampled token of a group and the step that trains on it. 0 = each step is
-    trained on what its own weights wrote, and discards surplus groups; above 0 needs `algorithm.rollout_correction`."""
+    """Weight versions between the oldest sampled token of a group and the step that trains on it. 0 = trainer and
+    servers take turns, and each step is trained on what its own weights wrote; above 0 servers go on while the trainer
+    trains, which needs `algorithm.rollout_correction`."""
     max_concurrency: MayChangeOnResume[PositiveInt] = 512
     """Requests in flight per server."""
     request_timeout_s: MayChangeOnResume[Seconds] = 1800.0
-    """Deadline of one generation request."""
+    """Deadline of one generation request, its server's pauses for weight pushes included."""
     max_retries: MayChangeOnResume[NumRetries] = 3
     """Attempts after a failed request, on the other servers first."""
     step_timeout_s: MayChangeOnResume[Seconds] = 7200.0
@@ -223,7 +227,7 @@ class RolloutConfig(Section):
 
 class RefConfig(Section):
     path: str | None = None
-    """Checkpoint of the reference model, of either kind; none = the actor's starting weights."""
+    """Checkpoint of the reference model, of either kind; null = the actor's starting weights."""
 
 
 class ActorRolloutRefConfig(Section):

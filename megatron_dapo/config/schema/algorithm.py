@@ -2,6 +2,8 @@
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Fraction,
@@ -16,9 +18,10 @@ from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, MayChangeOnResu
 
 class DynamicSamplingConfig(Section):
     enable: bool = False
-    """Sample until `data.train_batch_size` groups carry signal."""
+    """Sample until `data.train_batch_size` groups carry signal; acts only with `algorithm.dapo.enable`. The same
+    mechanism has a second set of keys, `algorithm.filter_groups`; both on is refused, see docs/algorithms.md."""
     filter_mode: WhileEnabled[Literal["strict", "remove_all_correct", "remove_all_incorrect", "none"]] = "strict"
-    """Which groups are dropped, judged on raw correctness: all right or all wrong; all right; all wrong; none."""
+    """Which groups are dropped, by raw correctness: all right or all wrong; all right; all wrong; none."""
     form: Literal["resample", "mask"] = "resample"
     """What becomes of those groups: others are sampled in their place; or they stay, with advantages of 0."""
     max_num_gen_batches: PositiveInt = 10
@@ -28,10 +31,12 @@ class DynamicSamplingConfig(Section):
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling by the spread of a metric, under verl's names; in place of `dapo.dynamic_sampling`."""
+    """Dynamic sampling by the spread of a metric, under verl's names; with `dapo.dynamic_sampling` on it is refused."""
 
     enable: bool = False
-    """Sample until the responses of `data.train_batch_size` groups differ in `metric`."""
+    """Sample until the responses of `data.train_batch_size` groups differ in `metric`; acts without
+    `algorithm.dapo.enable`. The same mechanism as `algorithm.dapo.dynamic_sampling`, by another rule; both on is
+    refused."""
     metric: WhileEnabled[Literal["acc", "score", "seq_reward", "seq_final_reward"]] = "acc"
     """What a group's responses must not all have the same of: correctness; the raw reward; the shaped reward, under
     either name (a KL penalty in the reward is subtracted after groups are chosen)."""
@@ -47,7 +52,7 @@ class OverlongRewardShapingConfig(Section):
     buffer_len: WhileEnabled[NonNegativeInt] = 0
     """Length of the soft interval before `max_response_length` (DAPO eq. 13); 0 = `truncation_penalty` instead."""
     expected_len: WhileEnabled[Annotated[PositiveInt | None, ActsIf(IsNot("buffer_len", 0))]] = None
-    """Response length without punishment; none = max_response_length - buffer_len."""
+    """Response length without punishment; null = max_response_length - buffer_len."""
     penalty_factor: WhileEnabled[Annotated[NonNegativeFloat, ActsIf(IsNot("buffer_len", 0))]] = 1.0
     """Punishment at the end of the soft interval."""
     truncation_penalty: WhileEnabled[Annotated[float, ActsIf(Is("buffer_len", 0))]] = -0.5
@@ -79,13 +84,27 @@ class KLControlConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    rollout_is: Literal["none", "token"] = "none"
-    """Weigh each token's policy loss by exp(old - server's log-prob), truncated (TIS); see docs/loss.md."""
-    rollout_is_threshold: Annotated[PositiveFloat, ActsIf(Is("rollout_is", "token"))] = 2.0
-    """Largest weight of `rollout_is`."""
+    rollout_is: Literal["none", "token", "sequence"] = "none"
+    """Weigh the policy loss by exp(old - server's log-prob) of each token, or by its product over the response; see
+    docs/loss.md."""
+    rollout_is_threshold: Annotated[PositiveFloat | str, ActsIf(Is("rollout_is", "token", "sequence"))] = 2.0
+    """Largest weight of `rollout_is`, at least 1 (truncation, TIS); or lower_upper, such as 0.5_5.0: outside, the
+    weight is 0 (IcePop)."""
+    rollout_rs: Literal["none", "token_k1", "seq_mean_k1", "seq_mean_k3"] = "none"
+    """Reject tokens whose ratio exp(old - server's log-prob), or responses the geometric mean of whose ratios (k1) or
+    whose mean k3, is out of `rollout_rs_threshold`: they give no gradient, the count stays."""
+    rollout_rs_threshold: Annotated[PositiveFloat | str | None, ActsIf(IsNot("rollout_rs", "none"))] = None
+    """Bounds lower_upper of a ratio, such as 0.999_1.001, or its upper bound x (the lower one is 1/x); of seq_mean_k3
+    the upper bound."""
+    rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Reject responses with a token whose ratio is below this, such as 1e-4; null = none."""
+    bypass_mode: bool = False
+    """Take the servers' log-probs for the old ones: nothing is weighed, and the pass that computes old log-probs is
+    saved. Where it is, max_mismatch looks at the first mini-batch alone."""
     max_mismatch: MayChangeOnResume[PositiveFloat | None] = 0.5
     """Largest mean |server's - trainer's log-prob| of a step that is trained on: above, the run is saved and stops, and
-    names the servers (exit code 15). bf16 makes 0.01, another model 1 or more; none = off."""
+    names the servers (exit code 15). bf16 makes 0.01, another model 1 or more; null = off. With max_staleness above 0
+    older weights' tokens count too, and what the weights have changed since."""
 
 
 class AlgorithmConfig(Section):
@@ -98,7 +117,7 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: Annotated[bool, ActsIf(Is("adv_estimator", "grpo"))] = True
     """Divide by the group's standard deviation (false = Dr. GRPO)."""
     use_kl_in_reward: bool | None = None
-    """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards; none = where kl_ctrl.kl_coef is above 0."""
+    """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards; null = where kl_ctrl.kl_coef is above 0."""
     kl_penalty: Annotated[
         Literal["kl", "abs", "mse", "low_var_kl", "full"],
         ActsIf(IsNot("algorithm.kl_ctrl.kl_coef", 0.0), Is("use_kl_in_reward", True)),

@@ -14,9 +14,10 @@ class MultiTurnConfig(Section):
     max_turns: WhileEnabled[PositiveInt] = 16
     """Turns of the model per trajectory; one that reaches it is not terminated."""
     max_tokens_per_turn: WhileEnabled[PositiveInt | None] = None
-    """Tokens of one turn, which then goes to the environment as it is; none = up to `data.max_response_length`."""
+    """Tokens of one turn, which then goes to the environment as it is; null = up to `data.max_response_length`."""
     timeout_s: WhileEnabled[Seconds] = 600.0
-    """Seconds of one trajectory at servers and in its environment; one that reaches it is not terminated."""
+    """Seconds of one trajectory at servers, their pauses for weight pushes included, and in its environment; one that
+    reaches it is not terminated."""
     step_timeout_s: MayChangeOnResume[WhileEnabled[Seconds]] = 30.0
     """Hard limit of one answer of an environment; its process is killed, and the trajectory ends there."""
     num_workers: MayChangeOnResume[WhileEnabled[NumProcesses]] = 16

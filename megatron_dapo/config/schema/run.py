@@ -26,7 +26,7 @@ class DataConfig(Section):
     train_batch_size: PositiveInt = 512
     """Groups (prompts that carry signal) in one rollout step."""
     gen_batch_size: PositiveInt | None = None
-    """Prompts sent to the servers in one gen batch; none = `train_batch_size`. Larger = over-sampling."""
+    """The most prompts that are drawn at once, and the unit of `max_num_gen_batches`; null = `train_batch_size`."""
     max_prompt_length: PositiveInt = 1024
     """Prompt tokens; longer prompts are dropped, or cut from the left with `truncation: left`."""
     max_response_length: PositiveInt = 2048
@@ -68,11 +68,17 @@ class RewardConfig(Section):
     ended. Above it, and where none got one, the run stops, saved, and shows a traceback of the function."""
 
 
+PauseMode = Literal["retract", "in_place"]
+
+
 class WeightSyncConfig(Section):
     bucket_size_mb: Megabytes = 256
     """Size of a flat bucket; on CPU at most 64."""
     timeout_s: Seconds = 300.0
     """Deadline of one weight push. A server that is lost meanwhile is left out; an error names the server or rank."""
+    pause_mode: Annotated[PauseMode, ActsIf(IsNot("actor_rollout_ref.rollout.max_staleness", 0))] = "retract"
+    """How servers go on with responses that a push interrupts: retract reads them again with the new weights; in_place
+    keeps what the old weights made of them, which is faster, and makes the log-probs of later tokens inexact."""
     verify: bool = False
     """After each push compare a sample of tensors on every server with the trainer's, bit for bit."""
     verify_num_tensors: PositiveInt = 8
@@ -83,9 +89,9 @@ class TrainerConfig(Section):
     experiment_name: MayChangeOnResume[str] = "run"
     """Name of the run folder, below runs/."""
     run_dir: MayChangeOnResume[str | None] = None
-    """Run folder; none = runs/EXPERIMENT_NAME."""
+    """Run folder; null = runs/EXPERIMENT_NAME."""
     log_dir: MayChangeOnResume[str | None] = None
-    """Folder of the processes' log files; none = logs/ of the run folder."""
+    """Folder of the processes' log files; null = logs/ of the run folder."""
     nnodes: MayChangeOnResume[NumProcesses] = 1
     """Trainer nodes."""
     n_procs_per_node: MayChangeOnResume[NumProcesses] = 1
@@ -109,7 +115,7 @@ class TrainerConfig(Section):
     save_interval: MayChangeOnResume[BoundedInt] = -1
     """Rollout steps between checkpoints, with one after the last step; -1 = only when the run is asked to stop."""
     keep_last: MayChangeOnResume[PositiveInt | None] = None
-    """Newest checkpoints that are kept, older ones are deleted; none = all."""
+    """Newest checkpoints that are kept, older ones are deleted; null = all."""
     keep_every: MayChangeOnResume[Annotated[PositiveInt | None, ActsIf(IsNot("keep_last", None))]] = None
     """Checkpoints of steps that are a multiple of this are kept as well."""
     async_save: MayChangeOnResume[bool] = True

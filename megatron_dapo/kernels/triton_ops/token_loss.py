@@ -24,8 +24,8 @@ NUM_WARPS = 4
 LARGEST_LOG_RATIO = tl.constexpr(20.0)
 LARGEST_KL = tl.constexpr(10.0)
 POINTERS = (
-    "log_probs weights advantages old_log_probs ref_log_probs rollout_log_probs is_current exp_mask entropy count "
-    "grad_log_probs grad_entropy grad_kl partials"
+    "log_probs weights advantages old_log_probs ref_log_probs rollout_log_probs is_current is_stale importance "
+    "exp_mask entropy count grad_log_probs grad_entropy grad_kl partials"
 ).split()
 
 
@@ -48,6 +48,7 @@ def token_loss(
     grad_kl = empty(num_tokens) if config.use_full_kl else None
     partials, totals = empty(num_blocks, num_columns, dtype=torch.float64), empty(num_columns, dtype=torch.float64)
 
+    assert tokens.importance is None or config.rollout_is_threshold is None, "tokens are weighed once"
     clip, off = config.clip, config.off_policy
     off_high = clip.high if off is None or off.clip_high is None else off.clip_high
     token_loss_kernel[(num_blocks,)](
@@ -58,6 +59,8 @@ def token_loss(
         _flat(kl_N if config.use_full_kl else tokens.ref_log_probs, config.use_kl_loss),
         _flat(tokens.rollout_log_probs, config.report_mismatch or config.rollout_is_threshold is not None),
         _flat(tokens.is_current, config.report_mismatch),
+        _flat(tokens.is_stale, config.report_stale),
+        _flat(tokens.importance),
         _flat(tokens.exp_mask, off is not None),
         _flat(entropy_N, config.report_entropy),
         tokens.count,
@@ -71,14 +74,19 @@ def token_loss(
         float("inf") if clip.dual is None else float(clip.dual),
         1.0 + off_high,
         0.0 if off is None else float(off.beta),
+        0.0 if config.rollout_is_threshold_lower is None else float(config.rollout_is_threshold_lower),
         float("inf") if config.rollout_is_threshold is None else float(config.rollout_is_threshold),
         float(config.kl_loss_coef),
         float(config.entropy_coef),
+        CISPO=config.policy_loss == "cispo",
         KL=config.kl_loss_type if config.use_kl_loss else "none",
         OFF_POLICY="none" if off is None else off.mode,
-        TIS=config.rollout_is_threshold is not None,
+        IS=_importance(config),
         MISMATCH=config.report_mismatch,
-        NUM_COLUMNS=num_columns,
+        STALE=config.report_stale,
+        BYPASS=config.bypass_mode,
+        SUMS=sum_names,
+        MAXIMA=max_names,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
@@ -97,6 +105,13 @@ def token_loss(
     return TokenLoss(loss, grad_log_probs, grad_entropy, totals[:num_sums].view(-1, 2), totals[num_sums:], grad_kl)
 
 
+def _importance(config: LossConfig) -> str:
+    """Return what becomes of a ratio to the server that is out of bounds; "none" where tokens have no such weight."""
+    if config.rollout_is_threshold is None:
+        return "none"
+    return "truncate" if config.rollout_is_threshold_lower is None else "mask"
+
+
 def _flat(values: Tensor | None, is_read: bool = True) -> Tensor | None:
     if values is None or not is_read:
         return None
@@ -113,27 +128,34 @@ def token_loss_kernel(
     ref_log_probs,  # with KL == "full" the KL itself
     rollout_log_probs,
     is_current,
+    is_stale,
+    importance,
     exp_mask,
     entropy,
     count,  # scalar
     grad_log_probs,  # [N]
     grad_entropy,  # [N], or None, as is
     grad_kl,
-    partials,  # [blocks, NUM_COLUMNS] float64: (sum, count) of every row of `metric_names`, then the maxima
+    partials,  # [blocks, columns] float64: (sum, count) of every name of SUMS, then MAXIMA
     num_tokens,
     ratio_low,
     ratio_high,
     dual,
     off_ratio_high,
     beta,
+    rollout_is_threshold_lower,
     rollout_is_threshold,
     kl_coef,
     entropy_coef,
+    CISPO: tl.constexpr,
     KL: tl.constexpr,
     OFF_POLICY: tl.constexpr,
-    TIS: tl.constexpr,
+    IS: tl.constexpr,
     MISMATCH: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
+    STALE: tl.constexpr,
+    BYPASS: tl.constexpr,
+    SUMS: tl.constexpr,  # both from `metric_names`
+    MAXIMA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -153,8 +175,14 @@ def token_loss_kernel(
     # the policy's loss and its derivative by the log-prob, before weights
     log_ratio = _clamped(lp - old)
     ratio = tl.exp(log_ratio)
-    loss, slope, too_bad = _clipped(ratio, adv, ratio_low, ratio_high, dual)
-    replayed = counted & (w == 0.0)  # nowhere
+    nowhere = counted & (w == 0.0)
+    if CISPO:
+        slope = -adv * _bounded(ratio, ratio_low, ratio_high)
+        loss = slope * lp
+        too_bad = nowhere
+    else:
+        loss, slope, too_bad = _clipped(ratio, adv, ratio_low, ratio_high, dual)
+    replayed = nowhere
     if exp_mask is not None:
         replayed = tl.load(exp_mask + token, mask=counted, other=0) != 0
         if OFF_POLICY == "dapo_clip_higher":
@@ -163,12 +191,23 @@ def token_loss_kernel(
             off_loss, off_slope = _shaped(ratio, adv, beta)
         loss = tl.where(replayed, off_loss, loss)
         slope = tl.where(replayed, off_slope, slope)
-    slope = tl.where(log_ratio == lp - old, slope, 0.0)
-    if TIS:
+    if CISPO:  # of which no token loses its gradient
+        slope = tl.where((log_ratio == lp - old) | (replayed == 0), slope, 0.0)
+    else:
+        slope = tl.where(log_ratio == lp - old, slope, 0.0)
+    if importance is not None:
+        factor = tl.load(importance + token, mask=counted, other=0.0).to(tl.float32)
+        loss *= factor
+        slope *= factor
+    if IS != "none":
         server_ratio = tl.exp(_clamped(old - rollout))
-        importance = tl.where(server_ratio > rollout_is_threshold, rollout_is_threshold, server_ratio)
-        loss *= importance
-        slope *= importance
+        is_outside = server_ratio > rollout_is_threshold
+        bounded = tl.where(is_outside, rollout_is_threshold, server_ratio)
+        if IS == "mask":
+            is_outside = is_outside | (server_ratio < rollout_is_threshold_lower)
+            bounded = tl.where(is_outside, 0.0, server_ratio)
+        loss *= bounded
+        slope *= bounded
     policy = w * loss
     total = policy
     grad = w * slope
@@ -192,53 +231,81 @@ def token_loss_kernel(
     if grad_kl is not None:
         tl.store(grad_kl + token, kl_coef * w, mask=is_inside)
 
-    # one row per metric of `dapo_loss`, in the order of its names (`metric_names`)
+    # the metrics of `dapo_loss`, by name; what one needs alone is computed just before it, or registers spill
     on_policy = counted & (replayed == 0)
     num_counted = _number(counted)
     num_on_policy = _number(on_policy)
     batch_count = tl.where(block == 0, tl.load(count).to(tl.float64), 0.0)
     policy_sum = tl.sum(policy, 0)
     ratio_sum = tl.sum(tl.where(counted, ratio, 0.0), 0)
-    row = partials + block * NUM_COLUMNS
-    row = _put(row, tl.sum(total, 0), batch_count)
-    row = _put(row, policy_sum, batch_count)
+    row = partials + block * (2 * len(SUMS) + len(MAXIMA))
+    _put(row, SUMS, "actor/loss", tl.sum(total, 0), batch_count)
+    _put(row, SUMS, "actor/pg_loss", policy_sum, batch_count)
     if OFF_POLICY == "none":
-        row = _put(row, policy_sum, batch_count)
+        _put(row, SUMS, "actor/on_pg_loss", policy_sum, batch_count)
     else:
-        row = _put(row, tl.sum(tl.where(on_policy, policy, 0.0), 0), tl.sum(tl.where(on_policy, w, 0.0), 0))
-    row = _put(row, _number(on_policy & (adv > 0.0) & (ratio > ratio_high)), num_on_policy)
-    row = _put(row, _number(on_policy & (adv < 0.0) & (ratio < ratio_low)), num_on_policy)
-    row = _put(row, _number(on_policy & too_bad), num_on_policy)
-    row = _put(row, tl.sum(-log_ratio, 0), num_counted)
-    row = _put(row, ratio_sum, num_counted)
+        own_sum = tl.sum(tl.where(on_policy, policy, 0.0), 0)
+        _put(row, SUMS, "actor/on_pg_loss", own_sum, tl.sum(tl.where(on_policy, w, 0.0), 0))
+    has_upper_bound = on_policy
+    has_lower_bound = on_policy
+    if not CISPO:
+        has_upper_bound = on_policy & (adv > 0.0)
+        has_lower_bound = on_policy & (adv < 0.0)
+    _put(row, SUMS, "actor/on_pg_clipfrac", _number(has_upper_bound & (ratio > ratio_high)), num_on_policy)
+    _put(row, SUMS, "actor/on_pg_clipfrac_lower", _number(has_lower_bound & (ratio < ratio_low)), num_on_policy)
+    _put(row, SUMS, "actor/dual_clipfrac", _number(on_policy & too_bad), num_on_policy)
+    _put(row, SUMS, "actor/ppo_kl", tl.sum(-log_ratio, 0), num_counted)
+    _put(row, SUMS, "actor/ratio_mean", ratio_sum, num_counted)
     if OFF_POLICY != "none":
-        row = _put(row, tl.sum(tl.where(replayed, policy, 0.0), 0), tl.sum(tl.where(replayed, w, 0.0), 0))
-        row = _put(row, num_counted - num_on_policy, num_counted)
-    row = _put(row, tl.sum(-lp, 0), num_counted)
-    if TIS:
-        row = _put(row, tl.sum(tl.where(counted, importance, 0.0), 0), num_counted)
-        row = _put(row, _number(counted & (server_ratio > rollout_is_threshold)), num_counted)
+        off_sum = tl.sum(tl.where(replayed, policy, 0.0), 0)
+        _put(row, SUMS, "actor/off_pg_loss", off_sum, tl.sum(tl.where(replayed, w, 0.0), 0))
+        _put(row, SUMS, "exp_mask_ratio", num_counted - num_on_policy, num_counted)
+    _put(row, SUMS, "actor/entropy_sampled", tl.sum(-lp, 0), num_counted)
+    if IS != "none":
+        _put(row, SUMS, "actor/rollout_is_mean", tl.sum(tl.where(counted, bounded, 0.0), 0), num_counted)
+        _put(row, SUMS, "actor/rollout_is_truncated", _number(counted & is_outside), num_counted)
     if entropy is not None:
-        row = _put(row, tl.sum(h, 0), num_counted)
+        _put(row, SUMS, "actor/entropy", tl.sum(h, 0), num_counted)
     if ref_log_probs is not None:
-        row = _put(row, tl.sum(weighted_kl, 0), batch_count)
-    diff_sum = ratio_sum
+        _put(row, SUMS, "actor/kl_loss", tl.sum(weighted_kl, 0), batch_count)
     if MISMATCH:
         compared = counted
         if is_current is not None:
             compared = tl.load(is_current + token, mask=counted, other=0) != 0
+        trainer = old
+        if BYPASS:
+            trainer = lp
         num_compared = _number(compared)
-        diff = tl.where(compared, old - rollout, 0.0)
+        diff = tl.where(compared, trainer - rollout, 0.0)
         weight = tl.where(compared, tl.exp(_clamped(diff)), 0.0)
+        weight_sum = tl.sum(weight, 0)
+        square_sum = tl.sum(weight * weight, 0)
         diff_sum = tl.sum(tl.abs(diff), 0)
-        row = _put(row, tl.sum(-diff, 0), num_compared)
-        row = _put(row, tl.sum(_exp_minus_1_minus(_clamped(diff)), 0), num_compared)
-        row = _put(row, diff_sum, num_compared)
-        row = _put(row, tl.sum(weight, 0), num_compared)
-        row = _put(row, tl.sum(weight * weight, 0), num_compared)
-    tl.store(row, _largest(tl.where(counted, ratio, 0.0), ratio_sum).to(tl.float64))
+        _put(row, SUMS, "actor/rollout_kl", tl.sum(-diff, 0), num_compared)
+        _put(row, SUMS, "actor/rollout_k3", tl.sum(_exp_minus_1_minus(_clamped(diff)), 0), num_compared)
+        _put(row, SUMS, "actor/rollout_abs_diff", diff_sum, num_compared)
+        _put(row, SUMS, "_rollout_weight", weight_sum, num_compared)
+        _put(row, SUMS, "_rollout_weight_squared", square_sum, num_compared)
+        if STALE:
+            older = nowhere
+            if is_stale is not None:
+                older = tl.load(is_stale + token, mask=counted, other=0) != 0
+            num_older = _number(older)
+            older_diff = tl.where(older, trainer - rollout, 0.0)
+            older_weight = tl.where(older, tl.exp(_clamped(older_diff)), 0.0)
+            older_weight_sum = tl.sum(older_weight, 0)
+            older_square_sum = tl.sum(older_weight * older_weight, 0)
+            _put(row, SUMS, "actor/rollout_kl_stale", tl.sum(-older_diff, 0), num_older)
+            _put(row, SUMS, "actor/rollout_k3_stale", tl.sum(_exp_minus_1_minus(_clamped(older_diff)), 0), num_older)
+            _put(row, SUMS, "_rollout_weight_stale", older_weight_sum, num_older)
+            _put(row, SUMS, "_rollout_weight_squared_stale", older_square_sum, num_older)
+            num_both = num_compared + num_older
+            _put(row, SUMS, "_rollout_weight_all", weight_sum + older_weight_sum, num_both)
+            _put(row, SUMS, "_rollout_weight_squared_all", square_sum + older_square_sum, num_both)
+    maxima = row + 2 * len(SUMS)
+    _put_largest(maxima, MAXIMA, "actor/ratio_max", tl.where(counted, ratio, 0.0), ratio_sum)
     if MISMATCH:
-        tl.store(row + 1, _largest(tl.abs(diff), diff_sum).to(tl.float64))
+        _put_largest(maxima, MAXIMA, "actor/rollout_abs_diff_max", tl.abs(diff), diff_sum)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -270,14 +337,19 @@ def reduce_kernel(
 @triton.jit
 def _clamped(x):
     """x within +-20; NaN stays."""
-    return tl.where(x > LARGEST_LOG_RATIO, LARGEST_LOG_RATIO, tl.where(x < -LARGEST_LOG_RATIO, -LARGEST_LOG_RATIO, x))
+    return _bounded(x, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+@triton.jit
+def _bounded(x, low, high):
+    return tl.where(x > high, high, tl.where(x < low, low, x))
 
 
 @triton.jit
 def _clipped(ratio, adv, low, high, dual):
     """The clipped loss, its derivative by the log of the ratio, and where the dual clip acts."""
     free = -adv * ratio
-    bounded = -adv * tl.where(ratio > high, high, tl.where(ratio < low, low, ratio))
+    bounded = -adv * _bounded(ratio, low, high)
     is_free = free >= bounded
     too_bad = (adv < 0.0) & (ratio > dual)
     loss = tl.where(too_bad, -adv * dual, tl.where(is_free, free, bounded))
@@ -323,14 +395,25 @@ def _number(is_true):
     return tl.sum(tl.where(is_true, 1.0, 0.0), 0)
 
 
-@triton.jit
-def _largest(values, total):
-    return tl.where(total != total, total, tl.max(values, 0))
+@triton.constexpr_function
+def _position(names, name):
+    """The place of a name among the names; with a name that is not there the compilation fails."""
+    declared = list(names)  # Triton's tuple has no index()
+    if name not in declared:
+        raise ValueError(f"the loss kernel stores {name}, which dapo_loss does not declare with this config")
+    return declared.index(name)
 
 
 @triton.jit
-def _put(row, total, number):
-    """Stores a (sum, count) and returns where the next goes."""
-    tl.store(row, total.to(tl.float64))
-    tl.store(row + 1, number.to(tl.float64))
-    return row + 2
+def _put(row, NAMES: tl.constexpr, NAME: tl.constexpr, total, number):
+    """Stores the (sum, count) of a metric."""
+    place = row + 2 * _position(NAMES, NAME)
+    tl.store(place, total.to(tl.float64))
+    tl.store(place + 1, number.to(tl.float64))
+
+
+@triton.jit
+def _put_largest(row, NAMES: tl.constexpr, NAME: tl.constexpr, values, total):
+    """Stores the largest value; NaN where the total is NaN, which a maximum does not pass on."""
+    largest = tl.where(total != total, total, tl.max(values, 0))
+    tl.store(row + _position(NAMES, NAME), largest.to(tl.float64))

@@ -1,0 +1,61 @@
+"""How many prompts may be drawn now. Pure: plain numbers in, plain numbers out.
+
+The trainer pushes its weights once per rollout step: version 0, or after a resume that of the last step done, before
+the first step; version s after step s, in the critic's warm-up too. So step s is asked for when the servers hold
+version s - 1, and a token that version w wrote and step s trains on is s - 1 - w versions old.
+"""
+
+import math
+
+_NUM_DEVIATIONS = 1.5  # of the number of groups with signal that a wave may lack: one in 15 is followed by another
+
+
+def paced(
+    *, num_steps: int, size: int, num_ready: int, num_open: int, version: int, max_staleness: int, total_steps: int
+) -> bool:
+    """Return whether one more prompt may be drawn, so that no token gets older than max_staleness versions.
+
+        num_steps * size + num_ready + num_open < min(version + 1 + max_staleness, total_steps) * size
+
+    Args:
+        num_steps: number of the last step that was handed to the trainer.
+        size: groups per step (`data.train_batch_size`).
+        num_ready: groups with signal that wait; a batch that is closed short counts as `size` (`GroupQueue.num_ready`).
+        num_open: draws of which it is not decided yet whether they carry signal.
+        version: of the weights that all servers in use have confirmed; those of the next push come later.
+        max_staleness: the bound K. total_steps: of the run: nothing is drawn that no step would train on.
+
+    The bound: steps take groups in the order of their draws, `size` each. So a prompt that is drawn now is at most
+    group number (version + 1 + K) * size, and is trained on in a step s <= version + 1 + K; a group that is dropped
+    only moves those behind it forward. None of its tokens is older than `version`: their age is s - 1 - version <= K.
+    The rule looks at the number of the step and not at totals of the run, so that it holds after a resume too.
+
+    No deadlock: while the trainer waits for step num_steps + 1 <= total_steps it has pushed version num_steps, so that
+    the right side is at least (num_steps + 1) * size, and a prompt may be drawn as long as ready and open groups do not
+    fill the step.
+    """
+    return num_steps * size + num_ready + num_open < min(version + 1 + max_staleness, total_steps) * size
+
+
+def wave_size(*, size: int, num_ready: int, gen_batch_size: int, acceptance: float) -> int:
+    """Return how many prompts to draw at once for a step that its own weights have to write, when nothing is open.
+
+    The smallest number that gives the missing groups although it lacks 1.5 standard deviations of a binomial
+    distribution, at most gen_batch_size. Another wave for a few groups takes as long as the longest response of this
+    one; some more prompts cost little.
+
+    Args:
+        size: groups per step; num_ready: those of them that are there.
+        gen_batch_size: the most that are drawn at once.
+        acceptance: share of groups with signal, 0 to 1; 0 = none was seen yet.
+
+    n a - z sqrt(n a (1 - a)) = missing is a quadratic equation in sqrt(n).
+    """
+    missing = size - num_ready
+    if missing <= 0:
+        return 0
+    if acceptance <= 0:
+        return gen_batch_size
+    half = _NUM_DEVIATIONS * math.sqrt(acceptance * (1 - acceptance)) / 2
+    root = (half + math.sqrt(half**2 + acceptance * missing)) / acceptance
+    return min(math.ceil(root**2 - 1e-9), gen_batch_size)
