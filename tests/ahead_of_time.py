@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -26,11 +26,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
-from megatron_dapo.algorithms.policy_loss import OffPolicy
 from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.statistics import Merged
 from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_gradient, row_statistics
 from megatron_dapo.kernels.triton_ops.token_loss import token_loss
+from tests.token_loss_oracle import BYPASS, EVERYTHING
 
 TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"
 SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that one program can have
@@ -102,7 +102,7 @@ def _with_kl(shape: str) -> Callable[[], object]:
 def _loss(config: LossConfig, *fields: str) -> Callable[[], object]:
     def launch():
         row = _meta(CHUNK)
-        masks = {name: _meta(CHUNK, dtype=torch.bool) for name in fields if name in ("is_current", "exp_mask")}
+        masks = {name: _meta(CHUNK, dtype=torch.bool) for name in fields if name in _MASKS}
         tokens = TokenBatch(row, _meta(dtype=torch.int64), row, **dict.fromkeys(fields, row) | masks)
         token_loss(row, row if config.report_entropy else None, tokens, config, row if config.use_full_kl else None)
 
@@ -110,14 +110,7 @@ def _loss(config: LossConfig, *fields: str) -> Callable[[], object]:
 
 
 _FP32, _BF16 = torch.float32, torch.bfloat16
-_EVERYTHING = LossConfig(
-    use_kl_loss=True,
-    kl_loss_coef=0.1,
-    entropy_coef=0.1,
-    report_entropy=True,
-    off_policy=OffPolicy(),
-    rollout_is_threshold=2.0,
-)
+_MASKS = ("is_current", "is_stale", "exp_mask")
 _ALL_FIELDS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "is_current", "exp_mask")
 CASES: dict[str, Callable[[], object]] = {
     "row statistics, 32B TP 8, fp32": _statistics("32B, TP 8", _FP32, True),
@@ -133,7 +126,9 @@ CASES: dict[str, Callable[[], object]] = {
     "full KL, 32B TP 8": _with_kl("32B, TP 8"),
     "full KL, 7B": _with_kl("7B"),
     "token loss": _loss(LossConfig(report_entropy=True), "old_log_probs", "rollout_log_probs"),
-    "token loss, everything on": _loss(_EVERYTHING, *_ALL_FIELDS),
+    "token loss, everything on": _loss(EVERYTHING, *_ALL_FIELDS),
+    "token loss, everything on, CISPO": _loss(replace(EVERYTHING, policy_loss="cispo"), *_ALL_FIELDS),
+    "token loss, weighed before, of older weights too": _loss(BYPASS, *_ALL_FIELDS, "is_stale", "importance"),
     "token loss, full KL": _loss(
         LossConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="full"), "rollout_log_probs"
     ),

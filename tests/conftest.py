@@ -26,6 +26,17 @@ hypothesis.settings.register_profile("megatron_dapo", deadline=None, max_example
 hypothesis.settings.load_profile("megatron_dapo")
 
 
+# A test that starts processes has deadlines of its own, which say who is missing. This one catches what they do not,
+# also on a machine that is busy with other work; unit tests have that of pyproject.toml.
+PROCESSES_TIMEOUT_S = 1800
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(layer) for layer in ("distributed", "e2e", "slurm")):
+            item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))
+
+
 @pytest.fixture(autouse=True)
 def no_end_on_record() -> None:
     """What one test's program noted of its end is not the next one's."""

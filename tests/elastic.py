@@ -122,8 +122,8 @@ def train(config: Config, servers: Servers, look: Callable[[int], bool | None] =
     config_file, urls_file = run.logs / "config.yaml", run.path / "servers.txt"
     write_whole(config_file, to_yaml(config))
     write_whole(urls_file, "".join(f"{url}\n" for url in servers.urls))
-    given = {"server_urls_file": urls_file, "server_api_key_file": make_server_key(config)}
-    overrides = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in given.items()]
+    server_keys = {"server_urls_file": urls_file, "server_api_key_file": make_server_key(config)}
+    overrides = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in server_keys.items()]
     ranks = TrainerRanks(config, run, trainer_command(str(config_file), overrides), EndFolder(run.ends, start=""))
     are_lost = False
     try:
@@ -157,29 +157,30 @@ class Accounts:
 
 
 def check_accounts(config: Config, num_steps: int) -> Accounts:
-    """Every uid was trained exactly n times, none was lost or came twice, and every token is of the version that was
-    due: that of the step before, or for groups that an earlier step left over, of theirs."""
+    """Every uid was trained exactly n times, none was lost or came twice, and no token is older than `max_staleness`
+    allows, or newer than the version that the step was asked for with."""
     run, n = RunFolder.of(config.trainer), config.actor_rollout_ref.rollout.n
     records = {record["step"]: record for record in read_metrics(run.metrics) if "actor/loss" in record}
     assert sorted(records)[:num_steps] == list(range(1, num_steps + 1))
     seen: set[str] = set()
-    totals = dict.fromkeys(("num_gen_batches", "num_kept_groups", "num_filtered_groups"), 0)
+    totals = dict.fromkeys(("dapo/num_gen_batches", "dapo/num_kept_groups", "dapo/num_filtered_groups"), 0.0)
     surplus = 0
+    max_staleness = config.actor_rollout_ref.rollout.max_staleness
     for step in range(1, num_steps + 1):
         groups = read_batch(run.batches, step).groups
         assert 0 < len(groups) <= config.data.train_batch_size
-        for position, group in enumerate(groups):
+        for group in groups:
             assert group.uid not in seen, f"{group.uid} is trained twice"
             seen.add(group.uid)
             assert len(group.samples) == n and all(sample.uid == group.uid for sample in group.samples)
             versions = {version for sample in group.samples for version in sample.weight_versions}
-            is_surplus = position < records[step]["rollout/num_surplus_groups_used"]
-            assert len(versions) == 1 and (versions <= set(range(step - 1)) if is_surplus else versions == {step - 1})
+            assert versions <= set(range(step - 1 - max_staleness, step))
         for name in totals:
-            totals[name] += int(records[step][f"dapo/{name}"])
+            totals[name] += records[step][name]
         surplus += int(records[step]["dapo/num_kept_groups"]) - len(groups)
-    drawn = totals["num_gen_batches"] * (config.data.gen_batch_size or config.data.train_batch_size)
-    accounts = Accounts(len(seen), totals["num_filtered_groups"], surplus, drawn)
+    gen_batch_size = config.data.gen_batch_size or config.data.train_batch_size
+    drawn = round(totals["dapo/num_gen_batches"] * gen_batch_size)
+    accounts = Accounts(len(seen), int(totals["dapo/num_filtered_groups"]), surplus, drawn)
     assert accounts.num_trained + accounts.num_filtered + accounts.num_left == accounts.num_drawn, accounts
     assert max(int(uid.partition("-")[0]) for uid in seen) < drawn, "a draw that no gen batch counts"
     return accounts
@@ -187,10 +188,10 @@ def check_accounts(config: Config, num_steps: int) -> Accounts:
 
 def fingerprints(config: Config, num_steps: int) -> dict[int, set[float]]:
     """Weight version -> the log-probs of its tokens, which a stand-in takes from the weights that it holds."""
-    run, found = RunFolder.of(config.trainer), {}
+    run, by_version = RunFolder.of(config.trainer), {}
     for step in range(1, num_steps + 1):
         for group in read_batch(run.batches, step).groups:
             for sample in group.samples:
                 for version, log_prob in zip(sample.weight_versions, sample.rollout_log_probs, strict=True):
-                    found.setdefault(version, set()).add(log_prob)
-    return found
+                    by_version.setdefault(version, set()).add(log_prob)
+    return by_version

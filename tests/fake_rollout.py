@@ -6,6 +6,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.data.types import RolloutBatch, Sample
 from megatron_dapo.rollout.controller import Controller
 
 EOS = "<eos>"
@@ -23,7 +24,7 @@ PROMPT_LENGTH, SHORT, LONG = 1, 2, 8  # tokens; a long response reaches max_resp
 MIXED, RIGHT, WRONG = ("right", "wrong"), ("right", "right"), ("wrong", "wrong")
 
 REWARD = """
-def judge(data_source, response, ground_truth, extra_info):
+def score(data_source, response, ground_truth, extra_info):
     if response.startswith("wrong") and extra_info.get("crash"):
         raise ValueError("scripted")
     return {"score": float(response.startswith("right")), "correct": response.startswith("right")}
@@ -73,18 +74,19 @@ class FakeServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/ready", self._ready),
+            web.get("/server_info", self._server_info),
+            web.get("/model_info", self._model_info),
+            web.get("/health", self._health),
+            web.post("/continue_generation", self._continue),
+            web.post("/generate", self._generate),
+        ]
+
     async def start(self) -> "FakeServer":
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/ready", self._ready),
-                web.get("/server_info", self._server_info),
-                web.get("/model_info", self._model_info),
-                web.get("/health", self._health),
-                web.post("/continue_generation", self._continue),
-                web.post("/generate", self._generate),
-            ]
-        )
+        app.add_routes(self.routes())
         self._runner = web.AppRunner(app, shutdown_timeout=0.05)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
@@ -107,7 +109,7 @@ class FakeServer:
         return web.json_response({})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({})
+        return web.json_response({"version": "0.5.23"})
 
     async def _model_info(self, request: web.Request) -> web.Response:
         while self.is_frozen:
@@ -150,6 +152,112 @@ class FakeServer:
         }
 
 
+def weights_of(version: int) -> float:
+    """What stands for the weights of a version; unlike the versions they say nothing of themselves."""
+    return 0.001 + (version * 0.6180339887) % 1.0
+
+
+def mislabelled(sample: Sample) -> list[tuple[int, float]]:
+    """The tokens, each as its version and log-prob, that other weights wrote than those of their version."""
+    pairs = zip(sample.weight_versions, sample.rollout_log_probs, strict=True)
+    return [(version, log_prob) for version, log_prob in pairs if log_prob != -weights_of(version)]
+
+
+class WritingServer(FakeServer):
+    """Writes token by token, at the pace `token_s`, the responses whose lengths `length` draws. It may be pushed to
+    meanwhile. The log-prob of a token is the negative of the weights that wrote it, whatever the version says.
+
+    As SGLang 0.5.23: a response's spans tell which versions wrote it; an abort ends every request whose id begins with
+    the given one, with the tokens that it has, or without any while `retract` pauses; a prefix that was read under the
+    same salt is read from the cache, with the weights of then.
+    """
+
+    def __init__(
+        self,
+        length: Callable[[], int],
+        token_s: float = 0.01,
+        version: int = 1,
+        word: Callable[[], str] = lambda: "right",
+    ) -> None:
+        super().__init__(Script(), version)
+        self.length, self.token_s, self.word = length, token_s, word
+        self.weights = weights_of(version)
+        self.pause_mode = "retract"
+        self.cached: dict[tuple[str | None, tuple[int, ...]], float] = {}  # (salt, prefix) -> weights that read it
+        self.num_old_prefixes = 0  # prefixes that other weights had read than those of the request's first token
+        self._aborted: set[str] = set()
+        self._running: set[str] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.post("/abort_request", self._abort)]
+
+    async def push(self, version: int, seconds: float = 0.02, fails: bool = False) -> None:
+        """As the trainer does in two buckets. fails: the second one never comes, and the server goes on."""
+        self.is_paused = True
+        await asyncio.sleep(seconds / 2)
+        self.version, self.weights = -1, (self.weights + weights_of(version)) / 2
+        await asyncio.sleep(seconds / 2)
+        if not fails:
+            self.version, self.weights = version, weights_of(version)
+            if self.pause_mode == "retract":
+                self.cached.clear()
+        self.is_paused = False
+
+    async def start(self) -> "WritingServer":
+        self.cached.clear()
+        await super().start()
+        return self
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        beginning = (await request.json())["rid"]
+        self._aborted |= {running for running in self._running if running.startswith(beginning)}
+        return web.Response()  # SGLang's answer has no body
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        fields = await request.json()
+        self.requests.append(fields)
+        self.num_open += 1
+        self._running.add(fields["rid"])
+        try:
+            return web.json_response(await self._write(fields))
+        finally:
+            self.num_open -= 1
+            self._running.discard(fields["rid"])
+
+    async def _write(self, fields: dict) -> dict:
+        key = (fields.get("cache_salt"), tuple(fields["input_ids"]))
+        limit = fields["sampling_params"]["max_new_tokens"]
+        length = self.length()
+        written: list[tuple[int | str, float, int]] = []
+        reason = "length" if length > limit else "stop"
+        while len(written) < min(length, limit):
+            await asyncio.sleep(self.token_s)
+            while self.is_paused and fields["rid"] not in self._aborted:
+                await asyncio.sleep(self.token_s)
+            if fields["rid"] in self._aborted:
+                reason = "abort"
+                if self.is_paused and self.pause_mode == "retract":
+                    written.clear()
+                break
+            if not written:
+                self.num_old_prefixes += self.cached.setdefault(key, self.weights) != self.weights
+            is_last = len(written) == length - 1
+            written.append((self.version, -self.weights, 0 if is_last else WORDS.index(self.word())))
+        spans, start = [], 0
+        for version, some in groupby(version for version, _, _ in written):
+            end = start + len(list(some))
+            spans.append({"version": str(version), "start": start, "end": end})
+            start = end
+        return {
+            "output_ids": [token for _, _, token in written],
+            "meta_info": {
+                "output_token_logprobs": [[log_prob, token, None] for _, log_prob, token in written],
+                "finish_reason": {"type": reason},
+                "weight_versions": spans,
+            },
+        }
+
+
 def write_files(folder: Path, num_prompts: int = 100, num_val: int = 0, extra_info: dict | None = None) -> None:
     """tokenizer, train.jsonl, val.jsonl (prompts p0, p1, ...) and the reward module."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -186,7 +294,7 @@ def make_config(folder: Path, servers: Sequence[FakeServer | str], *overrides: s
             "actor_rollout_ref.rollout.server.startup_timeout_s=60.0",
             "algorithm.dapo.enable=true",
             "algorithm.dapo.dynamic_sampling.enable=true",
-            "reward.function=fake_rewards:judge",
+            "reward.function=fake_rewards:score",
             "reward.num_workers=1",
             f"trainer.run_dir={folder}/run",
             *overrides,

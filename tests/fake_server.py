@@ -14,8 +14,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     answers: Path | None = None  # a JSON file: route -> status, none = no answer at all
 
     def do_GET(self) -> None:
-        given = {"/ready": 200} | (json.loads(self.answers.read_text()) if self.answers else {})
-        status = given.get(self.path, 404)
+        statuses = {"/ready": 200} | (json.loads(self.answers.read_text()) if self.answers else {})
+        status = statuses.get(self.path, 404)
         if status is None:
             time.sleep(600)
         self.send_response(status)

@@ -53,6 +53,6 @@ def check_full_kl(case: HeadCase) -> None:
     # a sum of differences of two log-probs
     torch.testing.assert_close(kl.double(), expected.detach(), rtol=2 * bounds.log_prob, atol=2 * bounds.log_prob)
     pairs = ((grad_hidden[rows], exact[0].grad, bounds.grad_hidden), (grad_weight, exact[1].grad, bounds.grad_weight))
-    for ours, theirs, bound in pairs:
-        error = ((ours.double() - theirs).norm() / theirs.norm()).item()
+    for grad, exact_grad, bound in pairs:
+        error = ((grad.double() - exact_grad).norm() / exact_grad.norm()).item()
         assert error <= bound, f"a gradient is off by {error:.1e} of its norm"

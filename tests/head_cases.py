@@ -148,11 +148,11 @@ def distribution(hidden, weight, case: Case, counted, temperature) -> Tensor:
     return torch.log_softmax(logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature), -1)
 
 
-def full_kl_of(hidden, weight, case: Case, given: Inputs) -> Tensor:
+def full_kl_of(hidden, weight, case: Case, inputs: Inputs) -> Tensor:
     """torch's kl_div [N], gradient to hidden and weight."""
-    log_p = distribution(hidden, weight, case, given.counted, given.temperature)
-    its = given.ref_hidden_LH.double(), given.ref_weight_VH.double()
-    log_q = distribution(*its, case, given.counted, given.temperature)
+    log_p = distribution(hidden, weight, case, inputs.counted, inputs.temperature)
+    its = inputs.ref_hidden_LH.double(), inputs.ref_weight_VH.double()
+    log_q = distribution(*its, case, inputs.counted, inputs.temperature)
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
@@ -172,11 +172,11 @@ def oracle(case: Case) -> Answer:
     """float64 autograd of log_softmax and `dapo_loss` on the inputs as rounded to the case's dtype."""
     weight = inputs_of(case).weight_VH.double().requires_grad_()
     for micro_batch in range(case.num_micro_batches):
-        given = inputs_of(case, micro_batch)
-        hidden = given.hidden_LH.double().requires_grad_()
-        log_probs, entropy = log_probs_of(hidden, weight, case, given.counted, given.targets, given.temperature)
-        kl = full_kl_of(hidden, weight, case, given)
-        loss_sum = dapo_loss(TokenOutputs(log_probs, entropy, kl), given.tokens, loss_of(case)).loss_sum
+        inputs = inputs_of(case, micro_batch)
+        hidden = inputs.hidden_LH.double().requires_grad_()
+        log_probs, entropy = log_probs_of(hidden, weight, case, inputs.counted, inputs.targets, inputs.temperature)
+        kl = full_kl_of(hidden, weight, case, inputs)
+        loss_sum = dapo_loss(TokenOutputs(log_probs, entropy, kl), inputs.tokens, loss_of(case)).loss_sum
         loss_sum.backward()
     grad_weight = torch.zeros_like(weight) if weight.grad is None else weight.grad
     return Answer(*(x.detach() for x in (loss_sum, log_probs, entropy, kl)), hidden.grad, grad_weight)

@@ -335,14 +335,14 @@ def check_token_loss(case: HeadCase, loss: LossConfig = LOSS) -> None:
     expected = oracle(case)
     log_prob, entropy = expected.log_prob.float(), expected.entropy.float()
     ours = token_loss(log_prob, entropy, case.tokens, loss)
-    theirs = token_loss(log_prob.double(), entropy.double(), _as_double(case.tokens), loss)
+    exact = token_loss(log_prob.double(), entropy.double(), _as_double(case.tokens), loss)
     assert ours.grad_log_probs.dtype == torch.float32
     # float32: a few roundings of terms of order 1, in sums of N of them
-    torch.testing.assert_close(ours.loss_sum.double(), theirs.loss_sum, rtol=1e-5, atol=1e-6 * len(log_prob))
-    _close_in_norm(ours.grad_log_probs, theirs.grad_log_probs, 1e-5, "log-probs")
-    _close_in_norm(ours.grad_entropy, theirs.grad_entropy, 1e-6, "entropy")
-    torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=1e-6 * len(log_prob))
-    torch.testing.assert_close(ours.maxima, theirs.maxima, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.loss_sum.double(), exact.loss_sum, rtol=1e-5, atol=1e-6 * len(log_prob))
+    _close_in_norm(ours.grad_log_probs, exact.grad_log_probs, 1e-5, "log-probs")
+    _close_in_norm(ours.grad_entropy, exact.grad_entropy, 1e-6, "entropy")
+    torch.testing.assert_close(ours.sums, exact.sums, rtol=1e-5, atol=1e-6 * len(log_prob))
+    torch.testing.assert_close(ours.maxima, exact.maxima, rtol=1e-5, atol=1e-6)
 
 
 def _values_close(log_prob: Tensor, entropy: Tensor, expected: Oracle, bounds: Bounds) -> None:
@@ -354,8 +354,8 @@ def _values_close(log_prob: Tensor, entropy: Tensor, expected: Oracle, bounds: B
     assert error <= bounds.entropy, f"entropy off by {error:.1e}"
 
 
-def _close_in_norm(ours: Tensor, theirs: Tensor, bound: float, what: str) -> None:
-    error = (ours.double() - theirs).norm() / theirs.norm()
+def _close_in_norm(actual: Tensor, expected: Tensor, bound: float, what: str) -> None:
+    error = (actual.double() - expected).norm() / expected.norm()
     assert error <= bound, f"gradient of {what} off by {error:.1e} of its norm"
 
 

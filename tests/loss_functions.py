@@ -29,6 +29,28 @@ def dapo_with_kl(sequences):
     return loss + 0.1 * kl, count, {**metrics, "own/kl": (kl.detach(), count)}
 
 
+def gspo(sequences):
+    """Return GSPO (arXiv 2507.18071, eq. 5 and 7), clip 3e-4 and 4e-4, as a mean over responses: sum, responses."""
+    loss, clipped = 0.0, 0.0
+    for s in sequences:
+        ratio = (((s.log_probs - s.old_log_probs) * s.mask).sum() / s.mask.sum()).exp()
+        bounded = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+        loss = loss - torch.minimum(ratio * s.advantages[0], bounded * s.advantages[0])
+        clipped = clipped + s.mask.sum() * ((s.advantages[0] > 0) & (ratio > 1 + 4e-4))
+    return loss, len(sequences), {"own/clipfrac": (clipped.detach(), sum(s.mask.sum() for s in sequences))}
+
+
+def cispo(sequences):
+    """Return CISPO (arXiv 2506.13585, section 3.1) with a weight of at most 1.02: sum over tokens, tokens."""
+    loss, count, clipped = 0.0, 0.0, 0.0
+    for s in sequences:
+        ratio = (s.log_probs - s.old_log_probs).exp().detach()
+        loss = loss - (s.mask * ratio.clamp(max=1.02) * s.advantages * s.log_probs).sum()
+        count = count + s.mask.sum()
+        clipped = clipped + (s.mask * (ratio > 1.02)).sum()
+    return loss, count, {"own/clipfrac": (clipped, count)}
+
+
 def nothing(sequences):
     """Return a loss whose metric has a name of the trainer's."""
     return sum(s.log_probs.sum() for s in sequences), 1, {"actor/loss": (0.0, 1.0)}

@@ -27,9 +27,9 @@ def write_batches(folder: Path) -> Path:
 
 def arguments(batches: Path, run: Path, *overrides: str) -> list[str]:
     """Of the trainer. Made-up log-probs are no model's: they would be refused."""
-    given = ["algorithm.rollout_correction.max_mismatch=null"]
-    given += [f"trainer.run_dir={run}", f"trainer.total_training_steps={NUM_STEPS}", "trainer.logger=[jsonl]"]
-    return ["--config", str(REPOSITORY / "configs" / "demo.yaml"), "--replay", str(batches), *given, *overrides]
+    settings = ["algorithm.rollout_correction.max_mismatch=null"]
+    settings += [f"trainer.run_dir={run}", f"trainer.total_training_steps={NUM_STEPS}", "trainer.logger=[jsonl]"]
+    return ["--config", str(REPOSITORY / "configs" / "demo.yaml"), "--replay", str(batches), *settings, *overrides]
 
 
 def run(command: Sequence[str | Path], timeout_s: float = 240) -> subprocess.CompletedProcess:

@@ -17,9 +17,9 @@ def decode_inputs(lengths: list[int], num_heads: int, num_kv_heads: int, head_di
     req_to_token = slots[-50:].repeat(len(lengths) + 3, 1)  # rows of other requests, and past the ends: unused slots
     pool_indices = torch.randperm(len(lengths) + 3, generator=generator)[: len(lengths)]
     for row, length in zip(pool_indices.tolist(), lengths, strict=True):
-        mine, slots = slots[:length], slots[length:]
-        req_to_token[row, :length] = mine
-        caches[:, mine] = torch.randn(2, length, num_kv_heads, head_dim, generator=generator)
+        own, slots = slots[:length], slots[length:]
+        req_to_token[row, :length] = own
+        caches[:, own] = torch.randn(2, length, num_kv_heads, head_dim, generator=generator)
     query = torch.randn(len(lengths), num_heads, head_dim, generator=generator)
     return {
         "query": query,

@@ -30,6 +30,16 @@ def with_replayed(groups: list[Group]) -> list[Group]:
     return [changed(group) if number % 2 == 0 else group for number, group in enumerate(groups)]
 
 
+def with_older(groups: list[Group]) -> list[Group]:
+    """The same as if a push of weights had interrupted every response: older weights wrote its first half."""
+
+    def changed(sample: Sample) -> Sample:
+        length = sample.num_response_tokens
+        return replace(sample, weight_versions=(-1,) * (length // 2) + (0,) * (length - length // 2))
+
+    return [replace(group, samples=tuple(changed(sample) for sample in group.samples)) for group in groups]
+
+
 def _sample(rng: random.Random, uid: str, prompt: tuple[int, ...], vocab_size: int, max_response: int) -> Sample:
     length = rng.randint(1, max_response)
     reward = rng.choice([0.0, 1.0]) - 0.1 * rng.random()

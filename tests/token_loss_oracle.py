@@ -3,17 +3,20 @@
 Written with branches where the code under test has maxima and masks, so that no formula stands on both sides.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
-from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
+from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy
 
 FLOAT32 = 32 * 2.0**-23  # of a term: the log-ratio (up to 20) is rounded before exp, which is then squared
 FLOAT64 = 1e-12
@@ -54,7 +57,23 @@ def clipped(adv: float, ratio: float, low: float, high: float, dual: float | Non
     return -adv * ratio, -adv * ratio
 
 
-def policy(adv: float, ratio: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
+def policy(adv: float, log_ratio: float, lp: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
+    """Loss, and its derivative by the log-prob: of the clipped kinds by way of the clamped ratio."""
+    clip = config.clip
+    ratio = math.exp(clamp(log_ratio, 20.0))
+    if config.policy_loss == "cispo" and not replayed:
+        weight = ratio
+        if ratio > 1 + clip.high:
+            weight = 1 + clip.high
+        elif ratio < 1 - clip.low:
+            weight = 1 - clip.low
+        return -weight * adv * lp, -weight * adv
+    loss, slope = by_ratio(adv, ratio, replayed, config)
+    return loss, 0.0 if abs(log_ratio) > 20 else slope
+
+
+def by_ratio(adv: float, ratio: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
+    """Loss, and its derivative by the log of the ratio."""
     clip, off = config.clip, config.off_policy
     if replayed and off.mode == "exgrpo_policy_shaping":
         return -adv * ratio / (ratio + off.beta), -adv * ratio * off.beta / (ratio + off.beta) ** 2
@@ -77,27 +96,33 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
     by the log-prob, the gradient by the entropy. The batch's count is added by the caller: such rows count 0 here."""
     w, lp, adv = t["weights"], t["log_probs"], t["advantages"]
     old = t.get("old_log_probs", lp)
-    ratio = math.exp(clamp(lp - old, 20.0))
+    log_ratio = t["sequence_log_ratio"] if config.policy_loss == "gspo" else lp - old
+    ratio = math.exp(clamp(log_ratio, 20.0))
     replayed = config.off_policy is not None and bool(t.get("exp_mask", 0))
-    loss, slope = policy(adv, ratio, replayed, config)
-    if abs(lp - old) > 20:
-        slope = 0.0
+    loss, slope = policy(adv, log_ratio, lp, replayed, config)
     on, sums = 0 if replayed else 1, {}
     if config.rollout_is_threshold is not None:
         server_ratio = math.exp(clamp(old - t["rollout_log_probs"], 20.0))
-        importance = min(server_ratio, config.rollout_is_threshold)
+        lowest = config.rollout_is_threshold_lower
+        is_outside = server_ratio > config.rollout_is_threshold or (lowest is not None and server_ratio < lowest)
+        importance = server_ratio
+        if is_outside:
+            importance = config.rollout_is_threshold if lowest is None else 0.0
         loss, slope = loss * importance, slope * importance
         sums["actor/rollout_is_mean"] = (importance, 1)
-        sums["actor/rollout_is_truncated"] = (float(server_ratio > config.rollout_is_threshold), 1)
+        sums["actor/rollout_is_truncated"] = (float(is_outside), 1)
+    if "importance" in t:
+        loss, slope = loss * t["importance"], slope * t["importance"]
     sums["actor/pg_loss"] = (w * loss, 0)
     sums["actor/on_pg_loss"] = (on * w * loss, 0 if config.off_policy is None else on * w)
     if config.off_policy is not None:
         sums["actor/off_pg_loss"] = ((1 - on) * w * loss, (1 - on) * w)
         sums["exp_mask_ratio"] = (1 - on, 1)
-    clip = config.clip
-    sums["actor/on_pg_clipfrac"] = (on * (adv > 0 and ratio > 1 + clip.high), on)
-    sums["actor/on_pg_clipfrac_lower"] = (on * (adv < 0 and ratio < 1 - clip.low), on)
-    sums["actor/dual_clipfrac"] = (on * (adv < 0 and clip.dual is not None and ratio > clip.dual), on)
+    clip, cispo = config.clip, config.policy_loss == "cispo"
+    too_bad = not cispo and adv < 0 and clip.dual is not None and ratio > clip.dual
+    sums["actor/on_pg_clipfrac"] = (on * ((adv > 0 or cispo) and ratio > 1 + clip.high), on)
+    sums["actor/on_pg_clipfrac_lower"] = (on * ((adv < 0 or cispo) and ratio < 1 - clip.low), on)
+    sums["actor/dual_clipfrac"] = (on * too_bad, on)
     sums["actor/ppo_kl"] = (-clamp(lp - old, 20.0), 1)
     sums["actor/ratio_mean"] = (ratio, 1)
     sums["actor/entropy_sampled"] = (-lp, 1)
@@ -113,11 +138,17 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
     sums["actor/loss"] = (total, 0)
     maxima = {"actor/ratio_max": ratio}
     if config.report_mismatch:
-        one, d = t.get("is_current", 1), old - t["rollout_log_probs"]
+        one, d = t.get("is_current", 1), (lp if config.bypass_mode else old) - t["rollout_log_probs"]
         x = clamp(d, 20.0)
         terms = (-d, math.expm1(x) - x, abs(d), math.exp(x), math.exp(2 * x))
         names = "actor/rollout_kl actor/rollout_k3 actor/rollout_abs_diff _rollout_weight _rollout_weight_squared"
         sums |= {name: (one * term, one) for name, term in zip(names.split(), terms, strict=True)}
+        if config.report_stale:
+            older = t.get("is_stale", 0)
+            for name in ("actor/rollout_kl", "actor/rollout_k3", "_rollout_weight", "_rollout_weight_squared"):
+                sums[f"{name}_stale"] = (older * terms[names.split().index(name)], older)
+            for name in ("_rollout_weight", "_rollout_weight_squared"):
+                sums[f"{name}_all"] = ((one + older) * terms[names.split().index(name)], one + older)
         maxima["actor/rollout_abs_diff_max"] = one * abs(d)
     return sums, maxima, tuple(parts), -config.entropy_coef * w
 
@@ -185,6 +216,17 @@ def check(result, case: Case, want: Expected, precision: float, floor: float = 0
             close(ours, case.config.kl_loss_coef * w, w, f"gradient of KL {i}")
 
 
+@contextlib.contextmanager
+def declaring(change: Callable[[LossSums], LossSums]) -> Iterator[None]:
+    """With metrics that `change` makes of those that the policy loss declares."""
+    module = sys.modules["megatron_dapo.algorithms.dapo_loss"]  # the package exports the function of that name
+    original = module.policy_loss
+    metric_names.cache_clear()
+    with mock.patch.object(module, "policy_loss", lambda *args, **kwargs: change(original(*args, **kwargs))):
+        yield
+    metric_names.cache_clear()
+
+
 # ---------------------------------------------------------------------------------- cases
 
 
@@ -208,15 +250,28 @@ def random_case(config: LossConfig, n: int = 300, mode: str = "token-mean", seed
         is_current=uniform() < 0.6,
         exp_mask=uniform() < 0.4,
     )
+    if config.policy_loss == "gspo":
+        tokens = replace(tokens, sequence_log_ratio=fill(means_of_sequences(new - old, mask, segments)))
     kl = fill(normal().abs()) if config.kl_loss_type == "full" else None
+    if config.report_stale:
+        tokens = replace(tokens, is_stale=~tokens.is_current & (uniform() < 0.7))
     return Case(fill(new), fill(normal().abs()), replace(tokens, **changes), config, kl)
 
 
+def means_of_sequences(values: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """At each token, the mean over the counted tokens of its segment; any number in a segment without one."""
+    rows = list(zip(segments.tolist(), mask.tolist(), values.tolist(), strict=True))
+    parts = {segment: [value for s, counts, value in rows if s == segment and counts] for segment, _, _ in rows}
+    return torch.tensor([sum(parts[segment]) / max(1, len(parts[segment])) for segment, _, _ in rows])
+
+
 def by_hand(config: LossConfig, rows: list[tuple[float, ...]]) -> Case:
-    """Of rows (advantage, lp - old, ref - lp, old - rollout, exp_mask); lp = -1, every token counts."""
+    """Of rows (advantage, lp - old, ref - lp, old - rollout, exp_mask); lp = -1, every token counts. With a ratio of
+    whole sequences the second is that of the sequence."""
     adv, log_ratio, ref, server, exp_mask = torch.tensor(rows).T
     new = torch.full_like(adv, -1.0)
     old = new - log_ratio
+    over_sequences = {"sequence_log_ratio": log_ratio} if config.policy_loss == "gspo" else {}
     tokens = TokenBatch(
         weights=torch.ones_like(adv),
         count=torch.tensor(len(rows)),
@@ -225,6 +280,7 @@ def by_hand(config: LossConfig, rows: list[tuple[float, ...]]) -> Case:
         ref_log_probs=new + ref,
         rollout_log_probs=old - server,
         exp_mask=exp_mask,
+        **over_sequences,
     )
     return Case(new, torch.ones_like(adv), tokens, config)
 
@@ -239,7 +295,25 @@ EVERYTHING = LossConfig(
     rollout_is_threshold=1.3,
 )
 HIGHER = replace(EVERYTHING, off_policy=OffPolicy("dapo_clip_higher", clip_high=1.0))
+CISPO = replace(EVERYTHING, policy_loss="cispo")
+STALE = replace(EVERYTHING, report_stale=True)
+ICEPOP = replace(EVERYTHING, rollout_is_threshold_lower=0.8)
 EDGES = replace(EVERYTHING, clip=Clip(0.0, 0.0, 1.0), rollout_is_threshold=1.0)
+
+WEIGHED = replace(EVERYTHING, rollout_is_threshold=None)
+BYPASS = replace(WEIGHED, bypass_mode=True, report_stale=True)
+
+
+def weighed(case: Case) -> Case:
+    """Some tokens are rejected; NaN where a token does not count."""
+    importance = torch.rand(len(case.log_probs), generator=torch.Generator().manual_seed(1)) * 2 - 0.5
+    importance = torch.where(case.tokens.weights == 0, torch.nan, importance.clamp(min=0))
+    return replace(case, tokens=replace(case.tokens, importance=importance))
+
+
+def bypassing(case: Case) -> Case:
+    return replace(case, tokens=replace(case.tokens, old_log_probs=case.tokens.rollout_log_probs))
+
 
 CASES: dict[str, Callable[[], Case]] = {
     "a few tokens": lambda: random_case(EVERYTHING, n=60, seed=15),
@@ -278,15 +352,63 @@ CASES: dict[str, Callable[[], Case]] = {
     "the old policy is the current one": lambda: random_case(
         replace(EVERYTHING, off_policy=None), seed=11, old_log_probs=None
     ),
+    "tokens of older weights": lambda: random_case(STALE, seed=17),
+    "no token is of older weights": lambda: random_case(STALE, seed=18, is_stale=None),
+    "every token is of older weights": lambda: random_case(
+        STALE, seed=19, is_current=torch.zeros(300).bool(), is_stale=torch.ones(300).bool()
+    ),
+    "older weights without a comparison": lambda: random_case(replace(STALE, report_mismatch=False), seed=20),
+    "ratios out of bounds count nothing": lambda: random_case(ICEPOP, seed=21),
+    "exactly at the bounds": lambda: by_hand(
+        replace(ICEPOP, rollout_is_threshold=1.0, rollout_is_threshold_lower=1.0),
+        [(1.0, 0.0, 0.0, x, 0.0) for x in (0.0, 0.5, -0.5)],
+    ),
+    "weights of the step's making": lambda: weighed(random_case(WEIGHED, seed=22)),
+    "rejected tokens alone": lambda: random_case(WEIGHED, seed=23, importance=torch.zeros(300)),
+    "the server's log-probs stand for the old ones": lambda: bypassing(random_case(BYPASS, seed=24)),
     "every token is of these weights": lambda: random_case(EVERYTHING, seed=12, is_current=None),
+    "a weighed log-prob, and all else": lambda: random_case(CISPO, seed=17),
+    "a weighed log-prob alone": lambda: random_case(
+        LossConfig(clip=Clip(0.3, 0.5), policy_loss="cispo", report_mismatch=False), seed=18
+    ),
+    "a weighed log-prob with weights of the step's making": lambda: weighed(
+        random_case(replace(CISPO, rollout_is_threshold=None), seed=25)
+    ),
+    "a weight without a lower bound": lambda: random_case(
+        replace(CISPO, clip=Clip(1.0, 4.0), off_policy=None), mode="seq-mean-token-mean", seed=19
+    ),
+    "a weighed log-prob at every bound and beyond the clamps": lambda: by_hand(
+        replace(CISPO, clip=Clip(0.0, 0.0)),
+        [(a, x, 0.0, 0.0, e) for a in (1.0, -2.0, 0.0) for x in (0.0, 0.5, -0.5, 20.5, -20.5) for e in (0.0, 1.0)],
+    ),
+    "a weighed log-prob of the current policy": lambda: random_case(
+        replace(CISPO, off_policy=None), seed=20, old_log_probs=None
+    ),
     "none counts": lambda: random_case(EVERYTHING, seed=13, weights=torch.zeros(300), count=torch.tensor(0)),
     "no tokens": lambda: random_case(EVERYTHING, n=0, count=torch.tensor(5)),
     "one token": lambda: random_case(EVERYTHING, n=1, weights=torch.full((1,), 0.5)),
     **{mode: functools.partial(random_case, EVERYTHING, mode=mode, seed=14) for mode in AGGREGATIONS},
 }
 
+GSPO = replace(EVERYTHING, policy_loss="gspo", off_policy=None)
+# of the torch backend alone: the ratio is one of whole sequences
+SEQUENCE_CASES: dict[str, Callable[[], Case]] = {
+    "a ratio of sequences, and all else": lambda: random_case(replace(GSPO, clip=Clip(0.1, 0.1, 1.12)), seed=21),
+    "a ratio of sequences, clipped as in its paper": lambda: random_case(
+        LossConfig(clip=Clip(3e-4, 4e-4), policy_loss="gspo"), mode="seq-mean-token-mean", seed=22
+    ),
+    "a ratio of sequences with weights of the step's making": lambda: weighed(
+        random_case(replace(GSPO, rollout_is_threshold=None, clip=Clip(0.1, 0.1, 1.12)), seed=26)
+    ),
+    "a ratio of sequences with the full KL": lambda: random_case(replace(GSPO, kl_loss_type="full"), seed=23),
+    "a ratio of sequences at every bound and beyond the clamps": lambda: by_hand(
+        replace(GSPO, clip=Clip(0.0, 0.0, 1.5)),
+        [(a, x, 0.0, 0.0, 0.0) for a in (1.0, -2.0, 0.0) for x in (0.0, 0.25, -0.25, 0.5, 20.0, 20.5, -20.5)],
+    ),
+}
+
 
 @functools.cache
 def case_and_expected(name: str) -> tuple[Case, Expected]:
-    case = CASES[name]()
+    case = (CASES | SEQUENCE_CASES)[name]()
     return case, expected(case)

@@ -75,8 +75,8 @@ def check_packed_attention(device: torch.device, dtype: torch.dtype, lengths: li
         alone = [t.detach()[part, None].double().requires_grad_() for t in inputs]
         expected = layer(*alone)
         expected_gradients = torch.autograd.grad(expected, alone, outgoing[part, None].double())
-        for ours, theirs in zip((out, *gradients), (expected, *expected_gradients), strict=True):
-            error = (ours[part].double() - theirs[:, 0]).norm() / ours.double().norm()
+        for actual, reference in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+            error = (actual[part].double() - reference[:, 0]).norm() / actual.double().norm()
             assert error <= bound, f"off by {error:.1e} of its norm in a segment of {length}"
         start += length
 
@@ -151,13 +151,13 @@ def counted_host_reads(device: torch.device) -> Iterator[CountedReads]:
 def scored(layout: ParallelLayout, model_path: str | Path, overrides: list[str]) -> Tensor:
     """Old log-probs of all counted tokens, in the order of samples: however they were packed."""
     _, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
-    found = {
+    by_sample = {
         index: values[batch.by_sample(batch.loss_mask)[index] != 0]
         for mini_batch in mini_batches
         for batch in mini_batch
         for index, values in batch.by_sample(batch.old_log_probs).items()
     }
-    return torch.cat([found[index] for index in sorted(found)])
+    return torch.cat([by_sample[index] for index in sorted(by_sample)])
 
 
 def check_packed_is_padded(layout: ParallelLayout, model_path: str | Path, overrides: list[str], bound: float) -> None:

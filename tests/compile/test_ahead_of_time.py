@@ -7,8 +7,10 @@ tests/ahead_of_time.py writes it anew.
 import json
 
 import pytest
+from triton.compiler import CompilationError
 
 from tests.ahead_of_time import CASES, COMPILED, SHARED_MEMORY, TABLE, Compiled, compile_case, key, tools
+from tests.token_loss_oracle import declaring
 
 pytestmark = pytest.mark.compile
 
@@ -36,3 +38,14 @@ def test_the_table_has_the_kernels_that_are_compiled_and_no_others():
     rows = [row.rpartition(": ") for row in json.loads(TABLE.read_text()) if row != "tools"]
     assert {case for case, _, _ in rows} == {f"{architecture}: {name}" for architecture, name in COMPILED}
     assert {name for architecture, name in COMPILED if architecture == "sm_90"} == set(CASES)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("sums", "actor/ratio_mean"), ("maxima", "actor/ratio_max")])
+def test_the_token_loss_does_not_compile_with_a_metric_that_nobody_declares(kind, name):
+    def without_it(result):
+        return result._replace(**{kind: {key: value for key, value in getattr(result, kind).items() if key != name}})
+
+    with declaring(without_it), pytest.raises(CompilationError) as refused:
+        compile_case("sm_90", "token loss")
+    inner = refused.value.__cause__  # the outer error shows the line of the kernel alone
+    assert str(inner).endswith(f"\nthe loss kernel stores {name}, which dapo_loss does not declare with this config")

@@ -71,35 +71,35 @@ class Run:
         """Weights and moments of the whole model under Hugging Face names, on every rank."""
         names = (*MOMENTS, MAIN) if self.policy.model.config.bf16 else MOMENTS
         moments = {name: _moments(self.policy, self.layout, name) for name in names}
-        found = gathered(self.policy.weight_source(), self.layout)
+        whole = gathered(self.policy.weight_source(), self.layout)
         for name, values in moments.items():
             source = WeightSource(self.policy.model, self.layout, value=lambda p, values=values: values[p])
-            found |= {f"{name}.{key}": value for key, value in gathered(source, self.layout).items()}
-        return found
+            whole |= {f"{name}.{key}": value for key, value in gathered(source, self.layout).items()}
+        return whole
 
     def everything(self) -> list[list[torch.Tensor]]:
         """Of every rank its own parameters, optimizer tensors and counts, bit for bit."""
-        mine = [p.detach().clone() for chunk in self.policy.model.chunks for p in chunk.parameters()]
+        own = [p.detach().clone() for chunk in self.policy.model.chunks for p in chunk.parameters()]
         for part in self.policy.state.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
                     state = part.optimizer.state[parameter]
-                    mine += [parameter.detach().clone(), *(state[key].clone() for key in sorted(state))]
+                    own += [parameter.detach().clone(), *(state[key].clone() for key in sorted(state))]
         ranks: list = [None] * self.layout.world_size
-        dist.all_gather_object(ranks, mine, group=self.layout.cpu_group)
+        dist.all_gather_object(ranks, own, group=self.layout.cpu_group)
         return ranks
 
 
 def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Parameter -> its moments, whole: a sharded optimizer's put together by a sum over the data-parallel ranks."""
-    found = {}
+    moments = {}
     for part in policy.state.optimizer.chained_optimizers:
         if not hasattr(part, "gbuf_ranges"):
             mains = zip(part.get_parameters(), part.get_parameters(), strict=True)
             if hasattr(part, "float16_groups"):
                 halves = [p for group in part.float16_groups for p in group]
                 mains = [(p, p.main_param) for p in halves]
-            found |= {p: main.detach() if name == MAIN else part.optimizer.state[main][name] for p, main in mains}
+            moments |= {p: main.detach() if name == MAIN else part.optimizer.state[main][name] for p, main in mains}
             continue
         sums = {p: torch.zeros(p.shape) for buffer in part.buffers for p in buffer.params}
         for buckets in (b for ranges in part.gbuf_ranges for b in ranges.values()):
@@ -110,8 +110,8 @@ def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn
                 target.copy_(main.detach() if name == MAIN else part.optimizer.state[main][name])
         for value in sums.values():
             dist.all_reduce(value, group=part.data_parallel_group)
-        found |= sums
-    return found
+        moments |= sums
+    return moments
 
 
 def run_case(case: dict, layout: ParallelLayout) -> dict:

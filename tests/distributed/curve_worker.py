@@ -104,7 +104,7 @@ def counted(function):
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     log_prob_head.fused_dapo_head, fused_calls = counted(log_prob_head.fused_dapo_head)
     log_prob_head.linear_logprob_entropy, composed_calls = counted(log_prob_head.linear_logprob_entropy)
     for name, sizes in LAYOUTS.items():
@@ -114,11 +114,11 @@ def main() -> None:
             curve = train(layout, sizes, fused)
             calls = torch.tensor([len(fused_calls), len(composed_calls)])
             dist.all_reduce(calls)
-            found[f"{name}/{fused}"] = {"curve": curve, "calls": calls.tolist()}
+            results[f"{name}/{fused}"] = {"curve": curve, "calls": calls.tolist()}
         dist.barrier()
         layout.release()
     if dist.get_rank() == 0:
-        torch.save(found, sys.argv[1])
+        torch.save(results, sys.argv[1])
     dist.destroy_process_group()
 
 

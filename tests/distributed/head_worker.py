@@ -18,13 +18,13 @@ def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: boo
     marks."""
     rank, size = group.rank(), group.size()
     columns = case.vocab // size
-    mine = inputs_of(case).weight_VH[rank * columns : (rank + 1) * columns]
-    weight = torch.nn.Parameter(mine.clone())
-    weight.main_grad = torch.zeros_like(mine, dtype=torch.float64 if case.dtype == torch.float64 else torch.float32)
+    shard = inputs_of(case).weight_VH[rank * columns : (rank + 1) * columns]
+    weight = torch.nn.Parameter(shard.clone())
+    weight.main_grad = torch.zeros_like(shard, dtype=torch.float64 if case.dtype == torch.float64 else torch.float32)
     weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
     for micro_batch in range(case.num_micro_batches):
-        given = inputs_of(case, micro_batch)
-        answer, hidden, plain, kl = one_pass(case, given, weight, group, sequence_parallel)
+        inputs = inputs_of(case, micro_batch)
+        answer, hidden, plain, kl = one_pass(case, inputs, weight, group, sequence_parallel)
         if tied and case.rows:
             (answer.loss_sum + weight[0].double().sum()).backward()  # the embedding's own use of the weight
         else:
@@ -49,40 +49,40 @@ def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: boo
     }
 
 
-def one_pass(case: Case, given: Inputs, weight: torch.nn.Parameter, group, sequence_parallel: bool):
-    local = given.hidden_LH
+def one_pass(case: Case, inputs: Inputs, weight: torch.nn.Parameter, group, sequence_parallel: bool):
+    local = inputs.hidden_LH
     if sequence_parallel:
         local = local.chunk(group.size())[group.rank()] if case.rows else local
     hidden = local.clone().requires_grad_()
     plan = RowPlan.make(
-        given.counted, case.rows, case.chunk_size, torch.device("cpu"), group if sequence_parallel else None
+        inputs.counted, case.rows, case.chunk_size, torch.device("cpu"), group if sequence_parallel else None
     )
-    head, reference, kl = Head(weight, group, case.num_valid, given.temperature), None, None
-    plain = head_log_probs(hidden, given.targets, plan, head)[0]
+    head, reference, kl = Head(weight, group, case.num_valid, inputs.temperature), None, None
+    plain = head_log_probs(hidden, inputs.targets, plan, head)[0]
     if case.full_kl:
-        its = given.ref_hidden_LH
+        its = inputs.ref_hidden_LH
         its = its.chunk(group.size())[group.rank()] if sequence_parallel and case.rows else its
-        reference = KLReference(plan.kept_rows(its), given.ref_weight_VH.chunk(group.size())[group.rank()])
-        with_kl, kl = head_full_kl(hidden, given.targets, plan, head, reference)
+        reference = KLReference(plan.kept_rows(its), inputs.ref_weight_VH.chunk(group.size())[group.rank()])
+        with_kl, kl = head_full_kl(hidden, inputs.targets, plan, head, reference)
         assert torch.equal(with_kl, plain)
     dtype = weight.main_grad.dtype
     fields = ("weights", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-    tokens = replace(given.tokens, **{name: getattr(given.tokens, name).to(dtype) for name in fields})
-    answer = fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head, reference=reference)
+    tokens = replace(inputs.tokens, **{name: getattr(inputs.tokens, name).to(dtype) for name in fields})
+    answer = fused_dapo_head(hidden, inputs.targets, plan, tokens, loss_of(case), head, reference=reference)
     return answer, hidden, plain, kl
 
 
 def composed(case: Case, group: dist.ProcessGroup) -> dict:
     """The composable head: log-probs, and the ranks' shares of d hidden summed."""
-    given, columns = inputs_of(case), case.vocab // group.size()
-    hidden = given.hidden_LH[torch.from_numpy(given.counted)].clone().requires_grad_()
-    weight = given.weight_VH.split(columns)[group.rank()].clone().requires_grad_()
-    settings = {"temperature": given.temperature, "num_valid_columns": case.num_valid, "chunk_size": case.chunk_size}
-    log_probs, entropy = linear_logprob_entropy(hidden, weight, given.targets, group=group, **settings)
+    inputs, columns = inputs_of(case), case.vocab // group.size()
+    hidden = inputs.hidden_LH[torch.from_numpy(inputs.counted)].clone().requires_grad_()
+    weight = inputs.weight_VH.split(columns)[group.rank()].clone().requires_grad_()
+    settings = {"temperature": inputs.temperature, "num_valid_columns": case.num_valid, "chunk_size": case.chunk_size}
+    log_probs, entropy = linear_logprob_entropy(hidden, weight, inputs.targets, group=group, **settings)
     total, kl = log_probs.sum() + 0.5 * entropy.sum(), None
     if case.full_kl:
-        its = given.ref_hidden_LH[torch.from_numpy(given.counted)]
-        its = its, given.ref_weight_VH.chunk(group.size())[group.rank()]
+        its = inputs.ref_hidden_LH[torch.from_numpy(inputs.counted)]
+        its = its, inputs.ref_weight_VH.chunk(group.size())[group.rank()]
         kl = linear_full_kl(hidden, weight, *its, group=group, **settings)
         total, kl = total + 0.3 * kl.sum(), kl.detach()
     total.backward()
@@ -101,18 +101,18 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    found = {}
+    results = {}
     for name, case in CASES.items():
         for sequence_parallel in (False, True):
             key = f"{name}/{'sp' if sequence_parallel else 'tp'}"
-            found[key] = gathered(run(case, group, sequence_parallel, tied=False), group)
+            results[key] = gathered(run(case, group, sequence_parallel, tied=False), group)
             tied_key = f"{name}/tied_{'sp' if sequence_parallel else 'tp'}"
-            found[tied_key] = gathered(run(case, group, sequence_parallel, tied=True), group)
-            found[f"{key}/again"] = gathered(run(case, group, sequence_parallel, tied=False), group)
+            results[tied_key] = gathered(run(case, group, sequence_parallel, tied=True), group)
+            results[f"{key}/again"] = gathered(run(case, group, sequence_parallel, tied=False), group)
         if case.rows:
-            found[f"{name}/composed"] = gathered(composed(case, group), group)
+            results[f"{name}/composed"] = gathered(composed(case, group), group)
     if group.rank() == 0:
-        torch.save(found, sys.argv[1])
+        torch.save(results, sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ from megatron_dapo.training.losses import MicroBatchLoss
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import Reference
-from tests.synthetic import synthetic_groups, with_replayed
+from tests.synthetic import synthetic_groups, with_older, with_replayed
 
 COMMON = [
     "data.train_batch_size=8",
@@ -53,8 +53,8 @@ def gathered(source: WeightSource, layout: ParallelLayout) -> dict[str, torch.Te
     """Full tensors of all stages, on every rank."""
     specs = source.specs()
     tensors = source.gather(specs)
-    mine = dict(zip((s.name for s in specs), (t.clone() for t in tensors), strict=True)) if tensors else {}
-    return {name: tensor for part in layout.gather(mine) for name, tensor in part.items()}
+    own = dict(zip((s.name for s in specs), (t.clone() for t in tensors), strict=True)) if tensors else {}
+    return {name: tensor for part in layout.gather(own) for name, tensor in part.items()}
 
 
 def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides: list[str]) -> dict:
@@ -70,6 +70,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     groups = synthetic_groups(policy.model.spec.vocab_size) if layout.rank == 0 else None
     if groups and uses_experience_replay(config):
         groups = with_replayed(groups)
+    if groups and config.actor_rollout_ref.rollout.max_staleness:
+        groups = with_older(groups)
     shard = StepDistributor(config, layout, policy.model.spec)(0, groups)
     scored = shard.mini_batches
     if needs_reference(config):
@@ -125,18 +127,18 @@ def critic_step(critic: Critic, shard: StepShard, layout: ParallelLayout) -> dic
 def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLayout) -> dict[str, torch.Tensor]:
     """ "advantages/sample" and, of estimators per token, "returns/sample" and "values/sample", [L], from every rank of
     the last stage."""
-    mine = {}
+    own = {}
     if layout.is_last_stage:
         for batch in (batch for mini in mini_batches for batch in mini):
             for name in ("advantages", "returns", "values"):
                 if (values := getattr(batch, name)) is not None:
                     values = torch.where(batch.loss_mask != 0, values, 0)
-                    mine |= {f"{name}/{i}": row.clone() for i, row in batch.by_sample(values).items()}
-    found: dict[str, torch.Tensor] = {}
-    for name, values in (pair for part in layout.gather(mine) for pair in part.items()):
-        assert name not in found or torch.equal(found[name], values), f"tensor ranks differ in {name}"
-        found[name] = values
-    return found
+                    own |= {f"{name}/{i}": row.clone() for i, row in batch.by_sample(values).items()}
+    estimates: dict[str, torch.Tensor] = {}
+    for name, values in (pair for part in layout.gather(own) for pair in part.items()):
+        assert name not in estimates or torch.equal(estimates[name], values), f"tensor ranks differ in {name}"
+        estimates[name] = values
+    return estimates
 
 
 def errors_of_a_poisoned_expert(policy: Policy, mini_batches, layout: ParallelLayout) -> list[str]:

@@ -28,7 +28,8 @@ def sample(index: int, tokens: list[int]) -> TrainSample:
     mask = np.ones(length, dtype=np.float32)
     mask[-1] = 0
     zeros = np.zeros(length, dtype=np.float32)
-    return TrainSample(index, str(index), np.array(tokens, dtype=np.int64), mask, zeros, 0.0, 0.0, False, 0)
+    row = np.array(tokens, dtype=np.int64)
+    return TrainSample(index, str(index), row, mask, zeros, 0.0, 0.0, False, 0 * row)
 
 
 def log_probs(model, layout: ParallelLayout, samples: list[TrainSample], packed: bool) -> dict[int, torch.Tensor]:
@@ -59,8 +60,8 @@ def main() -> None:
             load_hf_weights(model, path, layout)
             for packed in (True, False):
                 gathered: list = [None] * layout.world_size
-                mine = log_probs(model, layout, samples, packed)
-                dist.all_gather_object(gathered, mine, group=layout.cpu_group)
+                own = log_probs(model, layout, samples, packed)
+                dist.all_gather_object(gathered, own, group=layout.cpu_group)
                 key = f"{model_name}/{layout_name}/{'packed' if packed else 'padded'}"
                 results[key] = {index: values for part in gathered for index, values in part.items()}
             export_hf(model, layout, path, Path(task["out"]) / f"{model_name}-{layout_name}")

@@ -19,7 +19,7 @@ from tests.distributed.checkpoint_worker import MOMENTS
 from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 # name: (processes, sizes, sharded optimizer); a vocabulary of 67 is padded where TP is 2
 WRITERS = {"tp2": (2, {"tp": 2}, False), "tp2_dp2": (4, {"tp": 2, "sp": True}, True)}
@@ -103,16 +103,16 @@ def results(tmp_path_factory) -> dict[str, dict]:
     }
     with tarfile.open(EARLIER) as archive:
         archive.extractall(folder / "earlier", filter="data")
-    found: dict[str, dict] = {"earlier": json.loads((folder / "earlier" / "tp2_pp2" / "expected.json").read_text())}
+    by_layout: dict[str, dict] = {"earlier": json.loads((folder / "earlier" / "tp2_pp2" / "expected.json").read_text())}
     for world in (2, 4, 1):
         if world == 1:
             damage(folder)
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         cases = [{**case, "model": str(models[case["model"]])} for case in cases_of(world, folder)]
         task.write_text(json.dumps({"out": str(out), "cases": cases}))
-        run_ranks(Path(__file__).with_name("checkpoint_worker.py"), world, str(task), timeout=400)
-        found.update(torch.load(out, weights_only=False))
-    return found
+        run_ranks(Path(__file__).with_name("checkpoint_worker.py"), world, str(task))
+        by_layout.update(torch.load(out, weights_only=False))
+    return by_layout
 
 
 def cases_of(world: int, folder: Path) -> list[dict]:
@@ -206,13 +206,13 @@ def refusals(folder: Path) -> list[dict]:
     ]
 
 
-def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
-    assert found.keys() == expected.keys() and len(found) > 5
+def assert_close(actual: dict[str, float], expected: dict[str, float]) -> None:
+    assert actual.keys() == expected.keys() and len(actual) > 5
     for name, value in expected.items():
         # a loss is a mean of terms of order 1 that cancel, others are differences of log-probs: of them a few float32
         # roundings of 6e-8 remain, however small the sum is
         precision = dict(rel=1e-6) if name == "actor/lr" else dict(rel=1e-5, abs=2e-6)
-        assert found[name] == pytest.approx(value, **precision), name
+        assert actual[name] == pytest.approx(value, **precision), name
 
 
 READS = [*(f"{writer}/{reader}" for writer, reader in PAIRS), "tied/pp2"]
@@ -288,9 +288,9 @@ def test_three_steps_and_three_resumed_equal_six_bit_for_bit(results, name):
     for step in range(STEPS, END):
         assert through["metrics"][step] == resumed["metrics"][step]
     assert len(through["everything"]) == SAME[name][0]
-    for rank, (expected, found) in enumerate(zip(through["everything"], resumed["everything"], strict=True)):
-        assert len(expected) == len(found) > 40
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), rank
+    for rank, (expected, actual) in enumerate(zip(through["everything"], resumed["everything"], strict=True)):
+        assert len(expected) == len(actual) > 40
+        assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)), rank
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -85,7 +85,6 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("written", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_files_come_back_to_the_byte(folder, model, written):

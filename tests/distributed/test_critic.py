@@ -90,14 +90,14 @@ def results(models, tmp_path_factory) -> dict[str, dict]:
     """ "layout/variant" -> what the run gave."""
     actor, critic = models
     folder = tmp_path_factory.mktemp("results")
-    found: dict[str, dict] = {}
+    by_layout: dict[str, dict] = {}
     for world, layouts in LAYOUTS.items():
         cases = [(name, sizes, variants(name, critic)) for name, sizes in layouts.items()]
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": cases}))
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=400)
-        found.update(torch.load(out))
-    return found
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
+        by_layout.update(torch.load(out))
+    return by_layout
 
 
 CASES = [
@@ -109,7 +109,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_gradients_and_weights_of_critic_and_actor_are_those_of_one_process(results, case):
     got, expected = results[case], results["tp1/whole"]
@@ -156,12 +155,12 @@ def transformers_values(
     save_file(tensors, body / "model.safetensors", metadata={"format": "pt"})
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     model = AutoModel.from_pretrained(body, dtype=dtype, **eager).eval()
-    found = {}
+    values = {}
     with torch.no_grad():
         for sample in samples:
             hidden = model(torch.from_numpy(sample.tokens)[None]).last_hidden_state[0]
-            found[sample.sample_id] = hidden.double() @ weight[0] + bias
-    return found
+            values[sample.sample_id] = hidden.double() @ weight[0] + bias
+    return values
 
 
 def test_values_are_those_of_transformers_and_0_where_nothing_counts(results, samples, values):

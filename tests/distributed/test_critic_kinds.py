@@ -13,7 +13,7 @@ from tests.forked_ranks import run_ranks
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 FAMILIES = ("qwen3", "qwen3_moe")
 LAYOUTS = {
@@ -36,13 +36,13 @@ def critics(tmp_path_factory) -> dict[str, Path]:
 def results(critics, tmp_path_factory) -> dict[str, dict[str, dict]]:
     """Family -> "layout/variant" -> what the run gave. The actor is the critic's body with its policy head."""
     folder = tmp_path_factory.mktemp("results")
-    found: dict[str, dict] = {}
+    by_family: dict[str, dict] = {}
     for family, critic in critics.items():
-        given = [*PPO, f"critic.model.path={critic}"]
-        variants = {"small": [*given, *SMALL], "sharded": [*given, *SHARDED], "half": [*given, *HALF]}
-        plain = {"whole": given}
+        overrides = [*PPO, f"critic.model.path={critic}"]
+        variants = {"small": [*overrides, *SMALL], "sharded": [*overrides, *SHARDED], "half": [*overrides, *HALF]}
+        plain = {"whole": overrides}
         actor = make_tiny(folder / family, family, vocab=VOCAB, layers=2, hidden=HIDDEN, heads=4, kv_heads=2)
-        found[family] = {}
+        by_family[family] = {}
         for world, layouts in LAYOUTS.items():
             cases = [
                 (name, sizes if family == "qwen3_moe" else {k: v for k, v in sizes.items() if k != "ep"}, chosen)
@@ -51,9 +51,9 @@ def results(critics, tmp_path_factory) -> dict[str, dict[str, dict]]:
             ]
             out, task = folder / f"{family}{world}.pt", folder / f"{family}{world}.json"
             task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": cases}))
-            run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=400)
-            found[family].update(torch.load(out))
-    return found
+            run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
+            by_family[family].update(torch.load(out))
+    return by_family
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def values(critics, samples, tmp_path_factory):
 
     def of(family: str, dtype: torch.dtype) -> torch.Tensor:
         if (family, dtype) not in made:
-            found = transformers_values(critics[family], samples, tmp_path_factory.mktemp("body"), dtype)
-            made[family, dtype] = counted(samples, found)
+            of_tokens = transformers_values(critics[family], samples, tmp_path_factory.mktemp("body"), dtype)
+            made[family, dtype] = counted(samples, of_tokens)
         return made[family, dtype]
 
     return of
@@ -109,10 +109,10 @@ def test_values_in_bfloat16_are_as_near_to_float64_as_those_of_transformers_in_b
     """Both round the same weights and, in another order, the same activations: their errors are two draws from one
     distribution, so that the root mean squares over several hundred tokens agree, and the largest are of one size."""
     exact = values(family, torch.float64)
-    theirs = (values(family, torch.bfloat16) - exact).abs()
+    of_transformers = (values(family, torch.bfloat16) - exact).abs()
     ours = (estimated(results[family][f"{layout}/half"], samples, "values") - exact).abs()
-    assert 0 < ours.square().mean().sqrt() <= 1.5 * theirs.square().mean().sqrt()
-    assert ours.max() <= 2 * theirs.max()
+    assert 0 < ours.square().mean().sqrt() <= 1.5 * of_transformers.square().mean().sqrt()
+    assert ours.max() <= 2 * of_transformers.max()
 
 
 @pytest.mark.parametrize(("family", "layout"), HALF_CASES)
@@ -121,8 +121,8 @@ def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(results, fa
     that is a few per cent. The share of a rank or an expert that is lost or counted twice would be half of it."""
     run, exact = (results[family][case]["critic"] for case in (f"{layout}/half", "tp1/whole"))
     assert run["gradients"].keys() == exact["gradients"].keys()
-    ours, theirs = (
+    gradients, exact_gradients = (
         torch.cat([case["gradients"][name].double().flatten() for name in exact["gradients"]]) for case in (run, exact)
     )
-    assert (ours - theirs).norm() <= 2**-3 * theirs.norm()
+    assert (gradients - exact_gradients).norm() <= 2**-3 * exact_gradients.norm()
     assert run["metrics"]["critic/vf_loss"] == pytest.approx(exact["metrics"]["critic/vf_loss"], rel=4 * 2**-8)

@@ -32,10 +32,10 @@ def written_by(server: str, log_prob: float, group: Group, weight_version: int) 
     return replace(group, samples=tuple(samples))
 
 
-def batches(folder: Path) -> Path:
-    """Of two steps: the first has no token of the step's own weights, and cannot be judged; of the second a quarter
-    comes from a server whose log-probs no model of this size has."""
-    for step, version in ((1, 7), (2, 1)):
+def batches(folder: Path, second_version: int) -> Path:
+    """Of two steps: the first has no token of the step's own weights or older ones, and cannot be checked; of the
+    second a quarter comes from a server whose log-probs no model of this size has."""
+    for step, version in ((1, 7), (2, second_version)):
         groups = synthetic_groups(64, num_groups=16, n=8, max_prompt=8, max_response=40, seed=step)
         groups = [
             written_by(*((FOREIGN, -60.0) if number % 4 == 0 else (OWN, -4.0)), group, version)
@@ -45,17 +45,24 @@ def batches(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_optimizer_steps", [1, 2])
-def test_a_batch_of_another_model_ends_the_run_on_all_ranks_with_the_step_before_saved(tmp_path, num_optimizer_steps):
+@pytest.mark.parametrize("num_optimizer_steps, max_staleness", [(1, 0), (2, 0), (1, 1)])
+def test_a_batch_of_another_model_ends_the_run_on_all_ranks_with_the_step_before_saved(
+    tmp_path, num_optimizer_steps, max_staleness
+):
     """With one optimizer step per rollout step no log-probs are computed before the update: its own forward pass
-    tells, before the step is taken."""
+    tells, before the step is taken. Where rollouts may run ahead, weights of one version before wrote all of it."""
     keys = [
         f"{MAX_MISMATCH}=8.0",  # the base model on random tokens is some nats off, at any log-prob
         f"actor_rollout_ref.actor.ppo_mini_batch_size={16 // num_optimizer_steps}",
         "trainer.n_procs_per_node=2",
         "trainer.save_interval=-1",
     ]
-    done = mpi_replay.torchrun(2, *mpi_replay.arguments(batches(tmp_path / "batches"), tmp_path / "run", *keys))
+    if max_staleness:
+        keys += [f"actor_rollout_ref.rollout.max_staleness={max_staleness}"]
+        keys += ["algorithm.rollout_correction.rollout_is=token"]
+    done = mpi_replay.torchrun(
+        2, *mpi_replay.arguments(batches(tmp_path / "batches", 1 - max_staleness), tmp_path / "run", *keys)
+    )
     assert done.returncode == MISMATCH_EXIT_CODE, done.stderr[-3000:]
     [sentence] = [line for line in done.stderr.splitlines() if "is not trained on" in line]
     assert "the batch of step 2 " in sentence and f"{MAX_MISMATCH} 8" in sentence

@@ -45,15 +45,15 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 def results(models, tmp_path_factory) -> dict[str, dict]:
     """ "layout/variant" -> what the run gave."""
     actor, reference = models
-    folder, found = tmp_path_factory.mktemp("full_kl"), {}
+    folder, by_case = tmp_path_factory.mktemp("full_kl"), {}
     variants = {name: [*extra, f"actor_rollout_ref.ref.path={reference}"] for name, extra in VARIANTS.items()}
     for world, layouts in LAYOUTS.items():
         out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
         chosen = [(name, sizes, variants) for name, sizes in layouts.items()]
         task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": chosen}))
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task), timeout=300)
-        found.update(torch.load(out))
-    return found
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
+        by_case.update(torch.load(out))
+    return by_case
 
 
 @pytest.mark.parametrize("case", CASES)

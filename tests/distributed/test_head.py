@@ -9,7 +9,7 @@ import torch
 from tests.forked_ranks import run_ranks
 from tests.head_cases import CASES, SAME_ROWS, bounds, full_kl_of, inputs_of, log_probs_of, oracle
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 WORLDS = (1, 2, 4)
 
@@ -17,17 +17,17 @@ WORLDS = (1, 2, 4)
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, dict]:
     """world size -> {"case/way": one answer per rank}."""
-    found = {}
+    by_world = {}
     for world in WORLDS:
         out = tmp_path_factory.mktemp("head") / f"{world}.pt"
-        run_ranks(Path(__file__).with_name("head_worker.py"), world, str(out), timeout=300)
-        found[world] = torch.load(out, weights_only=False)
-    return found
+        run_ranks(Path(__file__).with_name("head_worker.py"), world, str(out))
+        by_world[world] = torch.load(out, weights_only=False)
+    return by_world
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    norm = theirs.norm().item()
-    return (ours.double() - theirs).norm().item() / norm if norm else ours.double().norm().item()
+def relative(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    norm = expected.norm().item()
+    return (ours.double() - expected).norm().item() / norm if norm else ours.double().norm().item()
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -81,13 +81,13 @@ def test_log_probs_do_not_depend_on_how_rows_were_cut(results, world):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.rows])
 def test_the_composed_head_is_float64_torch_too(results, world, name):
-    case, given = CASES[name], inputs_of(CASES[name])
-    hidden = given.hidden_LH.double()[torch.from_numpy(given.counted)].requires_grad_()
-    weight = given.weight_VH.double().requires_grad_()
-    everything = torch.arange(len(given.counted)).numpy()
-    counted_reference = given.ref_hidden_LH[torch.from_numpy(given.counted)]
-    log_probs, entropy = log_probs_of(hidden, weight, case, everything, given.targets, given.temperature)
-    kl = full_kl_of(hidden, weight, case, replace(given, counted=everything, ref_hidden_LH=counted_reference))
+    case, inputs = CASES[name], inputs_of(CASES[name])
+    hidden = inputs.hidden_LH.double()[torch.from_numpy(inputs.counted)].requires_grad_()
+    weight = inputs.weight_VH.double().requires_grad_()
+    everything = torch.arange(len(inputs.counted)).numpy()
+    counted_reference = inputs.ref_hidden_LH[torch.from_numpy(inputs.counted)]
+    log_probs, entropy = log_probs_of(hidden, weight, case, everything, inputs.targets, inputs.temperature)
+    kl = full_kl_of(hidden, weight, case, replace(inputs, counted=everything, ref_hidden_LH=counted_reference))
     (log_probs.sum() + 0.5 * entropy.sum() + (0.3 * kl.sum() if case.full_kl else 0.0)).backward()
     value_bound, hidden_bound, weight_bound = bounds(case)
     for got in results[world][f"{name}/composed"]:

@@ -40,10 +40,10 @@ def report(capsys, *arguments: str) -> dict:
 
 @pytest.mark.parametrize(("name", "num_pieces"), [("tp2", 2), ("pp2", 1)])
 def test_it_shows_the_layout_whole_shapes_and_how_they_were_cut(written, capsys, name, num_pieces):
-    found = report(capsys, written[name], "--verify")
-    assert found["is_whole"] and found["contents"] == ["model"]
-    assert found["common"]["written_with"][name[:2]] == 2
-    tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
+    shown = report(capsys, written[name], "--verify")
+    assert shown["is_whole"] and shown["contents"] == ["model"]
+    assert shown["common"]["written_with"][name[:2]] == 2
+    tensors = {tensor["name"]: tensor for tensor in shown["tensors"]}
     embedding = tensors["embedding.word_embeddings.weight"]
     assert embedding["shape"] == [VOCAB, HIDDEN]  # not padded
     assert len(embedding["pieces"]) == num_pieces
@@ -52,11 +52,11 @@ def test_it_shows_the_layout_whole_shapes_and_how_they_were_cut(written, capsys,
 
 
 def test_the_same_model_at_two_layouts_does_not_differ(written, capsys):
-    found = report(capsys, "--diff", written["tp2"], written["pp2"])
-    assert found["equal"] and found["num_equal"] > 10
+    shown = report(capsys, "--diff", written["tp2"], written["pp2"])
+    assert shown["equal"] and shown["num_equal"] > 10
 
 
 def test_another_model_differs_in_every_tensor(written, capsys):
-    found = report(capsys, "--diff", written["tp2"], written["other"])
-    assert found["num_equal"] == 0 and not found["only_a"] and not found["unlike"]
-    assert all(change["relative"] > 0.01 for change in found["changed"])
+    shown = report(capsys, "--diff", written["tp2"], written["other"])
+    assert shown["num_equal"] == 0 and not shown["only_a"] and not shown["unlike"]
+    assert all(change["relative"] > 0.01 for change in shown["changed"])

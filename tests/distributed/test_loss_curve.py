@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("curves") / "curves.pt"
-    run_ranks(Path(__file__).with_name("curve_worker.py"), 2, str(out), timeout=280)
+    run_ranks(Path(__file__).with_name("curve_worker.py"), 2, str(out))
     return torch.load(out)
 
 

@@ -28,11 +28,13 @@ def worker(scenario: str) -> subprocess.CompletedProcess:
 def test_the_demo_trains_under_mpirun_as_under_torchrun_bit_for_bit(tmp_path):
     batches, runs = mpi_replay.write_batches(tmp_path / "batches"), (tmp_path / "torchrun", tmp_path / "mpirun")
     of_four = "trainer.n_procs_per_node=4"  # tensor parallel 2 x data parallel 2
-    expected, given = (mpi_replay.arguments(batches, run, of_four) for run in runs)
-    for done in (mpi_replay.torchrun(4, *expected), mpirun(4, "-m", "launch.mpi", *given)):
+    under_torchrun, under_mpi = (mpi_replay.arguments(batches, run, of_four) for run in runs)
+    for done in (mpi_replay.torchrun(4, *under_torchrun), mpirun(4, "-m", "launch.mpi", *under_mpi)):
         assert done.returncode == 0, done.stderr[-3000:]
-        told = [line for line in done.stdout.splitlines() if line.startswith("trainer: layers of our own")]
-        assert len(told) == 1 and told[0].endswith("optimizer torch AdamW"), "rank 0 says what it computes with"
+        layer_lines = [line for line in done.stdout.splitlines() if line.startswith("trainer: layers of our own")]
+        assert len(layer_lines) == 1 and layer_lines[0].endswith("optimizer torch AdamW"), (
+            "rank 0 says what it computes with"
+        )
     metrics = [mpi_replay.metrics_of(run) for run in runs]
     assert metrics[1] == metrics[0] and [line["step"] for line in metrics[0]] == [1, 2]
     assert all(line["actor/grad_norm"] > 0 and line["actor/num_optimizer_steps"] == 2 for line in metrics[0])
@@ -42,8 +44,8 @@ def test_the_demo_trains_under_mpirun_as_under_torchrun_bit_for_bit(tmp_path):
 def test_the_variables_are_those_of_torchrun():
     done = worker("told_variables")
     assert done.returncode == 0, done.stderr
-    told = [dict(word.split("=") for word in line.split()) for line in done.stdout.splitlines()]
-    first, second = sorted(told, key=lambda variables: variables["RANK"])
+    variables = [dict(word.split("=") for word in line.split()) for line in done.stdout.splitlines()]
+    first, second = sorted(variables, key=lambda of_rank: of_rank["RANK"])
     assert (first.pop("RANK"), second.pop("RANK")) == ("0", "1")
     assert (first.pop("LOCAL_RANK"), second.pop("LOCAL_RANK")) == ("0", "1")
     assert first == second and 1024 <= int(first.pop("MASTER_PORT")) < 65536
@@ -65,14 +67,14 @@ SLURM_TASK = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
 
 
 @pytest.mark.parametrize(
-    ("told", "size"),
+    ("variables", "size"),
     [(SLURM_TASK, "SLURM_STEP_NUM_TASKS"), (SLURM_TASK | {"PMI_SIZE": "4", "PMI_RANK": "0"}, "PMI_SIZE")],
     ids=["none", "pmi2"],
 )
-def test_a_launch_that_fell_apart_into_single_processes_is_refused_in_one_sentence(tmp_path, told, size):
+def test_a_launch_that_fell_apart_into_single_processes_is_refused_in_one_sentence(tmp_path, variables, size):
     """What srun does without MPI, or with pmi2, which Open MPI does not speak: every process is told that it is one of
     four, and finds itself alone."""
-    environment = {**os.environ, **told}
+    environment = {**os.environ, **variables}
     command = [sys.executable, "-m", "launch.mpi", *mpi_replay.arguments(tmp_path, tmp_path / "run")]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and not (tmp_path / "run").exists()

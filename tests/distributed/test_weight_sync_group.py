@@ -87,7 +87,7 @@ def test_a_frozen_server_is_left_out_within_the_deadline_reported_and_has_not_th
         assert "no answer" in run.unresponsive(frozen.url).read_text()
         assert not run.unresponsive(steady.url).exists()
         os.kill(frozen.process.pid, signal.SIGCONT)
-        assert frozen.seen()["version"] == "default"
+        assert frozen.seen()["version"] == "-1"
 
 
 def test_without_the_last_server_the_push_is_over_and_it_takes_part_when_it_goes_on():
@@ -97,7 +97,7 @@ def test_without_the_last_server_the_push_is_over_and_it_takes_part_when_it_goes
         assert [status for status, _ in answers] == ["ok", "ok"], answers
         assert answers[0][1].num_servers == 0
         os.kill(server.process.pid, signal.SIGCONT)
-        server.wait_until_seen(paused=False, open=False, version="default")
+        server.wait_until_seen(paused=False, open=False, version="-1")
         (_, report), *_ = trainer.order(2)
         assert report.num_servers == 1 and server.seen()["sha256"] == expected_sha256(pp=2, version=2)
         server.wait_until_seen(paused=False, num_groups=2)
@@ -113,7 +113,7 @@ def test_a_refusal_of_a_server_that_lives_is_named_on_every_rank():
         for error, _ in trainer.order(1):
             assert stubborn.url in error and steady.url not in error and "out of order" in error
         for server in (steady, stubborn):
-            assert not server.seen()["paused"] and server.seen()["version"] == "default"
+            assert not server.seen()["paused"] and server.seen()["version"] == "-1"
         assert {status for status, _ in trainer.order(2)} == {"ok"}
 
 

@@ -59,6 +59,7 @@ class FakeServer:
         self.fingerprint = 0.0
         self.num_updates = 0
         self.log: list[str] = []
+        self.aborted: set[str] = set()
 
     def init_weights_update_group(self, body: dict) -> None:
         arguments = (body[k] for k in ("master_address", "master_port", "rank_offset", "world_size", "group_name"))
@@ -120,8 +121,12 @@ class FakeServer:
             whole[corrupt] = whole[corrupt] + 1e-7
         return {"ranks": [{"checksums": {name: sha256(tensor)[:16] for name, tensor in whole.items()}}]}
 
+    def abort_request(self, body: dict) -> None:
+        self.aborted.add(body["rid"])
+
     async def generate(self, body: dict) -> dict:
-        """A response, token by token; a paused server goes on with it later, by the weights of then."""
+        """A response, token by token; a paused server goes on with it later, by the weights of then. Of an aborted one
+        what there is."""
         limit = body["sampling_params"]["max_new_tokens"]
         tokens = [random.choice(LETTERS) for _ in range(random.randrange(limit + 2))][:limit]
         tokens += [EOS] * (len(tokens) < limit)
@@ -130,20 +135,24 @@ class FakeServer:
             await asyncio.sleep(TOKEN_S)
             while self.paused:
                 await asyncio.sleep(TOKEN_S)
+            if body.get("rid") in self.aborted:
+                break
             written.append((self.version, [-self.fingerprint, token, None]))
         spans, start = [], 0
         for version, some in groupby(version for version, _ in written):
             end = start + len(list(some))
             spans.append({"version": version, "start": start, "end": end})
             start = end
-        reason = "stop" if tokens[-1] == EOS else "length"
+        is_whole = len(written) == len(tokens)
+        tokens = tokens[: len(written)]
+        reason = "abort" if not is_whole else "stop" if tokens[-1] == EOS else "length"
         meta = {"output_token_logprobs": [scored for _, scored in written], "weight_versions": spans}
         return {"output_ids": tokens, "meta_info": {**meta, "finish_reason": {"type": reason}}}
 
 
 ROUTES = (
     "init_weights_update_group destroy_weights_update_group pause_generation continue_generation begin_weight_update "
-    "end_weight_update update_weights_from_distributed weights_checker"
+    "end_weight_update update_weights_from_distributed weights_checker abort_request"
 ).split()
 
 

@@ -78,9 +78,9 @@ class ShardedModel:
         for spec in specs:
             tensor = full_tensor(spec, self.version)
             if spec.shape[0] % self.layout.tp == 0:
-                mine = tensor.chunk(self.layout.tp)[self.layout.tp_rank].float().contiguous()
-                slices = [torch.empty_like(mine) for _ in range(self.layout.tp)]
-                dist.all_gather(slices, mine, group=self.layout.tp_group)
+                shard = tensor.chunk(self.layout.tp)[self.layout.tp_rank].float().contiguous()
+                slices = [torch.empty_like(shard) for _ in range(self.layout.tp)]
+                dist.all_gather(slices, shard, group=self.layout.tp_group)
                 tensor = torch.cat(slices).to(spec.dtype)
             full.append(tensor)
         return full if self.layout.tp_rank == 0 else None
@@ -102,14 +102,18 @@ def _layout(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
     )  # fmt: skip
 
 
-def serve_orders(pipe: Connection, open_sync: Callable[[], WeightSync], set_version: Callable[[int], None]) -> None:
-    """A trainer rank's life: "open" makes the WeightSync, a number is pushed as a version, None ends it."""
+def serve_orders(pipe: Connection, open_sync: Callable[..., WeightSync], set_version: Callable[[int], None]) -> None:
+    """A trainer rank's life: "open" makes the WeightSync, keys make another one that has them, a number is pushed as a
+    version, None ends it."""
     sync = None
     while (order := pipe.recv()) is not None:
         start = time.monotonic()
         try:
             if order == "open":
                 sync, report = open_sync(), None
+            elif isinstance(order, dict):
+                sync.close()
+                sync, report = open_sync(**order), None
             else:
                 set_version(order)
                 start = time.monotonic()
@@ -146,8 +150,8 @@ def _sharded_rank(
 
     def open_sync() -> WeightSync:
         keys, device = WeightSyncConfig(**config), torch.device("cpu")
-        told = {"report_unresponsive": partial(report_unresponsive, run)} if run else {}
-        return WeightSync(model, lambda: urls, SGLangClient, model.layout, keys, device, **told)
+        callbacks = {"report_unresponsive": partial(report_unresponsive, run)} if run else {}
+        return WeightSync(model, lambda: urls, SGLangClient, model.layout, keys, device, **callbacks)
 
     serve_orders(pipe, open_sync, partial(setattr, model, "version"))
 
@@ -159,10 +163,10 @@ class Ranks:
         context = fork_server()
         self.pipes, self.processes = [], []
         for rank in range(number):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=target, args=(rank, theirs, *arguments), daemon=True)
+            near, far = context.Pipe()
+            process = context.Process(target=target, args=(rank, far, *arguments), daemon=True)
             process.start()
-            self.pipes.append(mine)
+            self.pipes.append(near)
             self.processes.append(process)
 
     def order(self, order: object, ranks: Sequence[int] | None = None) -> list[tuple]:

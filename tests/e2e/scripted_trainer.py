@@ -20,9 +20,10 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompts import PromptCursor
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.rollout.errors import Interrupted, RolloutError
-from megatron_dapo.rollout.experience_replay import make_pool, next_prompts, replay_metrics
+from megatron_dapo.rollout.experience_replay import make_pool, replay_metrics
 from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
+from megatron_dapo.rollout.prompt_draws import PromptDraws
 from megatron_dapo.telemetry.telemetry import Telemetry
 from tests.synthetic import synthetic_groups
 
@@ -37,7 +38,7 @@ class ScriptedRollout:
 
     def __init__(self, config: Config) -> None:
         self._pool = make_pool(config)
-        self._cursor = PromptCursor(NUM_PROMPTS, seed=1)
+        self._draws = PromptDraws(PromptCursor(NUM_PROMPTS, seed=1), self._pool, GEN_BATCH)
         # so that groups wait between steps
         limits = QueueLimits(NUM_GROUPS, GEN_BATCH, max_num_gen_batches=20, max_staleness=10)
         self._queue = GroupQueue(limits, by_correctness("strict"))
@@ -50,25 +51,24 @@ class ScriptedRollout:
 
     def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool]) -> RolloutBatch:
         self._queue.begin(step, weight_version)
-        while self._queue.wants_gen_batch():
-            if not self._queue.has_open_gen_batch:
-                self._open_gen_batch()
-            for draw in self._queue.missing():
-                if len(self._queue.missing()) == GEN_BATCH - NUM_FINISHED:
+        while not self._queue.is_ready():
+            if not self._queue.num_open:
+                self._draw_gen_batch(weight_version)
+            for draw in [each for each in self._queue.open_groups if not self._queue.is_finished(each.uid)]:
+                if self._queue.num_unfinished == GEN_BATCH - NUM_FINISHED:
                     self.interrupt(step)
                 if is_to_stop():
                     raise Interrupted("as the script has it")
                 self._queue.add_finished(_group(draw, weight_version))
-            judged = self._queue.close_gen_batch()
+            groups = self._queue.decide()
             if self._pool is not None:
-                self._pool.record(judged)
+                self._pool.record(groups)
         taken = self._queue.take()
-        queue = self._queue.state_dict()
         metrics = {
             "rollout/num_gen_batches": float(taken.num_gen_batches),
-            "rollout/num_surplus_used": float(taken.num_surplus_used),
-            "rollout/num_surplus": float(len(queue["kept"])),
-            "rollout/num_drawn": float(queue["num_drawn"]),
+            "rollout/num_groups_ready": float(taken.num_ready or 0),
+            "rollout/num_surplus": float(self._queue.num_ready),
+            "rollout/num_drawn": float(self._queue.account.num_drawn),
             "rollout/num_filtered": float(taken.filtered.total()),
         }
         if self._pool is not None:
@@ -76,19 +76,23 @@ class ScriptedRollout:
             metrics |= self._pool.metrics() | replay_metrics(taken.groups, weight_version)
         return RolloutBatch(taken.groups, metrics)
 
-    def _open_gen_batch(self) -> None:
-        drawn = next_prompts(self._cursor, self._pool, GEN_BATCH)
-        self._queue.open_gen_batch([_prompt(number) for number, _ in drawn], [replayed for _, replayed in drawn])
+    def _draw_gen_batch(self, weight_version: int) -> None:
+        for _ in range(GEN_BATCH):
+            number, replayed = self._draws.next()
+            self._queue.draw(_prompt(number), weight_version, replayed)
 
     def interrupt(self, step: int) -> None:
         """Whatever is to happen in the middle of this step."""
 
+    def halt(self) -> None:
+        """Nothing is under way."""
+
     def state_dict(self) -> dict:
         pool = {} if self._pool is None else {"experiences": self._pool.state_dict()}
-        return {"cursor": self._cursor.state_dict(), "queue": self._queue.state_dict(), **pool}
+        return {**self._draws.state_dict(), "queue": self._queue.state_dict(), **pool}
 
     def load_state_dict(self, state: dict) -> None:
-        self._cursor.load_state_dict(state["cursor"])
+        self._draws.load_state_dict(state)
         self._queue.load_state_dict(state["queue"])
         if self._pool is not None:
             self._pool.load_state_dict(state["experiences"])

@@ -1,27 +1,29 @@
-"""Servers that die while a run goes on: 20 kills in 15 steps cost time, and no sample."""
+"""Servers that die while a run goes on: 20 kills cost time, and no sample, in step with the trainer and ahead of it."""
+
+from pathlib import Path
 
 import pytest
 
 from megatron_dapo.checkpointing.folders import newest_first, read_controller_state, read_trainer_state
 from megatron_dapo.checkpointing.manifest import verify
+from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import Sample
 from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 from tests.elastic import Kills, StandIns, check_accounts, fingerprints, train
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
-NUM_STEPS, NUM_KILLS, NUM_SERVERS = 15, 20, 3
-FIRST, LAST = 2, 13  # steps around the kills in which all servers are there, to compare with
+NUM_STEPS = {0: 15, 2: 30}  # max_staleness -> steps; with 2 every push is in flight
+NUM_KILLS, NUM_SERVERS = 20, 3
+FIRST = 2  # steps before the kills, and after them, in which all servers are there, to compare with
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Two pipeline stages, so two groups with every server, and all weights compared with the servers' after each
-    push. More gen batches than one in most steps."""
-    folder = tmp_path_factory.mktemp("elastic")
+def make_config(folder: Path, max_staleness: int, num_steps: int, *overrides: str) -> Config:
     make_tiny(folder / "model", "qwen2")
     rows = "".join(
         f'{{"prompt": "{a}+{b}=", "label": "0", "data_source": "any"}}\n' for a in range(10) for b in range(10)
@@ -32,7 +34,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         None,
         [
             f"actor_rollout_ref.model.path={folder}/model",
-            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
             f"data.train_files=[{folder}/prompts.jsonl]",
             "data.apply_chat_template=false",
@@ -45,7 +46,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             f"{rollout}.step_timeout_s=200.0",
             f"{rollout}.request_timeout_s=60.0",
             f"{rollout}.max_retries=8",
+            f"{rollout}.max_staleness={max_staleness}",
             "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
+            f"algorithm.rollout_correction.rollout_is={'token' if max_staleness else 'none'}",
             "algorithm.dapo.enable=true",
             "algorithm.dapo.dynamic_sampling.enable=true",
             "algorithm.dapo.dynamic_sampling.max_num_gen_batches=20",
@@ -54,24 +57,38 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             "weight_sync.timeout_s=60.0",
             "weight_sync.verify=true",
             "weight_sync.verify_num_tensors=10000",
-            "trainer.n_procs_per_node=2",
-            f"trainer.total_training_steps={NUM_STEPS + 5}",
+            f"trainer.total_training_steps={num_steps}",
             "trainer.save_interval=-1",
             "trainer.dump_batches=true",
             "trainer.logger=[jsonl]",
             f"trainer.run_dir={folder}/run",
+            *overrides,
         ],
     )
 
 
-@pytest.fixture(scope="module")
-def run(config: Config) -> RunFolder:
-    """20 kills, and after step 15 all servers are lost for good."""
-    servers, kills = StandIns(NUM_SERVERS), Kills(NUM_KILLS, FIRST, LAST, longest_wait_s=2.0)
+@pytest.fixture(scope="module", params=NUM_STEPS)
+def config(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Config:
+    """Two pipeline stages, so two groups with every server, and all weights compared with the servers' after each
+    push. More prompts than a gen batch in most steps."""
+    folder = tmp_path_factory.mktemp("elastic")
+    two_stages = ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trainer.n_procs_per_node=2")
+    return make_config(folder, request.param, NUM_STEPS[request.param] + 5, *two_stages)
 
-    def look(num_steps: int) -> bool:
-        kills.look(num_steps, servers.pids())
-        return num_steps >= NUM_STEPS
+
+@pytest.fixture(scope="module")
+def num_steps(config: Config) -> int:
+    return NUM_STEPS[config.actor_rollout_ref.rollout.max_staleness]
+
+
+@pytest.fixture(scope="module")
+def run(config: Config, num_steps: int) -> RunFolder:
+    """20 kills, and after the last step that is looked at all servers are lost for good."""
+    servers, kills = StandIns(NUM_SERVERS), Kills(NUM_KILLS, FIRST, num_steps - FIRST, longest_wait_s=2.0)
+
+    def look(num_done: int) -> bool:
+        kills.look(num_done, servers.pids())
+        return num_done >= num_steps
 
     code = train(config, servers, look)
     run = RunFolder.of(config.trainer)
@@ -86,26 +103,29 @@ def tail(run: RunFolder) -> str:
     return "\n".join(f"--- {log}\n{log.read_text()[-3000:]}" for log in sorted(run.logs.glob("*.log")))
 
 
-def records(run: RunFolder) -> list[dict]:
-    return read_metrics(run.metrics)[:NUM_STEPS]
+def records(run: RunFolder, num_steps: int) -> list[dict]:
+    return read_metrics(run.metrics)[:num_steps]
 
 
-def test_every_uid_is_trained_exactly_n_times_and_every_token_is_of_the_expected_version(config, run):
-    accounts = check_accounts(config, NUM_STEPS)
+def test_every_uid_is_trained_exactly_n_times_and_every_token_is_of_the_expected_version(config, run, num_steps):
+    accounts = check_accounts(config, num_steps)
     print(accounts)
-    assert accounts.num_trained == NUM_STEPS * config.data.train_batch_size and accounts.num_filtered > 0
+    assert accounts.num_trained == num_steps * config.data.train_batch_size and accounts.num_filtered > 0
 
 
-def test_every_token_was_written_by_the_weights_of_its_version(config, run):
+def test_every_token_was_written_by_the_weights_of_its_version(config, run, num_steps):
     """A server that bears a version holds exactly its weights, however often it was started again."""
-    found = fingerprints(config, NUM_STEPS)
-    assert sorted(found) == list(range(NUM_STEPS))
-    assert all(len(values) == 1 for values in found.values()), "two servers of one version had other weights"
-    assert len(set.union(*found.values())) == NUM_STEPS, "the weights changed with every version"
+    by_version = fingerprints(config, num_steps)
+    if config.actor_rollout_ref.rollout.max_staleness:  # a version that wrote no token is soon followed by the next
+        assert set(by_version) <= set(range(num_steps)) and len(by_version) > num_steps // 2
+    else:
+        assert sorted(by_version) == list(range(num_steps))
+    assert all(len(values) == 1 for values in by_version.values()), "two servers of one version had other weights"
+    assert len(set.union(*by_version.values())) == len(by_version), "the weights changed with every version"
 
 
-def test_the_metrics_tell_of_the_losses_and_the_report_of_what_they_cost(run):
-    steps = records(run)
+def test_the_metrics_tell_of_the_losses_and_the_report_of_what_they_cost(run, num_steps):
+    steps = records(run, num_steps)
     assert all(step["rollout/num_servers"] == NUM_SERVERS for step in steps)
     assert all(0 <= step["weight_sync/num_servers"] <= NUM_SERVERS for step in steps)
     assert sum(step["rollout/num_retries"] for step in steps) > 0
@@ -118,9 +138,60 @@ def test_the_metrics_tell_of_the_losses_and_the_report_of_what_they_cost(run):
     assert f"servers that joined again {num_rejoins:.0f}" in " ".join(table.split()) and "some away" in table
 
 
-def test_when_all_are_lost_the_last_step_is_saved_with_the_groups_that_were_finished(run):
+def test_when_all_are_lost_the_last_step_is_saved_with_the_groups_that_were_finished(run, num_steps):
     newest, *_ = newest_first(run.checkpoints)
     last = max(record["step"] for record in read_metrics(run.metrics))
-    assert verify(newest).is_whole and read_trainer_state(newest)["step"] == last >= NUM_STEPS
+    assert verify(newest).is_whole and read_trainer_state(newest)["step"] == last >= num_steps
     assert read_trainer_state(newest)["num_optimizer_steps"] == 2 * last
-    assert len(read_controller_state(newest)["queue"]["open"]) == 6, "the step that was open goes on after a resume"
+    num_open = len(read_controller_state(newest)["queue"]["open"])
+    assert num_open == 6 if num_steps == NUM_STEPS[0] else num_open >= 6, "what was open goes on after a resume"
+
+
+def test_ahead_of_the_trainer_responses_go_on_while_weights_are_pushed(config, run, num_steps):
+    spans = [
+        len(set(sample.weight_versions))
+        for step in range(1, num_steps + 1)
+        for group in read_batch(run.batches, step).groups
+        for sample in group.samples
+    ]
+    num_interrupted = sum(number > 1 for number in spans)
+    print(f"{num_interrupted} of {len(spans)} responses have tokens of several versions")
+    assert num_interrupted == 0 if not config.actor_rollout_ref.rollout.max_staleness else num_interrupted > num_steps
+
+
+def test_a_run_that_is_stopped_ahead_of_the_trainer_goes_on_with_what_servers_had_begun_to_write(tmp_path):
+    """Two lives. Tokens of before a stop keep the version and the log-prob that they had."""
+    config = make_config(tmp_path, max_staleness=2, num_steps=1000)
+    run, servers = RunFolder.of(config.trainer), StandIns(2)
+    begun: dict[str, list] = {}
+    for last in (3, 7):
+        asked: list[int] = []
+
+        def look(num_done: int, last: int = last, asked: list[int] = asked) -> None:
+            if num_done >= last and not asked:
+                asked.append(num_done)
+                run.stop.touch()
+
+        assert train(config, servers, look) == SAVED_EXIT_CODE, tail(run)
+        newest, *_ = newest_first(run.checkpoints)
+        draws = read_controller_state(newest)["queue"]["open"]
+        begun |= {draw["uid"]: draw["partials"] for draw in draws if draw.get("partials")}
+    num_steps = read_trainer_state(newest)["step"]
+    check_accounts(config, num_steps)
+    by_version = fingerprints(config, num_steps)
+    assert all(len(values) == 1 for values in by_version.values()), "a label is wrong"
+    trained = {group.uid: group for step in range(1, num_steps + 1) for group in read_batch(run.batches, step).groups}
+    num_continued = 0
+    for uid, partials in begun.items():
+        for partial in partials if uid in trained else ():
+            of_begun = [each for each in trained[uid].samples if begins_with(each, partial)]
+            num_continued += bool(of_begun and partial["tokens"])
+            assert of_begun, f"{uid}: nothing goes on with {partial}"
+    print(f"{num_continued} responses went on")
+    assert num_continued > 5
+
+
+def begins_with(sample: Sample, partial: dict) -> bool:
+    number = len(partial["tokens"])
+    begin = (sample.response_tokens[:number], sample.rollout_log_probs[:number], sample.weight_versions[:number])
+    return begin == tuple(tuple(partial[name]) for name in ("tokens", "log_probs", "weight_versions"))

@@ -12,7 +12,7 @@ from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import run_module
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 NUM_STEPS, NUM_GROUPS, N = 4, 8, 4
 

@@ -22,7 +22,7 @@ from megatron_dapo.storage.run_folder import RunFolder, batch_file
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 NUM_KILLS, NUM_RANKS, NUM_STEPS = 30, 2, 1000
 
@@ -106,8 +106,8 @@ def newest_step(run: RunFolder) -> int:
 
 
 def resumed_after(run: RunFolder) -> list[int]:
-    told = run.log("checkpoints").read_text().splitlines() if run.log("checkpoints").exists() else []
-    return [int(line.split()[3]) for line in told if line.startswith("Resumed after step")]
+    lines = run.log("checkpoints").read_text().splitlines() if run.log("checkpoints").exists() else []
+    return [int(line.split()[3]) for line in lines if line.startswith("Resumed after step")]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -64,7 +64,6 @@ def with_weights_of(version: int, model_path: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.timeout(600)
 def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what_was_pushed(
     model_path, server, tmp_path
 ):

@@ -17,7 +17,7 @@ from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY, run_module
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 NUM_STEPS = 14
 VOCABULARY = json.loads((REPOSITORY / "examples/calculator/base/tokenizer.json").read_text())["model"]["vocab"]

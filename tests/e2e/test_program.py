@@ -14,7 +14,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY, run_module
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 NUM_STEPS = 40
 

@@ -12,7 +12,7 @@ from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import run_module
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 NUM_STEPS = 3
 

@@ -35,13 +35,13 @@ from tests.forked_commands import ForkedPopen
 from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 NUM_STEPS, STOPPED_AFTER = 6, 3
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     """The model, and a folder that stands for dumped batches (the scripted rollout reads none)."""
     folder = tmp_path_factory.mktemp("given")
     make_tiny(folder / "model", "qwen2", layers=2)
@@ -52,15 +52,15 @@ def given(tmp_path_factory) -> Path:
     return folder
 
 
-def config_of(given: Path, run: Path, *overrides: str) -> Config:
+def config_of(inputs: Path, run: Path, *overrides: str) -> Config:
     """KL in the reward with an adaptive coefficient, a learning rate that warms up and decays, two optimizer steps per
     rollout step, experience replay: everything that has a state has one that moves."""
     return load_and_validate(
         None,
         [
-            f"actor_rollout_ref.model.path={given / 'model'}",
-            f"actor_rollout_ref.ref.path={given / 'reference'}",
-            f"trainer.replay={given / 'batches'}",
+            f"actor_rollout_ref.model.path={inputs / 'model'}",
+            f"actor_rollout_ref.ref.path={inputs / 'reference'}",
+            f"trainer.replay={inputs / 'batches'}",
             f"trainer.run_dir={run}",
             f"trainer.total_training_steps={NUM_STEPS}",
             "trainer.n_procs_per_node=2",
@@ -115,7 +115,7 @@ def metrics_of(run: Path) -> list[dict]:
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of models and optimizers, read by torch alone; of the critic too, where there is one."""
-    found = {}
+    tensors = {}
     for part in (path for path in (checkpoint / "megatron", checkpoint / "critic") if path.is_dir()):
         reader = FileSystemReader(part)
         stored = reader.read_metadata().state_dict_metadata.items()
@@ -123,8 +123,8 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
             n: torch.empty(t.size, dtype=t.properties.dtype) for n, t in stored if isinstance(t, TensorStorageMetadata)
         }
         load(whole, storage_reader=reader, no_dist=True)
-        found |= whole if part.name == "megatron" else {f"critic.{name}": tensor for name, tensor in whole.items()}
-    return found
+        tensors |= whole if part.name == "megatron" else {f"critic.{name}": tensor for name, tensor in whole.items()}
+    return tensors
 
 
 # with two tensor-parallel ranks PPO: a critic that starts before the policy, with a schedule of its own
@@ -143,28 +143,30 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def whole(request, given, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
+def whole(request, inputs, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
     """Six steps without a break; the layout's overrides."""
     run, layout = tmp_path_factory.mktemp("whole") / "run", LAYOUTS[request.param]
-    config = config_of(given, run, f"trainer.save_interval={NUM_STEPS}", "trainer.save_hf=true", *layout)
+    config = config_of(inputs, run, f"trainer.save_interval={NUM_STEPS}", "trainer.save_hf=true", *layout)
     assert train_from_the_start(config) == 0
     return run, layout
 
 
-def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whole, given, tmp_path, capfd):
+def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whole, inputs, tmp_path, capfd):
     run, layout = tmp_path / "run", whole[1]
-    config = config_of(given, run, f"trainer.save_interval={NUM_STEPS}", *layout)
+    config = config_of(inputs, run, f"trainer.save_interval={NUM_STEPS}", *layout)
     assert train(config, signal_after=STOPPED_AFTER) == 85
     saved = RunFolder(run).checkpoint(STOPPED_AFTER)
     assert newest_first(RunFolder(run).checkpoints) == [saved] and verify(saved).is_whole
     assert f"Stopped after step {STOPPED_AFTER} by SIGTERM; saved in {saved}" in capfd.readouterr().out
 
-    with without_weights(given / "model"):  # which are not read only to be overwritten
+    with without_weights(inputs / "model"):  # which are not read only to be overwritten
         assert train(config.model_copy()) == 0
-    told = capfd.readouterr().out
-    assert f"Resumed after step {STOPPED_AFTER} from {saved}" in told and "not restored: nothing is missing" in told
+    printed = capfd.readouterr().out
+    assert (
+        f"Resumed after step {STOPPED_AFTER} from {saved}" in printed and "not restored: nothing is missing" in printed
+    )
     has_critic = "algorithm.adv_estimator=gae" in layout
-    assert ("critic's model, critic's optimizer, critic's lr_schedule" in told) == has_critic
+    assert ("critic's model, critic's optimizer, critic's lr_schedule" in printed) == has_critic
     assert metrics_of(run) == metrics_of(whole[0])
     assert [line["step"] for line in metrics_of(run)] == list(range(1, NUM_STEPS + 1))
     assert metrics_of(run)[STOPPED_AFTER - 1]["rollout/num_surplus"] > 0
@@ -172,17 +174,17 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     replayed = [line.get("replay/num_replayed_groups", 0) for line in metrics_of(run)]
     assert has_critic or (replayed[0] == 0 and all(replayed[STOPPED_AFTER:]))
 
-    ours, theirs = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
-    tensors = tensors_of(theirs)
+    actual, expected = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
+    tensors = tensors_of(expected)
     assert sum(name.startswith("optimizer.state.exp_avg_sq.") for name in tensors) > 10
     assert ("critic.optimizer.state.exp_avg.value_head.weight" in tensors) == has_critic
-    equal = {name: torch.equal(tensor, tensors[name]) for name, tensor in tensors_of(ours).items()}
+    equal = {name: torch.equal(tensor, tensors[name]) for name, tensor in tensors_of(actual).items()}
     assert equal == dict.fromkeys(tensors, True)
-    assert (ours / CONTROLLER_STATE).read_bytes() == (theirs / CONTROLLER_STATE).read_bytes()
+    assert (actual / CONTROLLER_STATE).read_bytes() == (expected / CONTROLLER_STATE).read_bytes()
     paths = {"config": {}, "config_hash": ""}  # they hold the run folders
-    assert read_trainer_state(ours) | paths == read_trainer_state(theirs) | paths
+    assert read_trainer_state(actual) | paths == read_trainer_state(expected) | paths
     exported = [
-        folder / "model.safetensors" for folder in (RunFolder(run).model, RunFolder(whole[0]).model, theirs / "hf")
+        folder / "model.safetensors" for folder in (RunFolder(run).model, RunFolder(whole[0]).model, expected / "hf")
     ]
     assert len({file.read_bytes() for file in exported}) == 1
 
@@ -198,65 +200,67 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     ],
 )
 def test_a_run_that_ends_in_the_middle_of_a_step_goes_on_with_its_open_gen_batch(
-    whole, given, tmp_path, capfd, how, save_interval, code
+    whole, inputs, tmp_path, capfd, how, save_interval, code
 ):
     run, layout = tmp_path / "run", whole[1]
-    config = config_of(given, run, f"trainer.save_interval={save_interval}", *layout)
+    config = config_of(inputs, run, f"trainer.save_interval={save_interval}", *layout)
     assert train(config, STOPPED_AFTER, how) == code
-    saved, told = RunFolder(run).checkpoint(STOPPED_AFTER), capfd.readouterr()
+    saved, printed = RunFolder(run).checkpoint(STOPPED_AFTER), capfd.readouterr()
     assert newest_first(RunFolder(run).checkpoints) == [saved] and verify(saved).is_whole
-    assert (f"Stopped after step {STOPPED_AFTER} by SIGTERM; saved in {saved}" in told.out) == (code == 85)
-    assert told.err.count("the data are exhausted") == (how == "exhausted")
+    assert (f"Stopped after step {STOPPED_AFTER} by SIGTERM; saved in {saved}" in printed.out) == (code == 85)
+    assert printed.err.count("the data are exhausted") == (how == "exhausted")
     assert len(read_controller_state(saved)["queue"]["finished"]) == NUM_FINISHED
 
     assert train(config.model_copy()) == 0
     assert f"Resumed after step {STOPPED_AFTER} from {saved}" in capfd.readouterr().out
     assert metrics_of(run) == metrics_of(whole[0])
-    ours, theirs = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
-    assert (ours / CONTROLLER_STATE).read_bytes() == (theirs / CONTROLLER_STATE).read_bytes()
+    actual, expected = (RunFolder(path).checkpoint(NUM_STEPS) for path in (run, whole[0]))
+    assert (actual / CONTROLLER_STATE).read_bytes() == (expected / CONTROLLER_STATE).read_bytes()
 
 
 @pytest.mark.parametrize("whole", LAYOUTS, indirect=True)
-def test_a_run_goes_on_in_another_layout(whole, given, tmp_path, capfd):
+def test_a_run_goes_on_in_another_layout(whole, inputs, tmp_path, capfd):
     """From two data-parallel ranks, or two tensor-parallel ones with a critic, to two pipeline stages, after a blocking
     save."""
     run, layout = tmp_path / "run", whole[1]
-    assert train(config_of(given, run, "trainer.async_save=false", *layout), STOPPED_AFTER, "SIGUSR1") == 85
+    assert train(config_of(inputs, run, "trainer.async_save=false", *layout), STOPPED_AFTER, "SIGUSR1") == 85
     staged = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
-    assert train(config_of(given, run, staged, *(key for key in layout if "tensor_model_parallel" not in key))) == 0
-    told = capfd.readouterr().out
-    assert "not restored: rng" in told and f"changed {staged.partition('=')[0]} 1 -> 2" in told
+    assert train(config_of(inputs, run, staged, *(key for key in layout if "tensor_model_parallel" not in key))) == 0
+    printed = capfd.readouterr().out
+    assert "not restored: rng" in printed and f"changed {staged.partition('=')[0]} 1 -> 2" in printed
     has_critic = "algorithm.adv_estimator=gae" in layout
-    assert ("critic's model, critic's optimizer, critic's lr_schedule" in told) == has_critic
+    assert ("critic's model, critic's optimizer, critic's lr_schedule" in printed) == has_critic
     same, close = ["actor/lr", "rollout/num_drawn"], ["actor/loss", "actor/grad_norm"] + ["critic/vf_loss"] * has_critic
-    for ours, theirs in zip(metrics_of(run), metrics_of(whole[0]), strict=True):
-        assert ours.keys() == theirs.keys()  # none of the actor's while the critic warms up
-        assert [ours.get(name) for name in same] == [theirs.get(name) for name in same]
-        assert ours["actor/reward_kl_penalty_coeff"] == pytest.approx(theirs["actor/reward_kl_penalty_coeff"])
-        expected = {name: theirs[name] for name in close if name in theirs}
+    for of_resumed, of_whole in zip(metrics_of(run), metrics_of(whole[0]), strict=True):
+        assert of_resumed.keys() == of_whole.keys()  # none of the actor's while the critic warms up
+        assert [of_resumed.get(name) for name in same] == [of_whole.get(name) for name in same]
+        assert of_resumed["actor/reward_kl_penalty_coeff"] == pytest.approx(of_whole["actor/reward_kl_penalty_coeff"])
+        expected = {name: of_whole[name] for name in close if name in of_whole}
         # tight as long as training has not made the rounding larger: see tests/e2e/test_ppo.py
-        growth = 1 if ours["step"] <= STOPPED_AFTER + 1 else 10
-        assert {name: ours[name] for name in expected} == pytest.approx(expected, rel=1e-4 * growth, abs=1e-6 * growth)
+        growth = 1 if of_resumed["step"] <= STOPPED_AFTER + 1 else 10
+        assert {name: of_resumed[name] for name in expected} == pytest.approx(
+            expected, rel=1e-4 * growth, abs=1e-6 * growth
+        )
     assert expected.keys() == set(close)
 
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
-def test_a_changed_learning_rate_is_refused_before_anything_starts(whole, given, capfd):
+def test_a_changed_learning_rate_is_refused_before_anything_starts(whole, inputs, capfd):
     run, layout = whole
     lr = "actor_rollout_ref.actor.optim.lr"
-    assert train(config_of(given, run, f"{lr}=2e-3", *layout)) == 2
+    assert train(config_of(inputs, run, f"{lr}=2e-3", *layout)) == 2
     assert f"{lr} is 0.002, but was 0.001 in the run that wrote step_000006" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
-def test_a_model_without_its_optimizer_is_taken_only_where_that_is_accepted(whole, given, tmp_path, capfd):
+def test_a_model_without_its_optimizer_is_taken_only_where_that_is_accepted(whole, inputs, tmp_path, capfd):
     """In half precision, whose optimizer has weights of its own: a step at hardly any learning rate leaves the model as
     it was trained."""
     run, layout = tmp_path / "run", whole[1]
     shutil.copytree(whole[0], run)
     write_manifest(RunFolder(run).checkpoint(NUM_STEPS), ["model", "counters", "controller"])
     file = "model.safetensors"
-    trained, begun = load_file(RunFolder(run).model / file), load_file(given / "model" / file)
+    trained, begun = load_file(RunFolder(run).model / file), load_file(inputs / "model" / file)
     changes = {
         "actor_rollout_ref.actor.optim.lr": 1e-9,
         "actor_rollout_ref.actor.megatron.dtype": "bfloat16",
@@ -264,15 +268,15 @@ def test_a_model_without_its_optimizer_is_taken_only_where_that_is_accepted(whol
     }
     more = [f"{key}={value}" for key, value in changes.items()]
     more += [f"trainer.accept_changes=[{','.join(changes)}]", *layout]
-    assert train(config_of(given, run, *more)) == 2
+    assert train(config_of(inputs, run, *more)) == 2
     assert "has no optimizer, lr_schedule, rng" in capfd.readouterr().err
-    assert train(config_of(given, run, *more, "trainer.accept_missing=[optimizer]")) == 0
-    told = capfd.readouterr().out
-    assert f"Resumed after step {NUM_STEPS}" in told and "not restored: optimizer and generators" in told
+    assert train(config_of(inputs, run, *more, "trainer.accept_missing=[optimizer]")) == 0
+    printed = capfd.readouterr().out
+    assert f"Resumed after step {NUM_STEPS}" in printed and "not restored: optimizer and generators" in printed
     assert metrics_of(run)[NUM_STEPS]["actor/lr"] == metrics_of(whole[0])[-1]["actor/lr"] == 0.0  # the decay's end
-    found = load_file(RunFolder(run).model / file)
-    assert all(is_rounded(tensor, trained[name]) for name, tensor in found.items())
-    assert not all(is_rounded(tensor, begun[name]) for name, tensor in found.items())
+    exported = load_file(RunFolder(run).model / file)
+    assert all(is_rounded(tensor, trained[name]) for name, tensor in exported.items())
+    assert not all(is_rounded(tensor, begun[name]) for name, tensor in exported.items())
 
 
 def is_rounded(half: torch.Tensor, full: torch.Tensor) -> bool:
@@ -281,34 +285,34 @@ def is_rounded(half: torch.Tensor, full: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
-def test_a_converted_model_is_trained_as_that_of_hugging_face_bit_for_bit(whole, given, tmp_path):
+def test_a_converted_model_is_trained_as_that_of_hugging_face_bit_for_bit(whole, inputs, tmp_path):
     """Converted by two tensor-parallel processes, trained by two data-parallel ranks; so is the reference."""
     run, made, layout = RunFolder(tmp_path / "run"), tmp_path / "made", whole[1]
-    options = ("--hf-model", str(given / "model"), "--output", str(made), "--tp", "2")
+    options = ("--hf-model", str(inputs / "model"), "--output", str(made), "--tp", "2")
     run_torchrun(REPOSITORY / "checkpoints_tools" / "hf_to_megatron.py", 2, *options)
     save = f"trainer.save_interval={NUM_STEPS}"
-    assert train(config_of(given, run.path, f"actor_rollout_ref.model.path={made}", save, *layout)) == 0
+    assert train(config_of(inputs, run.path, f"actor_rollout_ref.model.path={made}", save, *layout)) == 0
     assert metrics_of(run.path) == metrics_of(whole[0])
-    theirs = RunFolder(whole[0])
-    assert files_of(run.model) == files_of(theirs.model)
-    kept, same = files_of(run.checkpoint(NUM_STEPS) / "hf"), files_of(theirs.checkpoint(NUM_STEPS) / "hf")
+    undisturbed = RunFolder(whole[0])
+    assert files_of(run.model) == files_of(undisturbed.model)
+    kept, same = files_of(run.checkpoint(NUM_STEPS) / "hf"), files_of(undisturbed.checkpoint(NUM_STEPS) / "hf")
     assert kept == {name: content for name, content in same.items() if not name.endswith(".safetensors")}
 
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
-def test_a_run_may_start_from_the_model_of_a_training_checkpoint(whole, given, tmp_path):
+def test_a_run_may_start_from_the_model_of_a_training_checkpoint(whole, inputs, tmp_path):
     """Cut in another way, with what the run exported as its reference: before the first step no log-prob differs."""
-    run, theirs = tmp_path / "run", RunFolder(whole[0])
+    run, earlier = tmp_path / "run", RunFolder(whole[0])
     options = [
-        f"actor_rollout_ref.model.path={theirs.checkpoint(NUM_STEPS)}",
-        f"actor_rollout_ref.ref.path={theirs.model}",
+        f"actor_rollout_ref.model.path={earlier.checkpoint(NUM_STEPS)}",
+        f"actor_rollout_ref.ref.path={earlier.model}",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
         "trainer.total_training_steps=1",
     ]
-    assert train(config_of(given, run, *options)) == 0
+    assert train(config_of(inputs, run, *options)) == 0
     (line,) = metrics_of(run)
-    assert line["actor/reward_kl_penalty"] == 0.0 != metrics_of(theirs.path)[-1]["actor/reward_kl_penalty"]
+    assert line["actor/reward_kl_penalty"] == 0.0 != metrics_of(earlier.path)[-1]["actor/reward_kl_penalty"]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from tests.e2e.conftest import converted
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 NUM_STEPS, NUM_GROUPS, GEN_BATCH = 300, 4, 6
 
@@ -49,9 +49,9 @@ def runs(tmp_path_factory) -> tuple[RunFolder, list[str]]:
         f"trainer.total_training_steps={NUM_STEPS}",
         f"trainer.run_dir={run.path}",
     ]
-    told = [_stopped_run(run, overrides, num_steps=3)]
-    told.append(_stopped_run(run, [*overrides, "trainer.resume=required"], num_steps=2))
-    return run, told
+    printed = [_stopped_run(run, overrides, num_steps=3)]
+    printed.append(_stopped_run(run, [*overrides, "trainer.resume=required"], num_steps=2))
+    return run, printed
 
 
 def _stopped_run(run: RunFolder, overrides: list[str], num_steps: int) -> str:

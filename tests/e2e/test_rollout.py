@@ -18,12 +18,12 @@ from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from tests.tiny_models import EOS_ID
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 MAX_LENGTH, TRAIN, N = 24, 4, 4
 
 REWARD = """
-def judge(data_source, response, ground_truth, extra_info):
+def score(data_source, response, ground_truth, extra_info):
     return float(any(letter in response for letter in "aeiou"))
 """
 
@@ -49,7 +49,7 @@ def handle(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         "actor_rollout_ref.rollout.step_timeout_s=400.0",
         "algorithm.dapo.enable=true",
         "algorithm.dapo.dynamic_sampling.enable=true",
-        "reward.function=vowel_rewards:judge",
+        "reward.function=vowel_rewards:score",
         f"trainer.run_dir={tmp_path}/run",
     ]
     handle = RolloutHandle.start(load_config(None, overrides))

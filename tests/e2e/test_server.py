@@ -113,18 +113,36 @@ def test_a_paused_server_goes_on_where_it_was(server, model):
         assert max(abs(a - b) for a, b in zip(generation.log_probs, expected, strict=True)) < 1e-4
 
 
-def test_an_aborted_request_returns_what_there_is(server):
+def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, model):
     async def abort(client: SGLangClient):
-        sampling = SamplingParams(max_new_tokens=1500, temperature=0.0)
-        running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S))
-        while not running.done():  # on a busy machine the first comes before the request that it is about
+        sampling = SamplingParams(max_new_tokens=400, temperature=0.0)
+        kept, ended = (
+            asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=letter * 32))
+            for letter in "ab"
+        )
+        while not ended.done():  # on a busy machine the first comes before the request that it is about
             await asyncio.sleep(0.1)
-            await client.post("/abort_request", {"rid": "", "abort_all": True})
-        return await running
+            await client.abort("b" * 32)
+        return await kept, await ended
 
-    generation = ask(server, abort)
-    assert generation.finish_reason in ("abort", "stop")
-    assert len(generation.tokens) < 1500
+    kept, ended = ask(server, abort)
+    assert kept.finish_reason != "abort" and ended.finish_reason in ("abort", kept.finish_reason)
+    assert 0 < len(ended.tokens) <= len(kept.tokens) and ended.tokens == kept.tokens[: len(ended.tokens)]
+    expected = log_probs(model, [4, 4, 4], list(ended.tokens))
+    assert max(abs(a - b) for a, b in zip(ended.log_probs, expected, strict=True)) < 1e-4
+    assert len(ended.weight_versions) == len(ended.tokens)
+
+
+def test_a_prefix_is_in_the_cache_for_requests_of_its_salt_alone(server):
+    async def read(client: SGLangClient):
+        prompt, sampling = [5, *range(3, 43)], SamplingParams(max_new_tokens=1)
+        return [
+            (await client.generate(prompt, sampling, TIMEOUT_S, cache_salt=salt)).num_cached_tokens
+            for salt in ("1", "1", "2", "1", None)
+        ]
+
+    first, again, other, once_more, unsalted = ask(server, read)
+    assert first == other == unsalted == 0 and again == once_more > 30
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_the_servers_words(server):

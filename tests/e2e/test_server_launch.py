@@ -91,7 +91,7 @@ def test_after_kill_9_of_the_launcher_nothing_is_left_running_and_the_same_comma
     tmp_path, overrides, monkeypatch
 ):
     num_steps = 8
-    given = [
+    arguments = [
         *overrides,
         "reward.function=exact_match",
         f"trainer.total_training_steps={num_steps}",
@@ -99,7 +99,7 @@ def test_after_kill_9_of_the_launcher_nothing_is_left_running_and_the_same_comma
     ]
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    run = start("launch.local", given)
+    run = start("launch.local", arguments)
     launcher, deadline = psutil.Process(run.pid), time.monotonic() + 240
     metrics, checkpoints = (tmp_path / "run" / name for name in ("metrics.jsonl", "checkpoints"))
     while not list(checkpoints.glob("step_*")) and run.poll() is None and time.monotonic() < deadline:
@@ -116,7 +116,7 @@ def test_after_kill_9_of_the_launcher_nothing_is_left_running_and_the_same_comma
     noted = shared_memory(tmp_path / "t")
     assert len(noted) == 1 and all(path.exists() for path in noted)
 
-    again = start("launch.local", given)
+    again = start("launch.local", arguments)
     output, error = again.communicate(timeout=300)
     assert again.returncode == 0, error
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]

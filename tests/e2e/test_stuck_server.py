@@ -15,7 +15,7 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import read_server_key
 from tests.tiny_models import make_tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 
 def test_it_is_started_again_and_the_request_that_it_had_is_free_to_be_repeated(tmp_path, monkeypatch):

@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
-from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient
+from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient, generation_of
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import read_server_key
@@ -33,6 +35,8 @@ pytestmark = pytest.mark.e2e
 
 EVERYTHING = 10_000
 PROMPT = [5, 6, 7]
+LONG = 400  # tokens: more than servers write during five pushes
+BOUND = 1e-4  # between a server's log-prob and the one of its weights, both in float32
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +83,49 @@ async def generate(client: SGLangClient) -> Generation:
         return await client.generate(PROMPT, SamplingParams(max_new_tokens=12), timeout_s=60)
 
 
+async def generate_long(client: SGLangClient) -> Generation:
+    """LONG tokens, whatever they are."""
+    sampling = {"max_new_tokens": LONG, "temperature": 1.0, "ignore_eos": True}
+    fields = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    async with client:
+        return generation_of(await client.post("/generate", fields, timeout_s=300))
+
+
 @torch.no_grad()
-def log_probs(model_path: Path, version: int, tokens: Sequence[int]) -> torch.Tensor:
-    """Those of transformers, with the weights of a version."""
+def log_probs(model_path: Path, version: int, *responses: Sequence[int]) -> torch.Tensor:
+    """[responses, tokens]: those of transformers, with the weights of a version."""
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     for parameter in model.parameters():
         parameter.copy_(changed(parameter, version))
-    logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    tokens = torch.tensor(responses)
+    prompts = torch.tensor([PROMPT] * len(responses))
+    logits = model(torch.cat([prompts, tokens], 1)).logits[:, len(PROMPT) - 1 : -1]
+    return logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+
+
+def push_in_flight(
+    trainer: Ranks, clients: Sequence[SGLangClient], versions: Iterable[int], pushes_per_s: float
+) -> list[Generation]:
+    """Push these versions while each client waits for a long response; return the responses."""
+    with ThreadPoolExecutor(len(clients)) as threads:
+        running = [threads.submit(asyncio.run, generate_long(client)) for client in clients]
+        for version in versions:
+            time.sleep(1 / pushes_per_s)
+            answers = trainer.order(version)
+            assert [status for status, _ in answers] == ["ok", "ok"], answers
+        return [response.result() for response in running]
+
+
+def gap(model_path: Path, generations: Sequence[Generation], offset: int = 0) -> torch.Tensor:
+    """[responses, tokens]: by how much the servers' log-probs differ from those of the weights of each token's version;
+    with an offset, of an earlier version's."""
+    served = torch.tensor([generation.log_probs for generation in generations])
+    labels = torch.tensor([generation.weight_versions for generation in generations])
+    expected = torch.full_like(served, torch.nan)
+    for version in labels.unique().tolist():
+        of_version = log_probs(model_path, version - offset, *(generation.tokens for generation in generations))
+        expected = torch.where(labels == version, of_version, expected)
+    return (served - expected).abs()
 
 
 def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_path, servers):
@@ -94,8 +133,8 @@ def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_pa
     steady, doomed = servers.urls
     client = partial(SGLangClient, api_key=read_server_key(servers.key_file))
     config = dict(bucket_size_mb=1, timeout_s=40, verify=True, verify_num_tensors=EVERYTHING)
-    # each stage sends three buckets per push: the second one of the sixth push is fatal
-    fatal = {doomed: (servers.pids()[1], 5 * 3 + 2)}
+    # each stage sends three buckets per push: the second one of the eleventh push is fatal
+    fatal = {doomed: (servers.pids()[1], 10 * 3 + 2)}
     arguments = (free_port(), 2, {"pp": 2}, str(model_path), servers.overrides(), fatal, config)
     with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")
@@ -112,15 +151,42 @@ def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_pa
                     assert torch.equal(tensor, changed(checkpoint[name], version)), f"{name} on {url}, push {version}"
                 generation = asyncio.run(generate(client(url)))
                 assert set(generation.weight_versions) == {version}
-                expected = log_probs(model_path, version, generation.tokens)
-                assert (torch.tensor(generation.log_probs) - expected).abs().max() < 1e-4
+                expected = log_probs(model_path, version, generation.tokens)[0]
+                assert (torch.tensor(generation.log_probs) - expected).abs().max() < BOUND
 
-        answers = trainer.order(6)
+        check_retracted(
+            model_path, push_in_flight(trainer, [client(url) for url in [steady, doomed] * 2], range(6, 11), 4.0)
+        )
+
+        answers = trainer.order(11)
         assert [status for status, _ in answers] == ["ok", "ok"], answers
         assert answers[0][1].num_servers == 1 and "recover" in answers[0][1].seconds
         for name, tensor in asyncio.run(read(client(steady), checkpoint)).items():
-            assert torch.equal(tensor, changed(checkpoint[name], 6)), f"{name} on {steady}, push 6"
-        assert set(asyncio.run(generate(client(steady))).weight_versions) == {6}
+            assert torch.equal(tensor, changed(checkpoint[name], 11)), f"{name} on {steady}, push 11"
+        assert set(asyncio.run(generate(client(steady))).weight_versions) == {11}
+
+        assert [status for status, _ in trainer.order({"pause_mode": "in_place"})] == ["ok", "ok"]
+        check_in_place(model_path, push_in_flight(trainer, [client(steady) for _ in range(2)], (12,), 4.0))
+
+
+def check_retracted(model_path: Path, generations: Sequence[Generation]) -> None:
+    """Each token has the log-prob that the weights of its label give it, and no other version's."""
+    for generation in generations:
+        assert set(generation.weight_versions) == set(range(5, 11)), "five pushes in flight"
+        assert len(generation.tokens) == LONG and generation.num_retractions == 5
+    difference = gap(model_path, generations)
+    print(f"retract: at most {difference.max():.1e}, by the version before {gap(model_path, generations, 1).max():.1e}")
+    assert difference.max() < BOUND
+    assert gap(model_path, generations, offset=1).max() > 5 * BOUND, "a label that is wrong by one would be seen"
+
+
+def check_in_place(model_path: Path, generations: Sequence[Generation]) -> None:
+    """What the weights before the push wrote is exact; what came after was written from their keys and values."""
+    difference = gap(model_path, generations)
+    after = torch.tensor([generation.weight_versions for generation in generations]) == 12
+    assert after.any(1).all() and not after.all(1).any(), "the push was in flight"
+    print(f"in_place: before the push at most {difference[~after].max():.1e}, after {difference[after].max():.1e}")
+    assert difference[~after].max() < BOUND < difference[after].max()
 
 
 class Growing:

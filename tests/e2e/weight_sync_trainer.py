@@ -74,16 +74,21 @@ def rank_main(
         for parameter, start in zip(parameters, original, strict=True):
             parameter.copy_(changed(start, version))
 
-    def open_sync() -> WeightSync:
-        given = load_config(None, servers)
-        key = given_server_key(given)
+    def open_sync(**changes: object) -> WeightSync:
+        server_config = load_config(None, servers)
+        key = given_server_key(server_config)
 
         def connect(url: str) -> SGLangClient:
             return DeadlyClient(url, key, *deadly[url]) if url in deadly else SGLangClient(url, key)
 
-        source, keys = WeightSource(model, layout), WeightSyncConfig(**config)
+        source, keys = WeightSource(model, layout), WeightSyncConfig(**(config | changes))
         return WeightSync(
-            source, ServerList.of_config(given.actor_rollout_ref.rollout).read_or_keep, connect, layout, keys, device()
+            source,
+            ServerList.of_config(server_config.actor_rollout_ref.rollout).read_or_keep,
+            connect,
+            layout,
+            keys,
+            device(),
         )
 
     serve_orders(pipe, open_sync, set_version)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +16,9 @@ import torch
 
 import megatron_dapo.algorithms.dapo_loss
 import megatron_dapo.kernels.token_loss  # noqa: F401
+from tests import rollout_correction_oracle
 from tests.mutation.mutants import Mutant, mutants
-from tests.token_loss_oracle import CASES, FLOAT32, FLOAT64, case_and_expected, check
+from tests.token_loss_oracle import CASES, FLOAT32, FLOAT64, SEQUENCE_CASES, case_and_expected, check
 
 ROOT = Path(__file__).resolve().parents[2]
 # the packages export functions of the same names
@@ -58,8 +59,10 @@ class Target:
         return mutants(self.original)
 
 
-def _equals_plain_arithmetic(token_loss: Callable, dtype: torch.dtype, precision: float) -> bool:
-    for name in CASES:
+def _equals_plain_arithmetic(
+    token_loss: Callable, dtype: torch.dtype, precision: float, cases: Iterable[str] = CASES
+) -> bool:
+    for name in cases:
         case, want = case_and_expected(name)
         case = case.to(dtype)
         try:
@@ -77,11 +80,30 @@ def torch_survives(module: str) -> Callable[[Mutant | Unchanged, Path], bool]:
         try:
             exec(compile(mutant.source, module, "exec"), mutated.__dict__)
             with _in_place_of_the_original(mutated):
-                return _equals_plain_arithmetic(token_loss_module.token_loss, torch.float64, FLOAT64)
+                return _equals_plain_arithmetic(
+                    token_loss_module.token_loss, torch.float64, FLOAT64, CASES | SEQUENCE_CASES
+                )
         except Exception:  # noqa: BLE001
             return False
 
     return survives
+
+
+def correction_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
+    """Compares the mutant's weights and metrics in float64."""
+    name = "megatron_dapo.algorithms.mutant"
+    mutated = types.ModuleType(name)
+    sys.modules[name] = mutated  # where a dataclass looks for the module that it is in
+    try:
+        exec(compile(mutant.source, name, "exec"), mutated.__dict__)
+        for make in rollout_correction_oracle.CASES.values():
+            case = make()
+            rollout_correction_oracle.check(case.corrected(mutated.rollout_correction), case)
+    except Exception:  # noqa: BLE001
+        return False
+    finally:
+        del sys.modules[name]
+    return True
 
 
 @contextlib.contextmanager
@@ -109,12 +131,13 @@ def triton_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
 
 
 def in_a_fork(function: Callable[[], bool]) -> bool:
-    """What `function` returns in a silent copy of this process; False if it ends in another way, or not in a minute."""
+    """What `function` returns in a silent copy of this process; False if it ends in another way, or not within a minute
+    of processor time."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
             gc.disable()  # a collection would copy the pages of the parent
-            signal.alarm(60)
+            signal.setitimer(signal.ITIMER_PROF, 60)  # not by the clock: on a busy machine waiting says nothing
             faulthandler.disable()
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 1), os.dup2(silence, 2)
@@ -145,7 +168,9 @@ NOT_RUN = "an argument that changes speed, not numbers, and that the interpreter
 
 EQUIVALENT = {
     "policy_loss": {
-        **_names("policy_loss: 0 -> 1 #2 \n policy_loss: 0 -> 1 #3 \n policy_loss: 0 -> 1 #4", FILL),
+        **_names(
+            "policy_loss: 0 -> 1 #2 \n policy_loss: 0 -> 1 #3 \n policy_loss: 0 -> 1 #4 \n policy_loss: 0 -> 1 #5", FILL
+        ),
     },
     "kl": {
         **_names("_k3: 20.0 -> 21.0 \n _k3: 20.0 -> 21.0 #2", K3_BOUND),
@@ -157,26 +182,31 @@ EQUIVALENT = {
             "masked_sum and masked_max detach as well",
         ),
     },
+    "rollout_correction": {
+        **_names("Segments: True -> False", "whether the device checks the lengths, which are right"),
+    },
     "dapo_loss": {
-        **_names("dapo_loss: 0 -> 1 #2 \n dapo_loss: 0 -> 1 #4 \n dapo_loss: 0 -> 1 #5 \n dapo_loss: 0 -> 1 #6", FILL),
+        **_names(
+            "\n".join(f"dapo_loss: 0 -> 1 #{number}" for number in (2, 3, 5, 6, 7)),
+            FILL,
+        ),
         **_names("metric_names: 0 -> 1", "the names do not depend on the number of tokens"),
     },
     "token_loss": {
         **_names("NUM_WARPS: 4 -> 5 \n token_loss: False -> True", NOT_RUN),
         **_names("token_loss: 0.0 -> 1.0", "beta is not read where no token is replayed"),
+        **_names("token_loss: 0.0 -> 1.0 #2", "a lower bound is not read where ratios are truncated"),
         **_names(
             """token_loss_kernel: 0.0 -> 1.0 #4
             token_loss_kernel: 0.0 -> 1.0 #6
             token_loss_kernel: 0 -> 1 #3
-            token_loss_kernel: 0.0 -> 1.0 #9""",
+            token_loss_kernel: 0.0 -> 1.0 #10
+            token_loss_kernel: 0.0 -> 1.0 #12""",
             FILL,
         ),
         **_names(
-            """token_loss_kernel: server_ratio > rollout_is_threshold -> server_ratio >= rollout_is_threshold
-            _clamped: x > LARGEST_LOG_RATIO -> x >= LARGEST_LOG_RATIO
-            _clamped: x < -LARGEST_LOG_RATIO -> x <= -LARGEST_LOG_RATIO
-            _clipped: ratio > high -> ratio >= high
-            _clipped: ratio < low -> ratio <= low
+            """_bounded: x > high -> x >= high
+            _bounded: x < low -> x <= low
             _kl: k3 > LARGEST_KL -> k3 >= LARGEST_KL""",
             AT_THE_BOUND,
         ),
@@ -207,11 +237,24 @@ TARGETS = (
     _algorithm(
         "kl", "algorithms_rewards token_loss", ("AdaptiveKLController:", "_k3: (ref_log_probs - log_probs).clamp")
     ),
-    _algorithm("mismatch", "token_loss off_policy_loss algorithms_metrics", ("truncated_importance:",)),
+    _algorithm("mismatch", "token_loss algorithms_metrics", ()),
+    Target(
+        "megatron_dapo.algorithms.rollout_correction",
+        correction_survives,
+        tuple(f"tests/unit/test_{name}.py" for name in ("rollout_correction", "off_policy_loss", "loss_config")),
+        EQUIVALENT["rollout_correction"],
+        ("RatioBounds:", "RolloutCorrection:", "token_importance:", "log_difference: diff.detach()"),
+    ),
     _algorithm(
         "dapo_loss",
         "token_loss off_policy_loss algorithms_loss",
-        ("LossConfig:", "TokenBatch:", "dapo_loss: loss_sum.detach()", "dapo_loss: (batch.weights * kl).detach()"),
+        (
+            "LossConfig:",
+            "TokenBatch:",
+            "dapo_loss: loss_sum.detach()",
+            "dapo_loss: batch.importance.detach()",
+            "dapo_loss: (batch.weights * kl).detach()",
+        ),
     ),
     Target(
         "megatron_dapo.kernels.triton_ops.token_loss",

@@ -55,15 +55,15 @@ def mutants(source: str) -> list[Mutant]:
     """All mutants of a module, in order. Strings, annotations and keyword names stay."""
     tree = ast.parse(source)
     owners = {child: _name(statement) for statement in tree.body for child in ast.walk(statement)}
-    found: list[Mutant] = []
+    all_mutants: list[Mutant] = []
     names: Counter[str] = Counter()
     for place, node in enumerate(_code(tree)):
         for change in range(len(_changes(node))):
             name = f"{owners[node]}: {_changed(node, change)}"
             names[name] += 1
             unique = f"{name} #{names[name]}" if names[name] > 1 else name
-            found.append(Mutant(unique, _kind(node), source, place, change))
-    return found
+            all_mutants.append(Mutant(unique, _kind(node), source, place, change))
+    return all_mutants
 
 
 def _name(statement: ast.stmt) -> str:

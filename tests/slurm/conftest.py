@@ -65,12 +65,12 @@ class Cluster:
         """`sbatch FLAGS slurm/demo.sh OVERRIDES`, with a run folder of its own."""
         run = RunFolder(self.folder / name)
         log = self.folder / f"{name}.log"
-        told = self.run(
+        number = self.run(
             *("sbatch", "--parsable", f"--output={log}", *flags),
             *("slurm/demo.sh", f"trainer.run_dir={run.path}", *overrides),
             **environment,
         )
-        return Job(self, int(told), run, log)
+        return Job(self, int(number), run, log)
 
 
 class Job:
@@ -81,8 +81,8 @@ class Job:
 
     def fact(self, name: str) -> str:
         """A field of `scontrol show job`: JobState, ExitCode, Restarts, NodeList ..."""
-        told = self._cluster.run("scontrol", "show", "job", str(self.number), "--oneliner")
-        return re.search(rf"\b{name}=(\S*)", told)[1]
+        shown = self._cluster.run("scontrol", "show", "job", str(self.number), "--oneliner")
+        return re.search(rf"\b{name}=(\S*)", shown)[1]
 
     def exit_code(self, timeout_s: float = 200) -> int:
         """Waits until the job has ended for good; its exit code, which is 128 + signal where a signal ended it."""
@@ -149,16 +149,16 @@ class Job:
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Of this job, on all nodes, whose command lines have all the words."""
-        found = []
+        matching = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get("SLURM_JOB_ID") != str(self.number) or process.status() == "zombie":
                     continue
                 if process.environ().get("SLURM_CONF") == str(self._cluster.folder / "slurm.conf"):
-                    found += [process] if set(words) <= set(process.cmdline()) else []
+                    matching += [process] if set(words) <= set(process.cmdline()) else []
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return matching
 
     def leaves_nothing(self) -> bool:
         """No step and no process, soon after the end."""

@@ -1,4 +1,4 @@
-"""The demo's reward, but the first response that is ever judged hangs."""
+"""The demo's reward, but the first response that is ever scored hangs."""
 
 import time
 from pathlib import Path

@@ -18,7 +18,7 @@ import pytest
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slurm
 
 SERVER = "actor_rollout_ref.rollout.server"
 
@@ -66,8 +66,8 @@ class TestOnThreeNodesWithTensorParallelismOverTwo:
     def test_usr1_in_mid_run_saves_requeues_and_goes_on_at_the_saved_step(self, job):
         assert job.fact("Restarts") == "1" and job.leaves_nothing()
         saved = job.saved_step()
-        told = f"{saved_line(job, saved, 6)}; requeued on USR1, restart 1 of at most 20"
-        assert re.fullmatch(told, job.last_lines()[0]) and 2 <= saved < 6
+        sentence = f"{saved_line(job, saved, 6)}; requeued on USR1, restart 1 of at most 20"
+        assert re.fullmatch(sentence, job.last_lines()[0]) and 2 <= saved < 6
         assert f"Resumed after step {saved} from" in job.attempt_log(1, "trainer-node1")
         assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5, 6]
 
@@ -86,10 +86,10 @@ class TestOnThreeNodesWithTensorParallelismOverTwo:
         subprocess.run([*command, *overrides], cwd=REPOSITORY, check=True, timeout=300)
         undisturbed = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
         assert len(undisturbed) == 6
-        for ours, theirs in zip(job.metrics(), undisturbed, strict=True):
-            same = {name for name in ours.keys() & theirs.keys() if not name.startswith("time")}
+        for actual, expected in zip(job.metrics(), undisturbed, strict=True):
+            same = {name for name in actual.keys() & expected.keys() if not name.startswith("time")}
             assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= same
-            assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+            assert {name: actual[name] for name in same} == {name: expected[name] for name in same}
 
     def test_its_tensorboard_is_one_run(self, job):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -221,8 +221,8 @@ class TestAChainOfTwoJobs:
         first.shorten()
         assert first.exit_code() == 85, first.report()
         step = len(first.metrics())
-        told = f"{saved_line(first, step, 1000)}; the same command goes on from there"
-        assert re.fullmatch(told, first.last_lines()[0]) and "] USR1: the trainer saves" in first.log()
+        sentence = f"{saved_line(first, step, 1000)}; the same command goes on from there"
+        assert re.fullmatch(sentence, first.last_lines()[0]) and "] USR1: the trainer saves" in first.log()
         assert first.fact("Restarts") == "0" and first.leaves_nothing()
         second.wait_for_steps(step + 1)
         assert f"Resumed after step {step} from" in second.attempt_log(0, "trainer-node1")

@@ -6,7 +6,7 @@ import pytest
 
 from tests import mpi_replay
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slurm
 
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
 
@@ -30,10 +30,10 @@ def srun(cluster):
 def test_the_demo_trains_under_srun_with_pmix_as_under_torchrun_bit_for_bit(cluster, srun):
     folder = cluster.folder / "mpi"
     batches, runs = mpi_replay.write_batches(folder / "batches"), (folder / "torchrun", folder / "srun")
-    expected, given = (mpi_replay.arguments(batches, run) for run in runs)
+    under_torchrun, under_srun = (mpi_replay.arguments(batches, run) for run in runs)
     over_nodes = ("trainer.nnodes=2", "trainer.n_procs_per_node=1")
-    srun(sys.executable, "-m", "launch.mpi", *given, *over_nodes)
-    done = mpi_replay.torchrun(2, *expected)
+    srun(sys.executable, "-m", "launch.mpi", *under_srun, *over_nodes)
+    done = mpi_replay.torchrun(2, *under_torchrun)
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [mpi_replay.metrics_of(run) for run in runs]
     assert metrics[1] == metrics[0] and [line["step"] for line in metrics[0]] == [1, 2]
@@ -44,6 +44,6 @@ def test_the_demo_trains_under_srun_with_pmix_as_under_torchrun_bit_for_bit(clus
 def test_tasks_that_open_mpi_cannot_join_are_refused_before_each_trains_alone(srun, mpi, variable):
     with pytest.raises(AssertionError) as failure:
         srun(sys.executable, "-m", "launch.mpi", "--config", "configs/demo.yaml", mpi=mpi)
-    told = str(failure.value)
-    assert told.count(f"The launcher started 2 processes ({variable}), but Open MPI") == 1
-    assert "srun --mpi=pmix" in told and "exit code 2" in told
+    message = str(failure.value)
+    assert message.count(f"The launcher started 2 processes ({variable}), but Open MPI") == 1
+    assert "srun --mpi=pmix" in message and "exit code 2" in message

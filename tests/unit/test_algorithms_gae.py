@@ -108,8 +108,8 @@ def test_one_recursion_gives_what_both_seeds_give(num_steps):
         np.testing.assert_allclose(got[flags != 0], expected[flags != 0], **EXACT)
         assert not got[flags == 0].any()
     ours = gae(rewards, values, gamma=0.99, lam=0.95, done=1 - flags, last_value=last_value)
-    theirs = seed_of_classic_control(rewards, values, 1 - flags, last_value, 0.99, 0.95)
-    for got, expected in zip(ours, theirs, strict=True):
+    of_seed = seed_of_classic_control(rewards, values, 1 - flags, last_value, 0.99, 0.95)
+    for got, expected in zip(ours, of_seed, strict=True):
         np.testing.assert_allclose(got, expected, **EXACT)
 
 
@@ -203,8 +203,8 @@ def test_reinforce_plus_plus_discounts_what_is_still_to_come():
 @settings(deadline=None, max_examples=150)
 def test_whitening_is_by_the_counted_values_of_all_pieces_together(pairs, offset, cut):
     values, mask = float64([offset + value for value, _ in pairs]), np.array([counts for _, counts in pairs])
-    pieces = [slice(None, cut), slice(cut, None)]
-    total = sum(moments(values[piece], torch.tensor(mask[piece])) for piece in pieces)
+    slices = [slice(None, cut), slice(cut, None)]
+    total = sum(moments(values[part], torch.tensor(mask[part])) for part in slices)
     ours = whiten(values, total).numpy()
     kept = values.numpy()[mask]
     mean = kept.mean() if len(kept) else 0.0

@@ -224,6 +224,17 @@ def test_gradients_equal_finite_differences():
     assert torch.autograd.gradcheck(loss, (case["new"].requires_grad_(), case["entropy"].requires_grad_()))
 
 
+def test_the_gradient_is_that_of_the_log_probs_alone():
+    """Old log-probs and importance weights are numbers, whatever made them."""
+    case = random_case(6)
+    old = case["old"].clone().requires_grad_()
+    importance = torch.full_like(old, 0.5).requires_grad_()
+    new = case["new"].clone().requires_grad_()
+    batch = batch_of(case, "token-mean", old_log_probs=old, importance=importance)
+    dapo_loss(TokenOutputs(new), batch, LossConfig()).loss_sum.backward()
+    assert new.grad is not None and old.grad is None and importance.grad is None
+
+
 def test_without_old_log_probs_the_step_is_on_policy():
     case = random_case(5)
     new = case["new"].clone().requires_grad_()

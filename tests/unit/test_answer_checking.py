@@ -1,4 +1,4 @@
-r"""Answer checking by `math_verify` and `math_dapo`: judged pairs, and what must hold for all numbers and tuples."""
+r"""Answer checking by `math_verify` and `math_dapo`: pairs, and what must hold for all numbers and tuples."""
 
 from fractions import Fraction
 
@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.rewards.exact import exact_number
-from megatron_dapo.rewards.registry import judge
+from megatron_dapo.rewards.registry import score_response
 from megatron_dapo.rewards.symbolic import math_verify
 from megatron_dapo.rewards.text import math_dapo
 
 pytestmark = pytest.mark.unit
 
-# (ground truth, answers that are right, answers that are wrong): each is judged boxed
+# (ground truth, answers that are right, answers that are wrong): each is boxed
 BOXED = [
     ("2", ["2", "x=2", "$2$", "\\[2\\]", "2.0", "02", "+2"], ["x=1,x=2", "x=2,x=1", "1,2", "2,2,1", "1 or 2", "2+2=4"]),
     ("3", ["3", "\\frac{6}{2}", "1+2", "\\text{3}"], ["$3$ and $4$", "$4$ and $3$", "3 \\text{ or } 4", "1 2", "-3"]),
@@ -95,7 +95,7 @@ def boxed(answer):
 
 
 @pytest.mark.parametrize(("truth", "right", "wrong"), BOXED, ids=[row[0] for row in BOXED])
-def test_boxed_answers_are_judged_as_mathematics(truth, right, wrong):
+def test_boxed_answers_are_compared_as_mathematics(truth, right, wrong):
     verdicts = {answer: is_right(boxed(answer), truth) for answer in [*right, *wrong]}
     assert verdicts == dict.fromkeys(right, True) | dict.fromkeys(wrong, False)
 
@@ -199,11 +199,11 @@ def with_acc(data_source, response, ground_truth, extra_info, **verdict):
     ],
 )
 def test_acc_of_a_verdict_decides_correctness_as_in_verl(score, verdict, correct):
-    result = judge(f"{__name__}:with_acc", {}, "", score, "", verdict)
+    result = score_response(f"{__name__}:with_acc", {}, "", score, "", verdict)
     assert (result.score, result.correct) == (float(score), correct)
 
 
 @pytest.mark.parametrize("accuracy", [None, float("nan"), "high"])
 def test_an_acc_that_is_no_number_is_no_verdict(accuracy):
     with pytest.raises(ValueError):
-        judge(f"{__name__}:with_acc", {}, "", "1", "", {"acc": accuracy})
+        score_response(f"{__name__}:with_acc", {}, "", "1", "", {"acc": accuracy})

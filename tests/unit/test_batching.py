@@ -49,14 +49,16 @@ def test_a_sample_is_aligned_to_the_position_that_predicts():
     assert sample.tokens.tolist() == [1, 2, 3, 10, 11, 12]
     assert sample.loss_mask.tolist() == [0, 0, 1, 0, 1, 0]  # token 3 predicts 10, token 11 predicts 12
     np.testing.assert_allclose(sample.rollout_log_probs, [0, 0, -0.1, -0.2, -0.3, 0], rtol=1e-6)
-    assert sample.length == 6 and sample.weight_version == 3 and sample.correct and sample.uid == "a"
-    assert (sample.tokens.dtype, sample.loss_mask.dtype) == (np.int64, np.float32)
+    assert sample.weight_versions.tolist() == [0, 0, 4, 4, 3, 0]
+    assert sample.length == 6 and sample.correct and sample.uid == "a"
+    dtypes = (sample.tokens.dtype, sample.loss_mask.dtype, sample.weight_versions.dtype)
+    assert dtypes == (np.int64, np.float32, np.int64)
 
 
 def test_an_empty_response_counts_for_nothing():
     empty = dict(response_tokens=(), rollout_log_probs=(), loss_mask=(), weight_versions=())
     (sample,) = assemble([make_group("a", [1.0], prompt=(1, 2), **empty)])
-    assert sample.tokens.tolist() == [1, 2] and not sample.loss_mask.any() and sample.weight_version == 0
+    assert sample.tokens.tolist() == [1, 2] and not sample.loss_mask.any() and sample.weight_versions.tolist() == [0, 0]
 
 
 def test_advantages_compare_within_the_group_only():

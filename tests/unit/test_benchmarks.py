@@ -89,11 +89,11 @@ def test_training_head_needs_at_most_a_sixth_of_the_memory_of_log_softmax_and_en
     assert between == (few + more) / 2, "its memory is a line over the number of tokens"
     plain = few + (more - few) * (8192 - 64) // (320 - 64)
     assert 5 * 8192 * COLUMNS * 4 <= plain < 5.1 * 8192 * COLUMNS * 4  # as docs/kernels.md says
-    assert peak_of_training("ours A", 8192) <= plain / 6
+    assert peak_of_training("ours fused", 8192) <= plain / 6
 
 
 def test_memory_table_of_the_docs_is_that_of_the_shapes():
-    """float32 copies are 4 bytes per logit, plain ones are five; a chunk of A has 4 + 2."""
+    """float32 copies are 4 bytes per logit, plain ones are five; a chunk of the fused head has 4 + 2."""
     lines = (REPOSITORY / "docs/kernels.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     table = {row[0].strip("`"): row[1:] for row in rows if len(row) == 7}
@@ -113,7 +113,7 @@ def test_committed_results_keep_the_promise_and_are_those_of_the_docs():
     check_report(report, "head")
     (result,) = [r for r in report["results"] if r["shape"]["num_tokens"] == 8192 and r["shape"]["vocab_size"] == 32768]
     rows = {row["provider"]: row for row in result["rows"]}
-    ours, plain = rows["ours A"], rows["naive"]
+    ours, plain = rows["ours fused"], rows["naive"]
     assert ours["peak_bytes"] <= plain["peak_bytes"] / 6
     assert ours["ratios"]["naive"] <= 0.7 and ours["ratios"]["G3"] <= 1.25
     shown = [
@@ -124,16 +124,18 @@ def test_committed_results_keep_the_promise_and_are_those_of_the_docs():
     assert all(line in lines for line in shown), "\n".join(shown)
 
 
-@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p.name in ("ours A", "ours B", "ours C", "naive")])
+@pytest.mark.parametrize(
+    "provider", [p for p in PROVIDERS if p.name in ("ours fused", "ours composable", "ours forward-only", "naive")]
+)
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_heads_that_are_compared_compute_the_same(provider, with_entropy):
     """So that a ratio of times compares equal work: float32 against float64, over sums of H and V terms."""
     case = make_case(replace(SHAPES["quick"], vocab_size=1003), CPU, torch.float32, with_entropy=with_entropy)
     answer = bench_head.one_pass(provider, provider.make(), case)
-    found = errors(case, answer, exact(case))
-    assert found["log_prob_max"] < 1e-5
-    assert ("entropy_max" in found) == with_entropy
-    assert all(value < 1e-5 for value in found.values()), found
+    differences = errors(case, answer, exact(case))
+    assert differences["log_prob_max"] < 1e-5
+    assert ("entropy_max" in differences) == with_entropy
+    assert all(value < 1e-5 for value in differences.values()), differences
 
 
 BENCHMARKS = {"head": bench_head, "loss": bench_loss}
@@ -179,7 +181,7 @@ def test_the_command_runs_with_every_package_that_is_here(tmp_path):
     check_report(report, "head")
     measured = {row["provider"] for row in report["results"][0]["rows"]}
     left_out = {skipped["provider"] for skipped in report["skipped"]}
-    assert measured >= {"ours A", "ours B", "ours C", "naive"}
+    assert measured >= {"ours fused", "ours composable", "ours forward-only", "naive"}
     assert measured | left_out == {p.name for p in PROVIDERS if not p.slow_start}
 
 

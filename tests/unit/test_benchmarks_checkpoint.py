@@ -55,13 +55,13 @@ def test_ratios_are_of_the_same_round():
 def test_the_made_up_model_has_every_tensor_once_in_files_of_the_size_asked_for(tmp_path):
     size = ModelSize(hidden=32, ffn=64, layers=2, vocab=100)
     write_model(tmp_path / "hf", size, torch.bfloat16, shard_bytes=20_000)
-    found = {}
+    shapes = {}
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     for path in files:
         with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     assert len(files) > 2 and all(path.stat().st_size < 25_000 for path in files)
-    assert found == dict(size.shapes())
+    assert shapes == dict(size.shapes())
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == found.keys()
+    assert index["weight_map"].keys() == shapes.keys()
     assert index["metadata"]["total_size"] == 2 * size.num_values

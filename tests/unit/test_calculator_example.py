@@ -60,6 +60,6 @@ def test_only_what_the_model_writes_is_a_target():
     text = [VOCABULARY[c] for c in "12*34?(12*34)"] + [end] + [VOCABULARY[c] for c in "=408;408"] + [end]
     assert tokens[0].tolist() == text
     own = [False] * 6 + [True] * 8 + [False] * 5 + [True] * 4
-    expected = [token if mine else IGNORED for token, mine in zip(text[1:], own[1:], strict=True)]
+    expected = [token if is_own else IGNORED for token, is_own in zip(text[1:], own[1:], strict=True)]
     assert targets[0].tolist() == [*expected, IGNORED]
     assert torch.equal(tokens != 0, torch.ones_like(tokens, dtype=torch.bool))

@@ -26,13 +26,13 @@ def test_rectangles_of_a_range_are_its_elements_in_order(shape, data):
     start = data.draw(st.integers(0, size))
     end = data.draw(st.integers(0, size))
     whole = torch.arange(size).view(shape)
-    found = []
+    elements = []
     for offset, size in rectangles(shape, start, end):
         assert all(length > 0 for length in size)
         part = whole[window(offset, size)]
         assert part.shape == size
-        found += part.flatten().tolist()
-    assert found == list(range(start, end))
+        elements += part.flatten().tolist()
+    assert elements == list(range(start, end))
 
 
 @given(st.integers(1, 50), st.integers(1, 50), st.data())

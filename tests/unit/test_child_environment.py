@@ -54,7 +54,7 @@ def test_a_reward_process_has_one_thread_and_reads_utf_8_whatever_the_user_set(t
     for name, value in {"OPENBLAS_NUM_THREADS": "4", "PYTHONUTF8": "0", "LC_ALL": "C"}.items():
         monkeypatch.setenv(name, value)
 
-    async def judge():
+    async def score():
         pool = RewardPool("threads_of:score", {}, num_workers=1, timeout_s=30.0, memory_limit_mb=2048)
         await pool.start()
         try:
@@ -62,7 +62,7 @@ def test_a_reward_process_has_one_thread_and_reads_utf_8_whatever_the_user_set(t
         finally:
             await pool.close()
 
-    result = asyncio.run(judge())
+    result = asyncio.run(score())
     assert result.correct and result.score == 1
 
 
@@ -140,17 +140,17 @@ def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path, s
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("user_set", "expected"),
     [
         ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "backend:native"}, {}),
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     ],
 )
-def test_a_rank_gets_defaults_for_its_gpu_and_keeps_what_the_user_set(given, expected):
-    environment = dict(given)
+def test_a_rank_gets_defaults_for_its_gpu_and_keeps_what_the_user_set(user_set, expected):
+    environment = dict(user_set)
     set_rank_defaults(environment)
-    assert environment == given | expected
+    assert environment == user_set | expected
 
 
 def test_a_rank_has_its_defaults_before_it_imports_torch(tmp_path):

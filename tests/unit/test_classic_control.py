@@ -217,7 +217,7 @@ def test_the_committed_benchmark_shows_both_implementations_solving_it():
     committed = json.loads((REPOSITORY / "benchmarks" / "results" / "classic_control_cpu.json").read_text())
     (result,) = committed["results"]
     assert result["config"] == json.loads(json.dumps(dataclasses.asdict(train.CARTPOLE)))
-    found = {(row["implementation"], row["seed"]): row["mean_return"] for row in result["rows"]}
-    assert found.keys() == {(name, seed) for name in bench_classic_control.IMPLEMENTATIONS for seed in range(3)}
-    assert all(mean >= train.SOLVED for mean in found.values())
+    mean_returns = {(row["implementation"], row["seed"]): row["mean_return"] for row in result["rows"]}
+    assert mean_returns.keys() == {(name, seed) for name in bench_classic_control.IMPLEMENTATIONS for seed in range(3)}
+    assert all(mean >= train.SOLVED for mean in mean_returns.values())
     assert {"stable-baselines3", "gymnasium"} == committed["packages"].keys()

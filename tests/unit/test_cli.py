@@ -124,6 +124,19 @@ def test_overrides_may_stand_before_and_after_options(tmp_path, capsys):
     assert "seed: 5" in printed and "seed: 6" in printed
 
 
+def test_a_dry_run_names_code_of_the_users_own_that_is_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("raise SystemExit('this ran')\ndef score(): ...\n")
+    arguments = ["train", "--config", str(sound_config(tmp_path)), "--dry-run"]
+    assert main([*arguments, "reward.function=my_rewards:score"]) == 0
+    capsys.readouterr()
+    assert main([*arguments, "reward.function=my_rewards:scroe"]) == 2
+    assert capsys.readouterr().err == (
+        "1 mistake to correct:\nreward.function is my_rewards:scroe, but the module my_rewards defines no scroe; "
+        "correct the name, the nearest is score.\n"
+    )
+
+
 @pytest.mark.parametrize("arguments", [["train", "--dryrun"], ["config-reference", "a=1"], [], ["fly"]])
 def test_an_unknown_argument_exits_2_with_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as end:
@@ -172,22 +185,25 @@ def test_the_config_reference_is_printed(capsys):
 
 @pytest.mark.parametrize("module", ["megatron_dapo", "launch.local"])
 def test_a_recipe_can_be_named_in_place_of_its_file(module, capsys):
-    run = {"megatron_dapo": lambda *given: main(["train", *given]), "launch.local": lambda *given: local(given)}[module]
+    run = {
+        "megatron_dapo": lambda *arguments: main(["train", *arguments]),
+        "launch.local": lambda *arguments: local(arguments),
+    }[module]
     printed = []
-    for given in (["--config-name", "demo"], ["--config", str(ROOT / "configs" / "demo.yaml")]):
-        printed.append((run(*given, "--dry-run"), capsys.readouterr().out))
+    for arguments in (["--config-name", "demo"], ["--config", str(ROOT / "configs" / "demo.yaml")]):
+        printed.append((run(*arguments, "--dry-run"), capsys.readouterr().out))
     assert printed[0] == printed[1] and "experiment_name: demo" in printed[0][1]
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("arguments", "reason"),
     [
         (["--config-name", "demoo"], "there is no configs/demoo.yaml; the nearest is demo; known are "),
         (["--config-name", "demo", "--config", "x.yaml"], "not allowed with argument --config-name"),
     ],
 )
-def test_an_unknown_recipe_and_two_configs_exit_2_and_say_why(given, reason, capsys):
-    for run in (lambda: main(["train", *given]), lambda: local(given)):
+def test_an_unknown_recipe_and_two_configs_exit_2_and_say_why(arguments, reason, capsys):
+    for run in (lambda: main(["train", *arguments]), lambda: local(arguments)):
         with pytest.raises(SystemExit) as end:
             run()
         assert end.value.code == 2 and reason in capsys.readouterr().err

@@ -183,9 +183,9 @@ def test_a_deadline_that_cannot_be_meant_is_refused(key, value):
 
 def test_all_mistakes_of_file_and_overrides_are_reported_together(tmp_path):
     path = written(tmp_path, "data: {train_batch_size: 0, foo: 1}\ntrainer: 3\n")
-    found = sentences(path, ["actor.clip_high=0.3", "trainer.seed", f"{LR}=-1"])
-    assert len(found) == 6
-    assert sum(str(path) in sentence for sentence in found) == 3
+    mistakes = sentences(path, ["actor.clip_high=0.3", "trainer.seed", f"{LR}=-1"])
+    assert len(mistakes) == 6
+    assert sum(str(path) in sentence for sentence in mistakes) == 3
 
 
 def test_a_key_given_twice_is_a_mistake(tmp_path):

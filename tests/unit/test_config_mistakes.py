@@ -44,9 +44,9 @@ def other_values(name: str) -> list[str]:
         return ["true", "false"]
     if get_origin(key.annotation) is Literal:
         return list(get_args(key.annotation))
-    found = [value for value in (*NUMBERS, *TEXTS) if takes(key, value)]
-    assert found
-    return found
+    values = [value for value in (*NUMBERS, *TEXTS) if takes(key, value)]
+    assert values
+    return values
 
 
 def takes(key: Key, value: str) -> bool:

@@ -20,12 +20,9 @@ def folder(tmp_path, monkeypatch):
     yield from rollout_folder(tmp_path, monkeypatch)
 
 
-A_VERSION_OLD = ("actor_rollout_ref.rollout.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
-
-
-def test_gen_batches_kept_filtered_and_surplus_are_exact_over_two_steps(folder):
-    """Gen batches of 6: p0..p5 keep 3, p6..p11 keep 2 (one too many, with which the next step begins)."""
-    script = Script({0: RIGHT, 1: WRONG, 2: WRONG, 6: RIGHT, 7: RIGHT, 8: RIGHT, 9: WRONG})
+def test_waves_kept_filtered_and_discarded_are_exact_over_two_steps(folder):
+    """Waves of 6 at most: p0..p5 keep 3, p6..p11 keep 2, of which the step needs one; p12..p17 keep 4."""
+    script = Script({number: RIGHT for number in (0, 6, 7, 8)} | {number: WRONG for number in (1, 2, 9, 12, 17, 18)})
 
     async def scenario(controller, servers):
         first = await controller.next_batch(1, 1)
@@ -33,7 +30,9 @@ def test_gen_batches_kept_filtered_and_surplus_are_exact_over_two_steps(folder):
         expected = {
             "dapo/num_gen_batches": 2, "dapo/num_kept_groups": 5, "dapo/num_filtered_groups": 7,
             "dapo/num_filtered_samples": 14, "dapo/filtered_all_correct": 4, "dapo/filtered_all_incorrect": 3,
-            "rollout/num_surplus_groups_used": 0, "rollout/staleness_max": 0, "rollout/num_tokens": 48,
+            "rollout/num_groups_ready": 0, "rollout/num_groups_discarded": 1, "rollout/num_groups_open": 0,
+            "rollout/staleness_max": 0, "rollout/staleness_mean": 0, "rollout/version_span_max": 0,
+            "rollout/held_s": 0, "rollout/num_tokens": 48,
             "reward/accuracy": 13 / 24, "train/accuracy": 0.5, "response_length/mean": 2, "prompt_length/mean": 1,
         }  # fmt: skip
         assert {name: first.metrics[name] for name in expected} == pytest.approx(expected)
@@ -41,29 +40,11 @@ def test_gen_batches_kept_filtered_and_surplus_are_exact_over_two_steps(folder):
 
         servers[0].version = 2
         second = await controller.next_batch(2, 2)
-        assert prompt_numbers(second) == [11, 12, 13, 14]
-        assert second.metrics["rollout/num_surplus_groups_used"] == 1
-        assert second.metrics["rollout/staleness_max"] == 1
-        assert second.metrics["rollout/num_groups_discarded"] == 0
-        assert second.groups[0].samples[0].weight_versions == (1, 1)
-        assert max(script.num_answers) == 17 and set(script.num_answers.values()) == {2}
-
-    run_in_folder(folder, scenario, script, overrides=["data.gen_batch_size=6", *A_VERSION_OLD])
-
-
-def test_a_step_is_trained_on_what_its_own_weights_wrote(folder):
-    """What a gen batch had too much of is discarded, and counted."""
-    script = Script({0: RIGHT, 1: WRONG, 2: WRONG, 6: RIGHT, 7: RIGHT, 8: RIGHT, 9: WRONG})
-
-    async def scenario(controller, servers):
-        first = await controller.next_batch(1, 1)
-        assert prompt_numbers(first) == [3, 4, 5, 10] and first.metrics["rollout/num_groups_discarded"] == 1
-        servers[0].version = 2
-        second = await controller.next_batch(2, 2)
-        assert prompt_numbers(second) == [12, 13, 14, 15] and second.metrics["rollout/num_groups_discarded"] == 2
-        assert second.metrics["rollout/num_surplus_groups_used"] == second.metrics["rollout/staleness_max"] == 0
+        assert prompt_numbers(second) == [13, 14, 15, 16]
         versions = {version for group in second.groups for each in group.samples for version in each.weight_versions}
         assert versions == {2}
+        account = controller._drawing.queue.account
+        assert account.is_closed and account.num_handed == 8 and account.num_open == account.num_ready == 0
 
     run_in_folder(folder, scenario, script, overrides=["data.gen_batch_size=6"])
 
@@ -159,46 +140,54 @@ def test_evaluation_is_greedy_and_counts_every_answer(folder):
     run_in_folder(folder, scenario, script, overrides=overrides)
 
 
-def test_a_restored_controller_goes_on_with_surplus_and_cursor(folder):
-    overrides = ["data.gen_batch_size=6", *A_VERSION_OLD]
+def test_a_restored_controller_goes_on_with_the_cursor_and_the_acceptance(folder):
+    """Of the first gen batch of 6 all are kept: then 4 prompts are enough for 4 groups."""
+    overrides = ["data.gen_batch_size=6"]
 
     async def first(controller, servers):
-        await controller.next_batch(1, 1)
+        batch = await controller.next_batch(1, 1)
+        assert batch.metrics["rollout/num_groups_discarded"] == 2
         return json.loads(json.dumps(controller.state_dict()))
 
     state = run_in_folder(folder, first, overrides=overrides)
 
     async def second(controller, servers):
         controller.load_state_dict(state)
-        batch = await controller.next_batch(2, 1)
-        assert prompt_numbers(batch) == [4, 5, 6, 7]
-        assert batch.metrics["rollout/num_surplus_groups_used"] == 2
+        assert prompt_numbers(await controller.next_batch(2, 1)) == [6, 7, 8, 9]
+        assert len(servers[0].requests) == 8
 
     run_in_folder(folder, second, overrides=overrides)
 
 
-def test_a_step_that_is_asked_to_stop_keeps_its_finished_groups_and_goes_on_with_them(folder):
+def test_a_step_that_is_asked_to_stop_keeps_its_finished_samples_and_goes_on_with_them(folder):
     script = Script()
-    script.delays = [600.0] * 4 + [0.0] * 4  # taken from the end
+    script.delays = [600.0] * 3 + [0.0] * 5  # taken from the end: a group has one sample of two
+    overrides = ["actor_rollout_ref.rollout.max_concurrency=2", "algorithm.dapo.enable=false"]
 
     async def first(controller, servers):
         step = asyncio.create_task(controller.next_batch(1, 1))
-        while not controller.state_dict()["queue"]["finished"]:
+        while len(controller.state_dict()["queue"]["finished"]) < 2 or sum(script.num_answers.values()) < 5:
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
         controller.stop_asked.set()
         with pytest.raises(Interrupted):
             await step
         return json.loads(json.dumps(controller.state_dict()))
 
-    state = run_in_folder(folder, first, script, overrides=["actor_rollout_ref.rollout.max_concurrency=2"])
+    state = run_in_folder(folder, first, script, overrides=overrides)
+    finished = state["queue"]["finished"]
+    unfinished = [each for each in state["queue"]["open"] if "samples" in each]
+    num_kept = sum(len(each["samples"]) for each in (*finished, *unfinished))
+    assert len(finished) == 2 and len(unfinished) == 2 and num_kept == 5
 
     async def second(controller, servers):
         controller.load_state_dict(state)
         batch = await controller.next_batch(1, 1)
         assert prompt_numbers(batch) == [0, 1, 2, 3] and batch.metrics["rollout/num_tokens"] == 16
-        assert len(servers[0].requests) == 2 * (4 - len(state["queue"]["finished"]))
+        assert all(len(group.samples) == 2 for group in batch.groups)
+        assert len(servers[0].requests) == 3
 
-    run_in_folder(folder, second)
+    run_in_folder(folder, second, overrides=overrides)
 
 
 def test_a_controller_refuses_the_state_of_other_prompts_and_stays_as_it_was(folder):

@@ -43,7 +43,7 @@ def test_a_reward_that_raises_costs_one_sample_and_is_counted(folder):
 
 
 def _broken_rewards(folder, body):
-    (folder / "fake_rewards.py").write_text(f"def judge(data_source, response, ground_truth, extra_info):\n{body}\n")
+    (folder / "fake_rewards.py").write_text(f"def score(data_source, response, ground_truth, extra_info):\n{body}\n")
 
 
 SYNC_RAISES = "    return parse(response)\n\ndef parse(response):\n    raise LookupError('no such table')"
@@ -55,7 +55,7 @@ BROKEN_REWARDS = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_REWARDS)
-def test_a_reward_that_judges_no_response_ends_the_step_and_its_prompts_are_drawn_again(folder, kind):
+def test_a_reward_that_scores_no_response_ends_the_step_and_its_prompts_are_drawn_again(folder, kind):
     _broken_rewards(folder, BROKEN_REWARDS[kind])
 
     async def fails(controller, servers):
@@ -70,7 +70,7 @@ def test_a_reward_that_judges_no_response_ends_the_step_and_its_prompts_are_draw
     error, state = run_in_folder(
         folder, fails, overrides=[f"data.val_files=[{folder}/val.jsonl]", "reward.max_error_share=1.0"]
     )
-    assert "rollout step 7: 8 of 8" in str(error) and f"({kind} 8)" in str(error) and "fake_rewards:judge" in str(error)
+    assert "rollout step 7: 8 of 8" in str(error) and f"({kind} 8)" in str(error) and "fake_rewards:score" in str(error)
     assert "max_error_share" not in str(error)  # which allows them all
     if kind == "exception":
         shown = error.report()

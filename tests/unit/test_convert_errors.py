@@ -293,14 +293,14 @@ def test_an_output_that_exists_is_not_touched(source, converted, tmp_path, capsy
 def test_an_output_that_another_process_writes_is_refused_and_left_to_it(
     source, converted, tmp_path, capsys, monkeypatch
 ):
-    theirs = tmp_path / ".out.staging" / "model"
-    theirs.mkdir(parents=True)
+    staged = tmp_path / ".out.staging" / "model"
+    staged.mkdir(parents=True)
     monkeypatch.setattr(FileLock, "try_acquire", lambda lock: False)
     monkeypatch.setattr(FileLock, "holder", lambda lock: "process 7 on node2")
     for main, arguments in converters(source, converted).values():
         assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
         assert "out` is being written by process 7 on node2; wait for its end" in capsys.readouterr().err
-        assert theirs.is_dir() and outputs(tmp_path) == [".out.staging"]
+        assert staged.is_dir() and outputs(tmp_path) == [".out.staging"]
 
 
 def test_a_damaged_checkpoint_is_not_converted(converted, tmp_path, capsys):
@@ -332,12 +332,12 @@ def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    given = ["--checkpoint", str(damaged)]
+    arguments = ["--checkpoint", str(damaged)]
     for tool, more in (
         (megatron_to_hf, ["--output", str(tmp_path / "out")]),
         (verify_checkpoint, ["--hf-model", str(source)]),
     ):
-        assert tool.main([*given, *more]) == 2
+        assert tool.main([*arguments, *more]) == 2
         assert f"{file.name} has another content than was written" in capsys.readouterr().err
     assert outputs(tmp_path) == ["damaged"]
 
@@ -395,17 +395,17 @@ def test_verify_tells_equal_from_different(source, converted, model, capsys):
 def test_verify_leaves_nothing_beside_the_checkpoint(source, converted, tmp_path, capsys, monkeypatch):
     checkpoint = shutil.copytree(converted, tmp_path / "checkpoint")
     (tmp_path / ".checkpoint.round-trip.staging").mkdir()  # of one that was killed
-    given = ["--checkpoint", str(checkpoint), "--hf-model", str(source), "--round-trip"]
-    assert verify_checkpoint.main([*given, "--num-tokens", "0"]) == 0
+    arguments = ["--checkpoint", str(checkpoint), "--hf-model", str(source), "--round-trip"]
+    assert verify_checkpoint.main([*arguments, "--num-tokens", "0"]) == 0
     assert outputs(tmp_path) == ["checkpoint"]
-    assert verify_checkpoint.main([*given, "--num-tokens", "1"]) == 2
+    assert verify_checkpoint.main([*arguments, "--num-tokens", "1"]) == 2
     assert "--num-tokens 1: the text gives 1; log-probs need two or more" in capsys.readouterr().err
 
     def refuse(lock):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(FileLock, "try_acquire", refuse)
-    assert verify_checkpoint.main([*given, "--num-tokens", "0"]) == 2
+    assert verify_checkpoint.main([*arguments, "--num-tokens", "0"]) == 2
     said = capsys.readouterr().err
     assert "--round-trip writes beside the checkpoint:" in said and "(Read-only file system)" in said
     assert outputs(tmp_path) == ["checkpoint"]
@@ -428,9 +428,14 @@ def test_processes_that_do_not_fit_the_model_are_refused(source):
 def test_the_variables_of_srun_and_mpirun_are_understood():
     srun = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
     srun |= {"SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08,11]"}
-    found = torchrun_variables(srun)
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("3", "4", "1", "gpu07")
-    assert found["MASTER_PORT"] == torchrun_variables(srun | {"SLURM_PROCID": "0"})["MASTER_PORT"]
+    variables = torchrun_variables(srun)
+    assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"], variables["MASTER_ADDR"]) == (
+        "3",
+        "4",
+        "1",
+        "gpu07",
+    )
+    assert variables["MASTER_PORT"] == torchrun_variables(srun | {"SLURM_PROCID": "0"})["MASTER_PORT"]
     mpirun = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} | {"OMPI_COMM_WORLD_RANK": "1"}
     assert torchrun_variables(mpirun)["MASTER_ADDR"] == "127.0.0.1"
     with pytest.raises(UserError, match="MASTER_ADDR"):

@@ -98,13 +98,13 @@ def test_a_value_that_left_its_range_has_no_gradient(layout, model_path):
 
 
 def test_the_coefficient_scales_the_gradient_and_not_the_reported_loss(layout, model_path):
-    found = {}
+    by_coefficient = {}
     for coefficient in (0.5, 1.5):
         critic, shard = scored(layout, model_path, f"critic.value_loss_coef={coefficient}")
         metrics = critic.metrics_of(critic.accumulate_gradients(critic.with_targets(shard)[0]))
-        found[coefficient] = (metrics["critic/vf_loss"], critic.model.head.weight.main_grad.clone())
-    assert found[0.5][0] == found[1.5][0]
-    torch.testing.assert_close(found[1.5][1], 3 * found[0.5][1])
+        by_coefficient[coefficient] = (metrics["critic/vf_loss"], critic.model.head.weight.main_grad.clone())
+    assert by_coefficient[0.5][0] == by_coefficient[1.5][0]
+    torch.testing.assert_close(by_coefficient[1.5][1], 3 * by_coefficient[0.5][1])
 
 
 def test_what_does_not_count_never_reaches_a_loss_or_a_metric(layout, model_path):
@@ -152,9 +152,9 @@ def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(
         return dict(critic.chunks[0].named_parameters())
 
     body = loaded()
-    theirs = dict(policy.chunks[0].named_parameters())
-    assert body.keys() - theirs.keys() == {"output_layer.bias"} and not body["output_layer.weight"].any()
-    assert all(torch.equal(body[name], theirs[name]) for name in theirs if name != "output_layer.weight")
+    of_policy = dict(policy.chunks[0].named_parameters())
+    assert body.keys() - of_policy.keys() == {"output_layer.bias"} and not body["output_layer.weight"].any()
+    assert all(torch.equal(body[name], of_policy[name]) for name in of_policy if name != "output_layer.weight")
 
     critic, shard = scored(layout, model_path)
     critic.update(shard)
@@ -181,8 +181,8 @@ def test_a_critic_that_is_loaded_again_goes_on_to_the_bit(layout, any_model_path
     assert {"model", "optimizer", "lr_schedule"} <= set(report.restored)
     for _ in range(2):
         assert all(
-            torch.equal(mine, theirs)
+            torch.equal(actual, expected)
             for chunk, other in zip(critic.model.chunks, again.model.chunks, strict=True)
-            for mine, theirs in zip(chunk.parameters(), other.parameters(), strict=True)
+            for actual, expected in zip(chunk.parameters(), other.parameters(), strict=True)
         )
         assert critic.update(shard) == again.update(shard)

@@ -88,8 +88,8 @@ def test_a_critic_of_an_architecture_that_is_not_supported_is_named_before_anyth
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(UserError) as error:
         validate(config(GAE, f"critic.model.path={tmp_path}"), None)
-    found = [text for text in error.value.sentences if text.startswith("critic.model.path: ")]
-    assert len(found) == 1 and "GPT2LMHeadModel" in found[0]
+    about_critic = [text for text in error.value.sentences if text.startswith("critic.model.path: ")]
+    assert len(about_critic) == 1 and "GPT2LMHeadModel" in about_critic[0]
 
 
 def test_a_resume_without_the_critics_part_is_refused_by_name_and_may_be_accepted(tmp_path):

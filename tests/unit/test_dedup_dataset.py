@@ -167,13 +167,13 @@ def test_what_a_killed_one_left_is_removed_and_nothing_of_another_output(tmp_pat
 
 
 def test_an_output_that_another_process_writes_is_refused_and_left_to_it(tmp_path, capsys, monkeypatch):
-    path, theirs = write(tmp_path / "in.parquet", [row("a")]), tmp_path / ".out.parquet.77.tmp"
-    theirs.touch()
+    path, temporary = write(tmp_path / "in.parquet", [row("a")]), tmp_path / ".out.parquet.77.tmp"
+    temporary.touch()
     monkeypatch.setattr(FileLock, "try_acquire", lambda lock: False)
     monkeypatch.setattr(FileLock, "holder", lambda lock: "process 77 on node2")
     assert dedup(tmp_path / "out.parquet", path) == 2
     assert "out.parquet is being written by process 77 on node2; wait for its end" in capsys.readouterr().err
-    assert theirs.exists() and not (tmp_path / "out.parquet").exists()
+    assert temporary.exists() and not (tmp_path / "out.parquet").exists()
 
 
 def test_one_that_is_ended_leaves_nothing(tmp_path, monkeypatch):

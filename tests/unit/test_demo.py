@@ -77,8 +77,8 @@ def test_worked_demonstrations_are_right_and_guesses_wrong(a, b):
     problem = sums.Sum(a, b)
     draw = random.Random(0)
     shown = {kind: demonstrate(problem, draw) for kind, demonstrate in pretrain.DEMONSTRATIONS.items()}
-    judged = {kind: score("arithmetic", text, str(a + b), {}) for kind, ((_, text),) in shown.items()}
-    assert judged == {"right": 1.0, "wrong": 0.0, "worked": 1.0, "slipped": 0.0, "rambling": 0.0}
+    scores = {kind: score("arithmetic", text, str(a + b), {}) for kind, ((_, text),) in shown.items()}
+    assert scores == {"right": 1.0, "wrong": 0.0, "worked": 1.0, "slipped": 0.0, "rambling": 0.0}
 
 
 def test_worked_example_in_the_docstring():

@@ -82,8 +82,8 @@ def test_the_command_for_ppo_makes_the_demo_train_a_critic():
 def test_the_reward_function_of_the_page_gives_what_it_says():
     names: dict = {}
     exec(fenced("rewards.md", "python"), names)
-    assert names["judge"]("", " 7 ", "7", {}, bonus=0.5) == {"score": 1.5, "correct": True}
-    assert names["judge"]("", "8", "7", {}) == {"score": 0.0, "correct": False}
+    assert names["score"]("", " 7 ", "7", {}, bonus=0.5) == {"score": 1.5, "correct": True}
+    assert names["score"]("", "8", "7", {}) == {"score": 0.0, "correct": False}
 
 
 def test_the_loss_of_the_page_is_that_of_its_formula():
@@ -92,10 +92,13 @@ def test_the_loss_of_the_page_is_that_of_its_formula():
     log_probs = torch.tensor([-1.0, -7.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.5, -3.0, -2.5])
     ones = torch.ones(3)
-    sequence = LossSequence(log_probs, old, old, None, -ones, torch.tensor([1.0, 0.0, 1.0]))
-    loss, count, metrics = names["gspo"]([sequence, sequence])
-    assert float(loss.detach()) == pytest.approx(2 * math.exp(0.5)) and count == 2  # bad and likelier: not bounded
-    assert [float(x) for x in metrics["actor/clipped_sequences"]] == [2.0, 2.0]
+    good, bad = (LossSequence(log_probs, old, old, None, a, torch.tensor([1.0, 0.0, 1.0])) for a in (ones, -ones))
+    loss, count, metrics = names["gmpo"]([good, good])
+    assert float(loss.detach()) == pytest.approx(-2 * math.exp(0.4)) and count == 2
+    assert [float(x) for x in metrics["actor/clipped_tokens"]] == [4.0, 4.0]
+    loss, _, metrics = names["gmpo"]([bad, bad])
+    assert float(loss.detach()) == pytest.approx(2 * math.exp(0.5))  # bad and likelier: not bounded
+    assert [float(x) for x in metrics["actor/clipped_tokens"]] == [0.0, 4.0]
     loss.backward()
     assert log_probs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, math.exp(0.5)])
 

@@ -53,9 +53,9 @@ def test_every_failure_has_log_lines_to_look_for_and_the_program_writes_them(sec
 
 
 def test_the_exit_codes_are_those_of_the_jobs():
-    told = {line: int(code) for line, code in re.findall(r"^\| `(\w+)[^`]*` \| (\d+) \|", TEXT, re.MULTILINE)}
+    documented = {line: int(code) for line, code in re.findall(r"^\| `(\w+)[^`]*` \| (\d+) \|", TEXT, re.MULTILINE)}
     failed = {int(code) for code in re.findall(r"^\| `FAILED \((\d+)\)", TEXT, re.MULTILINE)}
-    assert (told["DONE"], told["SAVED"]) == (outcome.DONE, SAVED_EXIT_CODE)
+    assert (documented["DONE"], documented["SAVED"]) == (outcome.DONE, SAVED_EXIT_CODE)
     codes = (USER_ERROR_EXIT_CODE, outcome.NOT_REQUEUED, *outcome.FAILURES.values())
     assert failed == {*codes, 143}
 
@@ -68,8 +68,8 @@ def test_the_settings_are_the_scripts():
 
 
 def rows() -> list[tuple[str, list[int]]]:
-    found = re.findall(r"^\| (\d+B) \|([ \d|]+)\|$", SECTIONS["How many nodes"], re.MULTILINE)
-    return [(size, [int(number) for number in numbers.split("|")]) for size, numbers in found]
+    lines = re.findall(r"^\| (\d+B) \|([ \d|]+)\|$", SECTIONS["How many nodes"], re.MULTILINE)
+    return [(size, [int(number) for number in numbers.split("|")]) for size, numbers in lines]
 
 
 def test_the_sizing_table_is_the_memory_estimates():

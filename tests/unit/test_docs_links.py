@@ -45,12 +45,12 @@ def anchors(page: Path) -> set[str]:
 @cache
 def definitions(path: Path) -> set[str]:
     """Functions, classes and variables of a file: `name`, and `Class.name` of what stands in a class."""
-    found = set()
+    names = set()
     for node in ast.parse(text_of(path)).body:
-        found |= names_bound(node)
+        names |= names_bound(node)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner}" for part in node.body for inner in names_bound(part)}
-    return found
+            names |= {f"{node.name}.{inner}" for part in node.body for inner in names_bound(part)}
+    return names
 
 
 def names_bound(node: ast.stmt) -> set[str]:

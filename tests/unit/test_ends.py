@@ -19,8 +19,8 @@ pytestmark = pytest.mark.unit
 def test_a_record_is_read_as_it_was_written_by_those_of_the_same_start_only(tmp_path):
     end = End(EndKind.FAILED, 1, "ValueError: x", host="n1", step=3, time=5.0)
     EndFolder(tmp_path, "now").write("trainer-rank-0", end)
-    found = EndFolder(tmp_path, "now").read("trainer-rank-0")
-    assert (found.kind, found.exit_code, found.sentence, found.host, found.step) == (
+    record = EndFolder(tmp_path, "now").read("trainer-rank-0")
+    assert (record.kind, record.exit_code, record.sentence, record.host, record.step) == (
         "failed",
         1,
         "ValueError: x",

@@ -18,9 +18,9 @@ from megatron_dapo.rollout.experience_replay import (
     ExperiencePool,
     ReplayRules,
     mean_entropy,
-    next_prompts,
     replay_metrics,
 )
+from megatron_dapo.rollout.prompt_draws import PromptDraws, next_prompts
 
 pytestmark = pytest.mark.unit
 
@@ -178,6 +178,34 @@ def test_no_prompt_is_replayed_twice_in_a_step_of_several_gen_batches():
     assert len(pool.draw(6)) == 3
 
 
+def dealt(draws, number):
+    """The replayed prompts among the next draws."""
+    return [prompt for prompt, replayed in (draws.next() for _ in range(number)) if replayed is not None]
+
+
+def test_no_prompt_is_replayed_twice_in_a_step_that_begins_with_the_rest_of_a_block():
+    for seed in range(20):
+        pool = make_pool(seed)
+        record(pool, [of(prompt, 2) for prompt in range(6)])
+        draws = PromptDraws(PromptCursor(100, 0, False, "x"), pool, 8)
+        dealt(draws, 4)
+        pool.end_step(draws.replayed_later)
+        in_step = dealt(draws, 12)  # the rest of a block, and another block
+        assert len(in_step) == len(set(in_step)) >= 4
+
+
+def test_a_prompt_that_is_solved_after_its_block_was_made_is_not_replayed():
+    pool = make_pool()
+    record(pool, [of(prompt, 2) for prompt in range(4)])
+    draws = PromptDraws(PromptCursor(100, 0, False, "x"), pool, 8)
+    (first,) = dealt(draws, 2)
+    solved = draws.replayed_later[0]
+    pool.record([of(solved, N)])
+    pool.end_step(draws.replayed_later)
+    rest = dealt(draws, 5)  # of the six that are left one is left out
+    assert sorted([first, solved, *rest]) == [0, 1, 2, 3]
+
+
 def test_what_a_step_records_is_drawn_after_its_end_and_is_part_of_the_state_before():
     pool = make_pool(exp_ratio=1.0, start_ratio=0.0)
     record(pool, [of(0, 1)])
@@ -297,6 +325,31 @@ def test_a_pool_with_few_prompts_leaves_the_rest_to_new_ones():
     record(pool, [of(7, 1)])
     drawn = next_prompts(PromptCursor(100, seed=1, shuffle=False), pool, 8)
     assert [number for number, _ in drawn] == [0, 1, 2, 3, 4, 5, 6, 7] and drawn[-1][1] is not None
+
+
+def test_prompts_are_dealt_one_by_one_and_what_is_left_of_a_block_is_state():
+    def drawn_from(num_before_the_save):
+        pool = make_pool(exp_ratio=0.5)
+        record(pool, [of(prompt, 1) for prompt in range(100, 104)])
+        draws = PromptDraws(PromptCursor(100, seed=1, shuffle=False), pool, 6)
+        numbers = [draws.next() for _ in range(num_before_the_save)]
+        other_pool = make_pool(exp_ratio=0.5)
+        other_pool.load_state_dict(json.loads(json.dumps(pool.state_dict())))
+        other = PromptDraws(PromptCursor(100, seed=1, shuffle=False), other_pool, 6)
+        other.load_state_dict(json.loads(json.dumps(draws.state_dict())))
+        return numbers + [other.next() for _ in range(12 - num_before_the_save)]
+
+    expected = drawn_from(0)
+    assert [replayed is not None for _, replayed in expected] == [False, True] * 3 + [False] * 5 + [True]
+    assert [number for number, replayed in expected if not replayed] == list(range(8))
+    assert all(drawn_from(number) == expected for number in (1, 4, 6, 8))
+
+
+def test_without_a_pool_no_prompt_leaves_the_cursor_before_it_is_drawn():
+    cursor = PromptCursor(100, seed=1, shuffle=False)
+    draws = PromptDraws(cursor, None, 6)
+    assert [draws.next() for _ in range(3)] == [(0, None), (1, None), (2, None)]
+    assert draws.state_dict() == {"cursor": cursor.state_dict(), "block": []} and cursor.next(1) == [3]
 
 
 def test_the_groups_trained_on_tell_how_much_and_how_old():

@@ -49,18 +49,18 @@ def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """One sentence per import that does not point strictly down or into the own part."""
     own = part_of(module)
-    found = []
+    problems = []
     for line, name in imported(ast.parse(source), module, is_package):
         other = part_of(name)
         if other is None or other == own:
             continue
         if other not in FLOOR_OF:
-            found.append(f"{module}:{line} imports {name}, which is on no floor")
+            problems.append(f"{module}:{line} imports {name}, which is on no floor")
         elif own is None or FLOOR_OF[other] >= FLOOR_OF[own]:
-            found.append(f"{module}:{line} imports {name}, which is not below it")
+            problems.append(f"{module}:{line} imports {name}, which is not below it")
         elif any(part.startswith("_") for part in name.split(".")[1:]):
-            found.append(f"{module}:{line} imports {name}, which is private to {other}")
-    return found
+            problems.append(f"{module}:{line} imports {name}, which is private to {other}")
+    return problems
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -72,12 +72,12 @@ def modules() -> list[tuple[str, Path]]:
 
 def test_imports_point_down_only():
     assert len(modules()) > 50, "the program was not found"
-    found = [
+    problems = [
         sentence
         for module, path in modules()
         for sentence in violations(path.read_text(), module, is_package=path.name == "__init__.py")
     ]
-    assert not found, "\n".join(found)
+    assert not problems, "\n".join(problems)
 
 
 def test_every_part_of_the_program_has_a_floor():

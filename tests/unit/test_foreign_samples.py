@@ -1,6 +1,7 @@
 """How far servers and trainer are apart: over all of a step, by sample, and by server, in words."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
 from megatron_dapo.job import foreign_samples
-from megatron_dapo.training.mismatch import difference_sums, shares_of
+from megatron_dapo.training.mismatch import all_mismatch_sums, difference_sums, few_effective_tokens, shares_of
 from tests.synthetic import synthetic_groups, with_replayed
 
 pytestmark = pytest.mark.unit
@@ -38,15 +39,59 @@ def test_the_mean_and_the_samples_shares_count_the_tokens_of_these_weights_alone
             ]
             if differences:
                 expected[sample_id] = (math.fsum(differences), len(differences))
-    found = shares_of(batches, ours, weight_version=0)
-    assert {i: number for i, (_, number) in found.items()} == {i: number for i, (_, number) in expected.items()}
-    assert all(math.isclose(found[i][0], total, rel_tol=1e-9) for i, (total, _) in expected.items())
+    actual = shares_of(batches, ours, weight_version=0)
+    assert {i: number for i, (_, number) in actual.items()} == {i: number for i, (_, number) in expected.items()}
+    assert all(math.isclose(actual[i][0], total, rel_tol=1e-9) for i, (total, _) in expected.items())
     with_old = [batch.with_log_probs(old=log_probs) for batch, log_probs in zip(batches, ours, strict=True)]
     total, number = difference_sums(with_old, weight_version=0).tolist()
     assert number == sum(number for _, number in expected.values())
     assert math.isclose(total, math.fsum(total for total, _ in expected.values()), rel_tol=1e-9)
     assert shares_of(batches, ours, weight_version=1) == {}
     assert difference_sums(batches, weight_version=0) is None, "a stage without log-probs has nothing to say"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_response_over_two_versions_is_compared_where_the_current_one_wrote_it(packed):
+    (group,) = synthetic_groups(64, num_groups=1, n=3)
+    lengths = [sample.num_response_tokens for sample in group.samples]
+    written = [(6,) * (length // 2) + (7,) * (length - length // 2) for length in lengths]
+    samples = [
+        replace(sample, weight_versions=versions, loss_mask=(1,) * length)
+        for sample, versions, length in zip(group.samples, written, lengths, strict=True)
+    ]
+    batch = collate(assemble([replace(group, samples=tuple(samples))]), pad_multiple=4, packed=packed)
+    old = batch.rollout_log_probs + 1.0
+    for version in (5, 6, 7):
+        numbers = [versions.count(version) for versions in written]
+        expected = {i: (pytest.approx(number), number) for i, number in enumerate(numbers) if number}
+        assert shares_of([batch], [old], version) == expected
+        total, number = difference_sums([batch.with_log_probs(old=old)], version).tolist()
+        assert number == sum(numbers) and total == pytest.approx(sum(numbers))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_with_older_tokens_all_but_replayed_ones_are_checked(packed):
+    """Of versions 6 and 7, the newest first in the servers' favour: 7's are right, 6's are off by 2."""
+    (group,) = synthetic_groups(64, num_groups=1, n=3)
+    lengths = [sample.num_response_tokens for sample in group.samples]
+    samples = [
+        replace(
+            sample,
+            weight_versions=(6,) * (length // 2) + (7,) * (length - length // 2),
+            loss_mask=(1,) * length,
+            exp_mask=number == 0,
+        )
+        for number, (sample, length) in enumerate(zip(group.samples, lengths, strict=True))
+    ]
+    batch = collate(assemble([replace(group, samples=tuple(samples))]), pad_multiple=4, packed=packed)
+    old = batch.rollout_log_probs + 2.0 * (batch.weight_versions == 6)
+    shares = shares_of([batch], [old], 7, with_stale=True)
+    assert shares == {i: (pytest.approx(2.0 * (length // 2)), length) for i, length in enumerate(lengths) if i}
+    expected = [sum(length // 2 * 2.0 for length in lengths[1:]), sum(lengths[1:])]
+    sums = difference_sums([batch.with_log_probs(old=old)], 7, with_stale=True)
+    assert sums.tolist() == pytest.approx(expected)
+    assert all_mismatch_sums(batch, old, 7)["actor/rollout_abs_diff_all"] == tuple(pytest.approx(x) for x in expected)
+    assert difference_sums([batch.with_log_probs(old=old)], 7).tolist()[0] == pytest.approx(0.0)
 
 
 def test_a_log_prob_that_is_no_number_is_no_small_difference():
@@ -64,6 +109,22 @@ def test_servers_are_named_worst_first_each_with_its_own_mean():
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    "metrics, percent",
+    [
+        ({"actor/rollout_ess": 0.49}, "49%"),
+        ({"actor/rollout_ess": 0.9, "actor/rollout_ess_all": 0.2}, "20%"),
+        ({"actor/rollout_ess": 0.3, "actor/rollout_ess_all": 0.5}, None),
+        ({"actor/rollout_ess": 0.5}, None),
+        ({}, None),
+    ],
+)
+def test_a_step_whose_tokens_are_worth_less_than_half_of_them_is_warned_of(metrics, percent):
+    warning = few_effective_tokens(metrics)
+    assert (warning is None) == (percent is None) and (percent is None or percent in warning)
+    assert warning is None or ("max_staleness" in warning) == ("actor/rollout_ess_all" in metrics)
+
+
 def test_of_many_servers_the_worst_are_named():
     servers_of = [(f"http://s{number}:1",) for number in range(20)]
     said = foreign_samples(1, 3.0, 0.5, {number: (float(number), 1) for number in range(20)}, servers_of)
@@ -71,7 +132,7 @@ def test_of_many_servers_the_worst_are_named():
     assert named == list(range(12, 20)) and "and 12 more" in said
 
 
-def test_a_critic_does_not_learn_before_the_batch_was_judged():
+def test_a_critic_does_not_learn_before_the_batch_was_checked():
     """It learns before the policy, whose one forward pass would tell too late."""
     one_step = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     assert not needs_old_log_probs(load_config(None, one_step))

@@ -43,10 +43,10 @@ def test_number_and_gradient_are_those_of_kl_div_on_all_logits():
     expected = F.kl_div(log_q.detach(), log_p, reduction="none", log_target=True).sum(-1)
     torch.testing.assert_close(kl, expected, rtol=0, atol=1e-13)
     incoming = torch.randn(11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    ours = torch.autograd.grad((kl * incoming).sum(), (hidden, weight, reference[1]), allow_unused=True)
-    theirs = torch.autograd.grad((expected * incoming).sum(), (hidden, weight))
-    assert ours[2] is None, "the reference learns nothing"
-    for a, b in zip(ours, theirs, strict=False):
+    gradients = torch.autograd.grad((kl * incoming).sum(), (hidden, weight, reference[1]), allow_unused=True)
+    expected_gradients = torch.autograd.grad((expected * incoming).sum(), (hidden, weight))
+    assert gradients[2] is None, "the reference learns nothing"
+    for a, b in zip(gradients, expected_gradients, strict=False):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     assert torch.autograd.gradcheck(lambda h, w: linear_full_kl(h, w, *reference, **settings), (hidden, weight))
 

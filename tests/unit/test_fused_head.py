@@ -21,14 +21,14 @@ CASE = Case(dtype=torch.float32, hidden=16)
 
 
 def call(hidden=None, weight=None, loss=None, tokens=None, **options):
-    given = inputs_of(CASE)
-    hidden = given.hidden_LH.requires_grad_() if hidden is None else hidden
-    weight = given.weight_VH.requires_grad_() if weight is None else weight
+    inputs = inputs_of(CASE)
+    hidden = inputs.hidden_LH.requires_grad_() if hidden is None else hidden
+    weight = inputs.weight_VH.requires_grad_() if weight is None else weight
     fields = ("weights", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-    tokens = replace(given.tokens, **{name: getattr(given.tokens, name).float() for name in fields})
-    plan = RowPlan.make(given.counted, CASE.rows, CASE.chunk_size, torch.device("cpu"))
-    head = Head(weight, None, CASE.num_valid, given.temperature)
-    return fused_dapo_head(hidden, given.targets, plan, tokens, loss or loss_of(CASE), head, **options)
+    tokens = replace(inputs.tokens, **{name: getattr(inputs.tokens, name).float() for name in fields})
+    plan = RowPlan.make(inputs.counted, CASE.rows, CASE.chunk_size, torch.device("cpu"))
+    head = Head(weight, None, CASE.num_valid, inputs.temperature)
+    return fused_dapo_head(hidden, inputs.targets, plan, tokens, loss or loss_of(CASE), head, **options)
 
 
 def test_a_loss_that_is_not_a_sum_over_tokens_is_refused():
@@ -56,8 +56,8 @@ def test_a_loss_that_was_scaled_afterwards_is_refused():
 
 def test_a_scale_that_was_announced_scales_every_gradient():
     def gradients(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        given = inputs_of(CASE)
-        hidden, weight = given.hidden_LH.requires_grad_(), given.weight_VH.requires_grad_()
+        inputs = inputs_of(CASE)
+        hidden, weight = inputs.hidden_LH.requires_grad_(), inputs.weight_VH.requires_grad_()
         (call(hidden, weight, loss_scale=scale).loss_sum * scale).backward()
         return hidden.grad, weight.grad
 
@@ -80,20 +80,20 @@ def test_a_main_grad_of_too_few_digits_is_refused():
 
 
 def test_a_frozen_weight_gets_no_gradient_and_the_hidden_states_the_same():
-    given = inputs_of(CASE)
-    frozen, free = given.hidden_LH.clone().requires_grad_(), given.hidden_LH.clone().requires_grad_()
-    weight = given.weight_VH
+    inputs = inputs_of(CASE)
+    frozen, free = inputs.hidden_LH.clone().requires_grad_(), inputs.hidden_LH.clone().requires_grad_()
+    weight = inputs.weight_VH
     call(frozen, weight).loss_sum.backward()
     call(free, weight.clone().requires_grad_()).loss_sum.backward()
     assert weight.grad is None and torch.equal(frozen.grad, free.grad)
 
 
 def test_rows_that_do_not_count_are_never_read():
-    given = inputs_of(CASE)
-    poisoned = given.hidden_LH.clone()
-    poisoned[np.setdiff1d(np.arange(CASE.rows), given.counted)] = float("nan")
+    inputs = inputs_of(CASE)
+    poisoned = inputs.hidden_LH.clone()
+    poisoned[np.setdiff1d(np.arange(CASE.rows), inputs.counted)] = float("nan")
     poisoned.requires_grad_()
-    weight = given.weight_VH.requires_grad_()
+    weight = inputs.weight_VH.requires_grad_()
     answer = call(poisoned, weight)
     answer.loss_sum.backward()
     assert answer.loss_sum.isfinite() and weight.grad.isfinite().all() and poisoned.grad.isfinite().all()
@@ -113,6 +113,13 @@ CHECKS = {
     "replay": Check(
         torch.float32, 1000, LossConfig(off_policy=OffPolicy(), rollout_is_threshold=2.0), has_old_log_probs=True
     ),
+    "weighed_before": Check(
+        torch.float32,
+        1000,
+        LossConfig(bypass_mode=True, report_stale=True),
+        has_old_log_probs=True,
+        has_importance=True,
+    ),
     "vocabulary": Check(torch.float32, 20_000, loss_of(CASE), has_old_log_probs=True),
     "full_kl": Check(torch.float32, 1000, loss_of(replace(CASE, full_kl=True)), has_old_log_probs=True, full_kl=True),
     "full_kl_in_reward": Check(torch.bfloat16, 1000, LossConfig(), has_old_log_probs=True, full_kl=True),
@@ -123,7 +130,7 @@ CHECKS = {
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_check_before_a_run_passes_here(name):
     errors = largest_errors(CHECKS[name], torch.device("cpu"))
-    assert len(errors) == 7 + CHECKS[name].full_kl and all(e.error <= e.bound for e in errors), errors
+    assert len(errors) == 9 + CHECKS[name].full_kl and all(e.error <= e.bound for e in errors), errors
 
 
 @pytest.mark.parametrize("broken", ["statistics", "gradient", "nan"])
@@ -137,7 +144,7 @@ def test_the_check_before_a_run_sees_a_kernel_that_is_wrong(monkeypatch, broken)
             backend.gradient = lambda merged, g_lp, *rest: gradient(merged, g_lp * 1.001, *rest)
         else:
             factor = float("nan") if broken == "nan" else 1.001
-            backend.statistics = lambda *given: statistics(*given) * torch.tensor([1, factor, 1, 1])
+            backend.statistics = lambda *arguments: statistics(*arguments) * torch.tensor([1, factor, 1, 1])
         return backend
 
     monkeypatch.setattr(module, "chunk_backend", wrong)

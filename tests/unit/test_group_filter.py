@@ -69,7 +69,7 @@ def test_filter_groups_samples_again_until_the_batch_is_full_and_counts_its_reas
     queue = make_queue(load_config(None, [*GROUPS, "data.gen_batch_size=3"]))
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, MIXED, ALL_WRONG])
-    assert queue.wants_gen_batch()
+    assert not queue.is_ready()
     run_gen_batch(queue, 3, [MIXED, MIXED, ALL_WRONG])
     result = queue.take()
     assert indices(result.groups) == [1, 3] and result.num_discarded == 1
@@ -84,12 +84,12 @@ def test_filter_groups_stops_at_its_limit_and_never_where_the_limit_is_not_posit
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED, ALL_WRONG])
     for number in range(1, rounds):
-        assert queue.wants_gen_batch()
+        assert not queue.is_ready()
         run_gen_batch(queue, 2 * number, [ALL_WRONG, ALL_RIGHT])
     if limit > 0:  # trains on what there is
-        assert not queue.wants_gen_batch() and indices(queue.take().groups) == [0]
+        assert queue.is_ready() and indices(queue.take().groups) == [0]
     else:
-        assert queue.wants_gen_batch()
+        assert not queue.is_ready()
 
 
 def test_at_the_limit_filter_groups_may_stop_the_run_and_names_its_own_key():
@@ -102,14 +102,14 @@ def test_at_the_limit_filter_groups_may_stop_the_run_and_names_its_own_key():
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED, ALL_WRONG])
     with pytest.raises(UserError, match="algorithm.filter_groups.max_num_gen_batches = 1.*uniform 1"):
-        queue.wants_gen_batch()
+        queue.is_ready()
 
 
 def test_masked_groups_stay_in_their_places_and_are_counted_as_filtered():
     queue = make_queue(load_config(None, MASK))
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, MIXED, ALL_WRONG])
-    assert not queue.wants_gen_batch()  # one gen batch, whatever it held
+    assert queue.is_ready()  # one gen batch, whatever it held
     state = json.loads(json.dumps(queue.state_dict()))
     result = queue.take()
     assert indices(result.groups) == [0, 1, 2] and [group.keep for group in result.groups] == [False, True, False]
@@ -131,7 +131,7 @@ def test_a_step_whose_groups_are_all_masked_is_handed_over_all_the_same():
     queue = make_queue(load_config(None, MASK))
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, ALL_WRONG, ALL_WRONG])
-    assert not queue.wants_gen_batch()
+    assert queue.is_ready()
     assert [group.keep for group in queue.take().groups] == [False] * 3
 
 
@@ -216,7 +216,7 @@ def test_the_controller_masks_and_says_how_many_samples_were_filtered(tmp_path, 
         ([*GROUPS, "algorithm.filter_groups.metric=score"], "filter_groups metric score"),
     ],
 )
-def test_the_log_says_how_groups_are_judged(overrides, words):
+def test_the_log_says_how_groups_are_filtered(overrides, words):
     assert filter_in_words(load_config(None, overrides)) == words
 
 

@@ -245,17 +245,17 @@ class StandIn:
 def test_a_late_answer_is_not_taken_for_that_of_the_next_call(folder, monkeypatch):
     """After a deadline the trainer saves its last step, and asks for the state to save."""
     monkeypatch.setattr(handle_module, "_POLL_S", 0.01)
-    ours, theirs = multiprocessing.Pipe()
-    handle = RolloutHandle(make_config(folder, ["http://a:1"]), StandIn(), ours, folder / "controller.log")
-    theirs.send(("ok", None))
+    near, far = multiprocessing.Pipe()
+    handle = RolloutHandle(make_config(folder, ["http://a:1"]), StandIn(), near, folder / "controller.log")
+    far.send(("ok", None))
     handle.wait_ready()
     handle._call_timeout_s = 0.02
     with pytest.raises(RolloutError, match="has not answered next_batch for 0.02 s"):
         handle.next_batch(1, 1)
-    theirs.send(("ok", "a batch"))
+    far.send(("ok", "a batch"))
     with pytest.raises(RolloutError, match="has not answered next_batch in time and is asked no more; see .*log"):
         handle.state_dict()
-    assert theirs.recv()[0] == "next_batch" and not theirs.poll(0)
+    assert far.recv()[0] == "next_batch" and not far.poll(0)
 
 
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])

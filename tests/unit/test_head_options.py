@@ -36,8 +36,9 @@ def options(layout, spec):
     )
 
 
-def test_the_check_passes_on_this_machine_without_a_word(options, caplog):
-    assert options()["fused_head"] and not caplog.records
+@pytest.mark.parametrize("policy_loss", ["dapo", "cispo", "gspo"])
+def test_the_check_passes_on_this_machine_without_a_word(options, caplog, policy_loss):
+    assert options(f"policy_loss={policy_loss}")["fused_head"] and not caplog.records
 
 
 def test_off_means_off_without_a_check(options, monkeypatch):
@@ -70,7 +71,7 @@ def test_one_ranks_doubt_is_every_ranks(options, monkeypatch, caplog):
 
 def test_actor_and_reference_share_one_check(options, monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "largest_errors", lambda *given: asked.append(given) or [])
+    monkeypatch.setattr(module, "largest_errors", lambda *arguments: asked.append(arguments) or [])
     assert options()["fused_head"] and options()["fused_head"] and len(asked) == 1
 
 

@@ -7,7 +7,15 @@ import re
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.model_spec import FAMILIES, MoEConfig, RopeScaling, model_spec, read_model_spec
+from megatron_dapo.huggingface.model_spec import (
+    DENSE,
+    FAMILIES,
+    Family,
+    MoEConfig,
+    RopeScaling,
+    model_spec,
+    read_model_spec,
+)
 from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from tests.helpers import REPOSITORY
 
@@ -128,6 +136,26 @@ def test_what_is_not_supported_of_a_mixture_is_named(change, named):
         model_spec(QWEN3_MOE | change)
     (sentence,) = error.value.sentences
     assert named in sentence
+
+
+def test_what_one_family_takes_or_refuses_holds_for_that_family_alone(monkeypatch):
+    """As Mistral: `sliding_window` acts by itself, where Qwen2 reads it with use_sliding_window alone."""
+    own = {**DENSE, "sliding_window": lambda value: value is None, "attention_bias": lambda value: True}
+    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", Family(qkv_bias=False, qk_norm=False, neutral=own))
+
+    def refused(architecture, **fields):
+        try:
+            model_spec(QWEN2 | {"architectures": [architecture]} | fields)
+        except UserError as error:
+            return error.sentences
+        return []
+
+    assert refused("ToyForCausalLM", sliding_window=None) == refused("Qwen2ForCausalLM", sliding_window=4096) == []
+    (sentence,) = refused("ToyForCausalLM", sliding_window=4096)
+    assert "`sliding_window: 4096` is not supported for ToyForCausalLM" in sentence
+    assert refused("ToyForCausalLM", sliding_window=None, attention_bias=True) == []
+    (sentence,) = refused("LlamaForCausalLM", attention_bias=True)
+    assert "`attention_bias: True` is not supported for LlamaForCausalLM" in sentence
 
 
 def test_everything_wrong_is_reported_together():

@@ -28,33 +28,33 @@ CASES = {
 
 
 def on_meta(case: Case):
-    given = inputs_of(case)
-    hidden, weight = (t.to(META).requires_grad_() for t in (given.hidden_LH, given.weight_VH))
-    values = {field.name: getattr(given.tokens, field.name) for field in fields(given.tokens)}
-    tokens = replace(given.tokens, **{k: v.to(META) for k, v in values.items() if isinstance(v, torch.Tensor)})
-    temperature = given.temperature
+    inputs = inputs_of(case)
+    hidden, weight = (t.to(META).requires_grad_() for t in (inputs.hidden_LH, inputs.weight_VH))
+    values = {field.name: getattr(inputs.tokens, field.name) for field in fields(inputs.tokens)}
+    tokens = replace(inputs.tokens, **{k: v.to(META) for k, v in values.items() if isinstance(v, torch.Tensor)})
+    temperature = inputs.temperature
     temperature = temperature.to(META) if isinstance(temperature, torch.Tensor) else temperature
-    return given, hidden, weight, tokens, temperature
+    return inputs, hidden, weight, tokens, temperature
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_heads_need_no_value_on_the_host(name):
     case = CASES[name]
-    given, hidden, weight, tokens, temperature = on_meta(case)
-    targets = given.targets.to(META)
-    plan = RowPlan.make(given.counted, case.rows, case.chunk_size, META)
+    inputs, hidden, weight, tokens, temperature = on_meta(case)
+    targets = inputs.targets.to(META)
+    plan = RowPlan.make(inputs.counted, case.rows, case.chunk_size, META)
     head = Head(weight, None, case.num_valid, temperature)
     log_probs, _ = head_log_probs(hidden, targets, plan, head, want_entropy=case.entropy)
-    reference = KLReference(plan.kept_rows(given.ref_hidden_LH.to(META)), given.ref_weight_VH.to(META))
+    reference = KLReference(plan.kept_rows(inputs.ref_hidden_LH.to(META)), inputs.ref_weight_VH.to(META))
     head_full_kl(hidden, targets, plan, head, reference)
     answer = fused_dapo_head(hidden, targets, plan, tokens, loss_of(case), head, reference=reference)
     answer.loss_sum.backward()
-    assert log_probs.shape == answer.log_probs.shape == (len(given.counted),)
+    assert log_probs.shape == answer.log_probs.shape == (len(inputs.counted),)
     assert hidden.grad.shape == hidden.shape and weight.grad.shape == weight.shape
 
 
 def test_the_composed_head_needs_none_either():
-    given, hidden, weight, _, _ = on_meta(CASES["plain"])
+    inputs, hidden, weight, _, _ = on_meta(CASES["plain"])
     log_probs, entropy = linear_logprob_entropy(
         hidden, weight, torch.zeros(len(hidden), dtype=torch.int64, device=META)
     )

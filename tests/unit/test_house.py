@@ -44,6 +44,8 @@ REPLACED = {
     "inert_checks": "unused_keys",
     "set_going": "resume",
 }
+# variables are named after what they hold; these say only how it came there, or whose it is
+UNCLEAR = {"found", "given", "mine", "pieces", "theirs", "told"}
 MAX_LINES = 500
 # written so that this file keeps its own rules
 NEVER = {
@@ -83,7 +85,7 @@ def swallows(tree: ast.AST) -> list[int]:
 
 def adaptations_imported_on_load(tree: ast.Module) -> list[str]:
     """CPU adaptations that importing this module would import: at its top, outside functions."""
-    outside_functions, found = list(tree.body), []
+    outside_functions, adaptations = list(tree.body), []
     while outside_functions:
         node = outside_functions.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -95,8 +97,8 @@ def adaptations_imported_on_load(tree: ast.Module) -> list[str]:
             else []
         )
         whole = f"{getattr(node, 'module', '')}.{'.'.join(names)}"
-        found += [cpu for cpu in ("megatron_cpu", "sglang_cpu") if names and cpu in whole.split(".")]
-    return found
+        adaptations += [cpu for cpu in ("megatron_cpu", "sglang_cpu") if names and cpu in whole.split(".")]
+    return adaptations
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -124,30 +126,30 @@ def test_every_module_begins_with_what_it_is_for():
 
 
 def test_no_error_is_swallowed():
-    found = [f"{name(path)}:{line}" for path in python_files() for line in swallows(ast.parse(path.read_text()))]
-    assert not found
+    offending = [f"{name(path)}:{line}" for path in python_files() for line in swallows(ast.parse(path.read_text()))]
+    assert not offending
     assert swallows(ast.parse("try:\n    f()\nexcept Exception:\n    pass")) == [3]
 
 
 @pytest.mark.parametrize("what", NEVER)
 def test_no_file_contains(what):
-    found = [
+    offending = [
         f"{name(path)}:{number}  {line.strip()[:100]}"
         for path in text_files()
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if NEVER[what].search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not offending, "\n".join(offending)
 
 
 def test_the_cpu_adaptation_is_loaded_on_demand_only():
-    found = {
+    offending = {
         name(path): names
         for path in python_files("megatron_dapo", "launch")
         if "megatron_dapo/platform/" not in path.as_posix()
         and (names := adaptations_imported_on_load(ast.parse(path.read_text())))
     }
-    assert not found
+    assert not offending
     sources = (
         "if x:\n    import megatron_dapo.platform.sglang_cpu as s",
         "from megatron_dapo.platform import megatron_cpu",
@@ -173,7 +175,7 @@ def test_no_class_name_exists_twice():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
-    twice = {class_name: found for class_name, found in places.items() if len(found) > 1}
+    twice = {class_name: where for class_name, where in places.items() if len(where) > 1}
     assert not twice
 
 
@@ -185,11 +187,52 @@ def identifiers(source: str) -> set[str]:
 
 def test_no_name_that_was_replaced_comes_back():
     """Neither in code nor, in backticks, in the docs."""
-    found = {
+    offending = {
         name(path): old for path in python_files(*PROGRAM) if (old := identifiers(path.read_text()) & REPLACED.keys())
     }
     for path in (ROOT / "docs").glob("*.md"):
         words = {word for span in re.findall(r"`([^`\n]+)`", path.read_text()) for word in re.findall(r"\w+", span)}
         if old := words & REPLACED.keys():
-            found[name(path)] = old
-    assert not found, f"{found}; the names in use are {REPLACED}"
+            offending[name(path)] = old
+    assert not offending, f"{offending}; the names in use are {REPLACED}"
+
+
+def unclear_variables(tree: ast.AST) -> list[str]:
+    """Return "line: name" of variables and parameters in UNCLEAR. Fields of a class are attributes: not meant."""
+    fields = {
+        statement.target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    bound = [(node.lineno, node.arg) for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    bound += [
+        (node.lineno, node.id)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields
+    ]
+    return [f"{line}: {word}" for line, word in sorted(bound) if word in UNCLEAR]
+
+
+def test_variables_are_named_after_what_they_hold():
+    unclear = {
+        name(path): lines for path in python_files() if (lines := unclear_variables(ast.parse(path.read_text())))
+    }
+    assert not unclear
+
+
+def test_the_check_of_variables_sees_every_way_to_bind_one_and_no_attribute():
+    source = """
+from hypothesis import given
+class Result:
+    found: str
+    def of(self, told): self.found = [mine for mine in told]
+@given(pieces=1)
+def outer():
+    given, (theirs, _) = f(found=1)
+    with open("x") as found: pass
+    for pieces in lambda mine: mine: x.told = pieces
+"""
+    expected = ["5: mine", "5: told", "8: given", "8: theirs", "9: found", "10: mine", "10: pieces"]
+    assert unclear_variables(ast.parse(source)) == expected

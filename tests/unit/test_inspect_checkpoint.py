@@ -51,22 +51,22 @@ def report(capsys, *arguments, code: int = 0) -> dict:
 
 
 def test_json_holds_tensors_state_model_and_manifest(checkpoint, capsys):
-    found = report(capsys, checkpoint, "--verify")
+    shown = report(capsys, checkpoint, "--verify")
     expected = tensors()
-    assert {t["name"]: (tuple(t["shape"]), t["dtype"]) for t in found["tensors"]} == {
+    assert {t["name"]: (tuple(t["shape"]), t["dtype"]) for t in shown["tensors"]} == {
         name: (tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in expected.items()
     }
-    assert found["totals"]["model"]["num_values"] == 5 * 4 + 3 + 2 * 3
-    assert found["totals"]["model"]["num_bytes"] == (5 * 4 + 3) * 4 + 2 * 3 * 2
-    assert found["totals"]["model"]["dtypes"] == {"float32": 2, "bfloat16": 1}
-    assert found["totals"]["optimizer"]["num_tensors"] == 1
-    assert found["objects"] == ["rng.states"]
-    assert found["state"] == {name: value for name, value in STATE.items() if name != "config"}
-    assert found["common"] == COMMON
-    assert found["model"] == {"model_type": "qwen2", "hidden_size": 4}
-    assert found["is_whole"] and found["contents"] == ["model", "optimizer"] and "torch" in found["versions"]
+    assert shown["totals"]["model"]["num_values"] == 5 * 4 + 3 + 2 * 3
+    assert shown["totals"]["model"]["num_bytes"] == (5 * 4 + 3) * 4 + 2 * 3 * 2
+    assert shown["totals"]["model"]["dtypes"] == {"float32": 2, "bfloat16": 1}
+    assert shown["totals"]["optimizer"]["num_tensors"] == 1
+    assert shown["objects"] == ["rng.states"]
+    assert shown["state"] == {name: value for name, value in STATE.items() if name != "config"}
+    assert shown["common"] == COMMON
+    assert shown["model"] == {"model_type": "qwen2", "hidden_size": 4}
+    assert shown["is_whole"] and shown["contents"] == ["model", "optimizer"] and "torch" in shown["versions"]
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
-    assert (found["num_files"], found["num_bytes"]) == (len(files), sum(path.stat().st_size for path in files))
+    assert (shown["num_files"], shown["num_bytes"]) == (len(files), sum(path.stat().st_size for path in files))
 
 
 def test_the_table_says_the_same_in_words(checkpoint, capsys):
@@ -90,16 +90,16 @@ def test_the_folder_inside_is_the_same_checkpoint(checkpoint, capsys):
 
 
 def test_only_some_tensors(checkpoint, capsys):
-    found = report(capsys, checkpoint, "--only", "decoder.*")
-    assert sorted(t["name"] for t in found["tensors"]) == ["decoder.layers.0.bias", "decoder.layers.0.weight"]
-    assert found["totals"].keys() == {"model"}
+    shown = report(capsys, checkpoint, "--only", "decoder.*")
+    assert sorted(t["name"] for t in shown["tensors"]) == ["decoder.layers.0.bias", "decoder.layers.0.weight"]
+    assert shown["totals"].keys() == {"model"}
 
 
 def test_damage_is_named_and_is_exit_code_1(checkpoint, capsys):
     (checkpoint / "trainer.json").write_text("{")
     (checkpoint / "stray").write_text("")
-    found = report(capsys, checkpoint, code=1)
-    assert any("trainer.json" in text for text in found["damage"]) and found["not_in_manifest"] == ["stray"]
+    shown = report(capsys, checkpoint, code=1)
+    assert any("trainer.json" in text for text in shown["damage"]) and shown["not_in_manifest"] == ["stray"]
     assert main([str(checkpoint)]) == 1
     assert "damaged" in capsys.readouterr().out
 
@@ -110,14 +110,14 @@ def test_a_flipped_bit_is_found_by_verify(checkpoint, capsys):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     assert report(capsys, checkpoint)["is_whole"]  # sizes alone
-    found = report(capsys, checkpoint, "--verify", code=1)
-    assert path.name in found["damage"][0]
+    shown = report(capsys, checkpoint, "--verify", code=1)
+    assert path.name in shown["damage"][0]
 
 
 def test_a_folder_without_a_manifest_is_shown_as_incomplete(checkpoint, capsys):
     (checkpoint / "manifest.json").unlink()
-    found = report(capsys, checkpoint, code=1)
-    assert "manifest.json is missing" in found["damage"][0] and len(found["tensors"]) == 4
+    shown = report(capsys, checkpoint, code=1)
+    assert "manifest.json is missing" in shown["damage"][0] and len(shown["tensors"]) == 4
 
 
 def test_equal_checkpoints_do_not_differ_however_they_were_cut(tmp_path, capsys):
@@ -125,8 +125,8 @@ def test_equal_checkpoints_do_not_differ_however_they_were_cut(tmp_path, capsys)
     a, b = make(tmp_path / "a"), make(tmp_path / "b")
     cut_in_two(b / "megatron", "embedding.weight")
     assert len(report(capsys, b, "--only", "embedding.weight", code=1)["tensors"][0]["pieces"]) == 2
-    found = report(capsys, "--diff", a, b)
-    assert found["equal"] and found["num_equal"] == 4
+    shown = report(capsys, "--diff", a, b)
+    assert shown["equal"] and shown["num_equal"] == 4
 
 
 def cut_in_two(folder: Path, name: str) -> None:
@@ -152,14 +152,14 @@ def test_a_diff_says_which_tensors_changed_and_by_how_much(tmp_path, capsys):
     changed["decoder.layers.0.bias"] = torch.zeros(4)
     changed["new"] = changed.pop("optimizer.exp_avg.embedding.weight")
     a, b = make(tmp_path / "a"), make(tmp_path / "b", changed)
-    found = report(capsys, "--diff", a, b, code=1)
-    (change,) = found["changed"]
+    shown = report(capsys, "--diff", a, b, code=1)
+    (change,) = shown["changed"]
     assert (change["name"], change["num_different"], change["num_values"]) == ("embedding.weight", 1, 20)
     assert change["largest"] == pytest.approx(0.5, rel=1e-6)
     assert change["relative"] == pytest.approx(0.5 / tensors()["embedding.weight"].norm().item(), rel=1e-6)
-    assert found["unlike"] == {"decoder.layers.0.bias": ["3 float32", "4 float32"]}
-    assert (found["only_a"], found["only_b"]) == (["optimizer.exp_avg.embedding.weight"], ["new"])
-    assert found["num_equal"] == 1 and not found["equal"]
+    assert shown["unlike"] == {"decoder.layers.0.bias": ["3 float32", "4 float32"]}
+    assert (shown["only_a"], shown["only_b"]) == (["optimizer.exp_avg.embedding.weight"], ["new"])
+    assert shown["num_equal"] == 1 and not shown["equal"]
     assert main(["--diff", str(a), str(b)]) == 1
     text = capsys.readouterr().out
     assert "1 of 20" in text and "only in B: new" in text and "1 tensors equal bit for bit, 1 changed" in text

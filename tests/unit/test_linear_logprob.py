@@ -28,16 +28,16 @@ def case(n=37, h=19, v=53, dtype=torch.float64, offset=0.0, seed=0):
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_values_and_gradients_equal_float64_log_softmax(chunk_size, temperature):
     hidden, weight, targets = case()
-    ours = [t.clone().requires_grad_() for t in (hidden, weight)]
-    theirs = [t.clone().requires_grad_() for t in (hidden, weight)]
+    inputs = [t.clone().requires_grad_() for t in (hidden, weight)]
+    oracle_inputs = [t.clone().requires_grad_() for t in (hidden, weight)]
     lp, h = linear_logprob_entropy(
-        *ours, targets, temperature=temperature, want_entropy=True, num_valid_columns=50, chunk_size=chunk_size
+        *inputs, targets, temperature=temperature, want_entropy=True, num_valid_columns=50, chunk_size=chunk_size
     )
-    lp_ref, h_ref = oracle(*theirs, targets, temperature, 50)
+    lp_ref, h_ref = oracle(*oracle_inputs, targets, temperature, 50)
     g1, g2 = torch.randn(2, len(targets), dtype=torch.float64)
     (lp @ g1 + h @ g2).backward()
     (lp_ref @ g1 + h_ref @ g2).backward()
-    for a, b in [(lp, lp_ref), (h, h_ref), *((x.grad, y.grad) for x, y in zip(ours, theirs, strict=True))]:
+    for a, b in [(lp, lp_ref), (h, h_ref), *((x.grad, y.grad) for x, y in zip(inputs, oracle_inputs, strict=True))]:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 

@@ -41,22 +41,34 @@ def model_path(tmp_path_factory):
 @pytest.mark.parametrize("cut", [checks.ONE_MICRO_BATCH, checks.MANY_MICRO_BATCHES])
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 def test_dapo_written_as_such_a_function_is_the_built_in_loss(layout, model_path, cut, kernels):
-    found = {}
+    by_loss = {}
     for name, overrides in (("built in", BUILT_IN), ("own", OWN)):
         overrides = [*overrides, cut, f"{ACTOR}.fused_kernels={kernels}"]
         policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, overrides)
         policy.update(mini_batches, weight_version=0)  # so that the second has ratios other than 1
         metrics = policy.metrics_of(policy.accumulate_gradients(mini_batches[0]))
         gradients = [p.main_grad.clone() for chunk in policy.model.chunks for p in chunk.parameters()]
-        found[name] = metrics, gradients
-    built_in, own = found["built in"], found["own"]
-    for ours, theirs in zip(own[1], built_in[1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        by_loss[name] = metrics, gradients
+    built_in, own = by_loss["built in"], by_loss["own"]
+    for actual, expected in zip(own[1], built_in[1], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     for name in own[0].keys() & built_in[0].keys():
         assert own[0][name] == pytest.approx(built_in[0][name], rel=1e-4, abs=1e-6), name
     assert {"actor/loss", "actor/entropy", "actor/entropy_sampled", "actor/rollout_kl"} <= own[0].keys()
     for side in ("clipfrac", "clipfrac_lower"):
         assert own[0][f"own/{side}"] == pytest.approx(built_in[0][f"actor/on_pg_{side}"])
+
+
+def test_it_reports_tokens_of_older_weights_like_the_built_in_loss(layout, model_path):
+    metrics = {}
+    for name, overrides in (("built in", BUILT_IN), ("own", OWN)):
+        late = [*overrides, "actor_rollout_ref.rollout.max_staleness=1"]
+        policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, late)
+        metrics[name] = policy.update(mini_batches[:1], weight_version=1)
+    names = ["actor/rollout_kl_stale", "actor/rollout_k3_stale", "actor/rollout_ess_stale", "actor/rollout_ess_all"]
+    names.append("actor/rollout_abs_diff_all")
+    for name in names:
+        assert metrics["own"][name] == pytest.approx(metrics["built in"][name], rel=1e-5)
 
 
 def test_a_metric_with_a_name_of_ours_is_refused(layout, model_path):
@@ -69,7 +81,7 @@ def test_a_metric_with_a_name_of_ours_is_refused(layout, model_path):
 def sample(index: int, mask: list[int], advantage: float) -> TrainSample:
     mask = np.array([*mask, 0], dtype=np.float32)  # of the position that predicts
     tokens = np.arange(len(mask), dtype=np.int64)
-    return TrainSample(index, str(index), tokens, mask, -mask, 0.0, advantage, False, 0)
+    return TrainSample(index, str(index), tokens, mask, -mask, 0.0, advantage, False, 0 * tokens)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -115,21 +127,14 @@ def test_what_cannot_be_imported_is_one_sentence(path):
     assert len(caught.value.sentences) == 1 and path in caught.value.sentences[0]
 
 
-def test_a_module_that_is_not_there_is_found_before_anything_starts():
-    from megatron_dapo.planner.validation import MACHINE_CHECKS
-
-    def keys(path: str) -> list:
-        config = load_config(None, [f"{LOSS_FUNCTION}={path}", "trainer.replay=x"])
-        return [m.keys for check in MACHINE_CHECKS for m in check(config) if LOSS_FUNCTION in m.keys]
-
-    assert keys("no_such_module:loss") == keys("no.such:loss") == [(LOSS_FUNCTION,)]
-    assert not keys("tests.loss_functions:dapo")
-
-
 def test_a_reference_is_there_where_a_path_names_one():
     own = f"{LOSS_FUNCTION}=a.b:c"
     path = "actor_rollout_ref.ref.path=somewhere"
-    assert [needs_reference(load_config(None, given)) for given in ([own], [path], [own, path])] == [False, False, True]
+    assert [needs_reference(load_config(None, overrides)) for overrides in ([own], [path], [own, path])] == [
+        False,
+        False,
+        True,
+    ]
 
 
 GOOD = (torch.tensor(-0.5, requires_grad=True), 2, {"own/metric": (1.0, 2)})

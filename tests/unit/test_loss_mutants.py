@@ -10,7 +10,7 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize("target", TARGETS[:-1], ids=lambda target: target.module)
 def test_every_change_of_the_loss_is_noticed(target, tmp_path):
     mutants = target.mutants(tmp_path)
-    assert len(mutants) > 20
+    assert len(mutants) >= 20
     unnoticed = [
         mutant.name
         for mutant in mutants

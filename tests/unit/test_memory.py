@@ -1,14 +1,19 @@
 """The memory estimate: published sizes are met, the cluster recipes fit their GPUs, and what does not fit is said."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.memory import peak_bytes
 from megatron_dapo.__main__ import main
+from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.planner.memory import (
     GB,
     activation_bytes,
@@ -26,7 +31,8 @@ pytestmark = pytest.mark.unit
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = {"dapo_32b.yaml": QWEN2_5_32B, "dapo_7b.yaml": QWEN2_5_7B, "ppo_qwen2.5_7b.yaml": QWEN2_5_7B}
-MEGATRON = "actor_rollout_ref.actor.megatron"
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
 ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 
 
@@ -59,6 +65,48 @@ def test_the_32b_recipe_by_hand():
     assert activation_bytes(config, spec, stage=1, tokens=22528) == kept // 2 + one_layer + working
     chunk = 4096 * 152064 // 8 * (4 + 2) + 4096 * 5120 * (3 * 2 + 4)
     assert head_bytes(config, spec, tokens=22528) == chunk + 22528 * 5120 * 2 // 8
+
+
+OWN_LOSS = f"{ACTOR}.loss_function=my_losses:gspo"
+KERNELS_OFF = f"{ACTOR}.fused_kernels=off"
+
+
+def test_a_loss_of_the_users_own_holds_hidden_states_and_the_gradient_of_the_weight_by_hand():
+    """A rank of the 32B recipe: 19008 rows of the vocabulary; the fused head adds to Megatron's gradient."""
+    config, spec = recipe("dapo_32b.yaml", OWN_LOSS)
+    chunk = 4096 * 19008 * (4 + 2) + 4096 * 5120 * (2 + 2 + 4)
+    weight = 19008 * 5120 * (4 + 2)
+    tokens = 22528 * 2 * 5120 * 2
+    known = 22528 * 4 * (8 + 2 * len(fields(LossSequence)))
+    assert head_bytes(config, spec, tokens=22528) == chunk + weight + tokens + known
+    fused = head_bytes(recipe("dapo_32b.yaml")[0], spec, tokens=22528)
+    assert head_bytes(config, spec, tokens=22528) > 1.5 * fused
+    gspo, _ = recipe("dapo_32b.yaml", f"{ACTOR}.policy_loss=gspo")
+    assert head_bytes(gspo, spec, tokens=22528) == head_bytes(config, spec, tokens=22528)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_composed_head_without_kernels_holds_what_is_estimated(dtype):
+    """Counted allocation by allocation, one forward and backward pass in which every row counts."""
+    tokens, hidden_size, vocabulary, rows = 2048, 256, 4096, 512
+    name = str(dtype).removeprefix("torch.")
+    overrides = [KERNELS_OFF, f"{ACTOR}.log_prob_chunk_size={rows}", f"{MEGATRON}.dtype={name}"]
+    sizes = MODEL_JSON | {"hidden_size": hidden_size, "vocab_size": vocabulary}
+    estimate = head_bytes(load_config(None, overrides), model_spec(sizes), tokens)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, hidden_size, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
+
+    def one_pass():
+        counted = hidden.index_select(0, torch.arange(tokens))
+        log_probs, entropy = linear_logprob_entropy(counted, weight, targets, chunk_size=rows, use_triton=False)
+        (log_probs + entropy).sum().backward()
+
+    one_pass()
+    hidden.grad = weight.grad = None
+    measured = peak_bytes(one_pass)
+    assert measured <= estimate <= 1.1 * measured
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -142,11 +190,11 @@ def test_a_dry_run_of_a_hopeless_layout_says_so_in_one_sentence(tmp_path, capsys
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").touch()
         files.append(f"data.{name}_files=[{tmp_path / name}.jsonl]")
-    given = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN2_5_32B), *overrides, *files]
-    assert main(["train", "--dry-run", *given]) == 2
-    told = capsys.readouterr()
-    assert "DO NOT FIT" in told.out
-    assert told.err.startswith("1 mistake to correct:\nA trainer GPU would need about 133 GB")
+    arguments = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN2_5_32B), *overrides, *files]
+    assert main(["train", "--dry-run", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert "DO NOT FIT" in printed.out
+    assert printed.err.startswith("1 mistake to correct:\nA trainer GPU would need about 133 GB")
     assert not (tmp_path / "run").exists()
 
 

@@ -45,9 +45,9 @@ def test_outputs_and_gradients_of_the_experts_and_the_router_are_those_of_transf
 
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     block = oracle.model.layers[0].mlp
-    theirs_in = x.double().transpose(0, 1).requires_grad_()  # [B, S, H] there
-    theirs = block(theirs_in)
-    theirs.backward(outgoing.double().transpose(0, 1))
+    exact_in = x.double().transpose(0, 1).requires_grad_()  # [B, S, H] there
+    exact = block(exact_in)
+    exact.backward(outgoing.double().transpose(0, 1))
     expected = {"gate.weight": block.gate.weight.grad}
     for e in range(EXPERTS):
         gate, up = block.experts.gate_up_proj.grad[e].chunk(2)
@@ -55,7 +55,7 @@ def test_outputs_and_gradients_of_the_experts_and_the_router_are_those_of_transf
         expected |= {f"experts.{e}.{part}.weight": value for part, value in parts.items()}
 
     assert len(got) == len(expected) == 1 + 3 * EXPERTS
-    pairs = {"output": (ours[:, 0], theirs[0]), "input": (ours_in.grad[:, 0], theirs_in.grad[0])}
+    pairs = {"output": (ours[:, 0], exact[0]), "input": (ours_in.grad[:, 0], exact_in.grad[0])}
     pairs |= {name: (got[f"model.layers.0.mlp.{name}"], value) for name, value in expected.items()}
     for name, (value, reference) in pairs.items():
         # sums of some tens of float32 products, rounded to 6e-8 each, and a softmax

@@ -66,6 +66,6 @@ def test_nodes_meet_on_a_network_where_each_has_an_address_of_its_own():
             Interface("ib0", f"10.1.0.{number}", "10.1.0.0/16"),
         ]
 
-    assert [found.name for found in shared_interfaces([node(1), node(2), node(3)])] == ["ib0"]
+    assert [interface.name for interface in shared_interfaces([node(1), node(2), node(3)])] == ["ib0"]
     assert shared_interfaces([node(1)[:2], node(2)]) == [], "rank 0's node is not on it"
     assert shared_interfaces([node(1), node(2), node(3)[:2]]) == [], "the third is not on it"

@@ -7,8 +7,8 @@ import torch
 
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
 from megatron_dapo.algorithms.metrics import finalize
-from megatron_dapo.algorithms.mismatch import truncated_importance
 from megatron_dapo.algorithms.policy_loss import OFF_POLICY_LOSSES, Clip, OffPolicy, policy_loss
+from megatron_dapo.algorithms.rollout_correction import RatioBounds, token_importance
 
 pytestmark = pytest.mark.unit
 
@@ -205,7 +205,8 @@ def test_without_old_log_probs_the_current_ones_are_compared_with_the_server():
 @pytest.mark.parametrize("difference, weight", [(30.0, math.exp(20)), (-30.0, math.exp(-20)), (0.0, 1.0)])
 def test_importance_is_clamped_before_exp_and_ignores_what_does_not_count(difference, weight):
     counted = torch.tensor([True, False])
-    weights, sums = truncated_importance(tensor(difference, math.nan), tensor(0.0, math.inf), counted, 1e12)
+    bounds = RatioBounds(None, 1e12)
+    weights, sums = token_importance(tensor(difference, math.nan), tensor(0.0, math.inf), counted, bounds)
     assert weights.tolist() == pytest.approx([weight, 1.0])
     assert finalize(sums) == {
         "actor/rollout_is_mean": pytest.approx(weight),
@@ -214,7 +215,7 @@ def test_importance_is_clamped_before_exp_and_ignores_what_does_not_count(differ
 
 
 def test_a_weight_of_exactly_the_cap_is_not_truncated():
-    weights, sums = truncated_importance(tensor(0.0), tensor(0.0), torch.tensor([True]), 1.0)
+    weights, sums = token_importance(tensor(0.0), tensor(0.0), torch.tensor([True]), RatioBounds(None, 1.0))
     assert weights.tolist() == [1.0] and finalize(sums)["actor/rollout_is_truncated"] == 0.0
 
 
@@ -223,14 +224,18 @@ def test_what_a_loss_is_made_of_unless_told():
     assert OffPolicy() == OffPolicy(mode="exgrpo_policy_shaping", beta=0.1, clip_high=None)
     assert LossConfig() == LossConfig(
         clip=Clip(0.2, 0.28, None),
+        policy_loss="dapo",
         use_kl_loss=False,
         kl_loss_coef=0.0,
         kl_loss_type="low_var_kl",
         entropy_coef=0.0,
         report_entropy=False,
         report_mismatch=True,
+        report_stale=False,
         off_policy=None,
         rollout_is_threshold=None,
+        rollout_is_threshold_lower=None,
+        bypass_mode=False,
     )
 
 

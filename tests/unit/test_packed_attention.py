@@ -83,12 +83,12 @@ def test_the_rotation_is_megatrons_bit_for_bit(spec, dtype):
         spec.head_dim, 1.0, rotary_base=spec.rope_theta, use_cpu_initialization=True, **scaling
     ).get_emb(max(lengths))
     rotary = Rotary(spec, CONFIG)
-    for ours, given_ in zip(rotary(query, key, offsets(lengths)), (query, key), strict=True):
-        theirs = apply_rotary_pos_emb(given_, table, CONFIG, cu_seqlens=offsets(lengths), cp_group=OneRank())
-        assert torch.equal(ours, theirs)
+    for actual, values in zip(rotary(query, key, offsets(lengths)), (query, key), strict=True):
+        expected = apply_rotary_pos_emb(values, table, CONFIG, cu_seqlens=offsets(lengths), cp_group=OneRank())
+        assert torch.equal(actual, expected)
     rectangle = query[:600].unflatten(0, (300, 2))
-    theirs = apply_rotary_pos_emb(rectangle, table[:300], CONFIG, cp_group=OneRank())
-    assert torch.equal(rotary(rectangle, rectangle, None)[0], theirs)
+    expected = apply_rotary_pos_emb(rectangle, table[:300], CONFIG, cp_group=OneRank())
+    assert torch.equal(rotary(rectangle, rectangle, None)[0], expected)
 
 
 def test_the_kept_tables_are_those_of_the_micro_batch_at_hand():

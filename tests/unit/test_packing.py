@@ -30,7 +30,7 @@ def make_sample(sample_id: int, length: int, num_prompt: int = 1, uid: str = "g"
         reward=0.0,
         advantage=float(sample_id + 1),
         correct=True,
-        weight_version=0,
+        weight_versions=(1000 * sample_id + 100 + np.arange(length)) * written.astype(np.int64),
     )
 
 
@@ -214,6 +214,7 @@ def test_targets_are_the_next_tokens_of_the_same_sample(shapes, pad_multiple, pa
             assert batch.segment_ids[row, t] == batch.segment_ids[row, t + 1]
             assert batch.position_ids[row, t] == token % 1000
             assert batch.advantages[row, t] == token // 1000 == -batch.rollout_log_probs[row, t]
+            assert batch.weight_versions[row, t] == token - 900  # its own, token by token
     assert seen == batch.num_counted == sum(r for _, r in shapes)
 
 
@@ -282,9 +283,9 @@ def test_values_travel_between_different_cuts_by_sample_id(packed):
     samples = make_samples([3, 5, 2])
     first = collate(samples[:2], pad_multiple=4, packed=packed)
     other = collate([samples[1], samples[2], samples[0]], pad_multiple=8, packed=not packed)
-    found = first.by_sample(first.rollout_log_probs) | collate(samples[2:]).by_sample(samples_of(samples[2]))
-    assert {i: len(row) for i, row in found.items()} == {0: 3, 1: 5, 2: 2}
-    assert torch.equal(other.from_samples(found), other.rollout_log_probs)
+    by_sample = first.by_sample(first.rollout_log_probs) | collate(samples[2:]).by_sample(samples_of(samples[2]))
+    assert {i: len(row) for i, row in by_sample.items()} == {0: 3, 1: 5, 2: 2}
+    assert torch.equal(other.from_samples(by_sample), other.rollout_log_probs)
 
 
 def samples_of(sample: TrainSample) -> torch.Tensor:

@@ -98,7 +98,7 @@ def job() -> SimpleNamespace:
     config = SimpleNamespace(params_dtype=torch.bfloat16)
     return SimpleNamespace(
         config=load_config(None, []),
-        layout=SimpleNamespace(world_size=2, gather=lambda mine: [mine, (4 * 2**30, 4 * 2**30)]),
+        layout=SimpleNamespace(world_size=2, gather=lambda own: [own, (4 * 2**30, 4 * 2**30)]),
         policy=SimpleNamespace(model=SimpleNamespace(config=config, spec=model_spec(SMALL))),
         telemetry=SimpleNamespace(seconds={"update": 2.0}.get),
     )

@@ -63,12 +63,12 @@ def test_a_run_starts_servers_unless_they_are_given_or_replaced_by_dumped_batche
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "is_told"),
     [((), True), ((GIVEN, SERVER_NODE), False), ((REPLAY, FROM_FILE, SERVER_NODE), False)]
     + [((FROM_FILE, SERVER_NODE), True)],  # as a Slurm job names those that it starts
 )
-def test_the_plan_tells_the_memory_of_the_servers_that_the_run_starts(overrides, told):
-    assert ("server: weights" in process_plan(demo(*overrides))) == told
+def test_the_plan_tells_the_memory_of_the_servers_that_the_run_starts(overrides, is_told):
+    assert ("server: weights" in process_plan(demo(*overrides))) == is_told
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ HEALTHY = {
     ],
 )
 def test_a_gpu_that_is_not_fit_is_told_from_one_that_is(answers, fault):
-    found = list(gpus.faults_of(Nvml(**HEALTHY | answers), None))
-    assert len(found) == 1 and fault in found[0]
+    faults = list(gpus.faults_of(Nvml(**HEALTHY | answers), None))
+    assert len(faults) == 1 and fault in faults[0]
     assert list(gpus.faults_of(Nvml(**HEALTHY), None)) == []
     assert list(gpus.faults_of(Nvml(), None)) == []  # an old GPU, which answers nothing
 
@@ -195,7 +195,7 @@ def ones(size, device):
 
 
 @pytest.mark.parametrize(
-    ("body", "driver", "told"),
+    ("body", "driver", "expected"),
     [
         ("pass", "580.65.06", None),
         ("raise RuntimeError('The driver is too old (found version 12040).\\nUpdate')", "550.54.14",
@@ -205,11 +205,11 @@ def ones(size, device):
         ("import os; os._exit(7)", "590.1", ["exit code 7"]),
     ],
 )  # fmt: skip
-def test_gpus_that_the_driver_counts_and_torch_cannot_use_are_told(body, driver, told, tmp_path, monkeypatch):
+def test_gpus_that_the_driver_counts_and_torch_cannot_use_are_told(body, driver, expected, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(STAND_IN_TORCH.format(body=body))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     fault = gpus.unusable(2, driver, timeout_s=3.0 if "sleep" in body else 60.0)
-    assert fault is None if told is None else all(words in fault for words in told), fault
+    assert fault is None if expected is None else all(words in fault for words in expected), fault
 
 
 def test_a_node_whose_driver_is_too_old_for_torch_is_named_whatever_its_role(tmp_path, monkeypatch):
@@ -245,7 +245,7 @@ def test_a_node_that_can_compile_what_triton_compiles_passes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "told"),
+    ("compiler", "expected"),
     [
         (None, "has no C compiler"),
         ("/nowhere/gcc", "cannot run /nowhere/gcc"),
@@ -253,7 +253,7 @@ def test_a_node_that_can_compile_what_triton_compiles_passes(monkeypatch):
         ("echo note >&2; echo cannot find crt1.o >&2; exit 1", "does not compile (cannot find crt1.o)"),
     ],
 )
-def test_a_compiler_that_is_not_fit_is_told_with_the_cure(compiler, told, tmp_path, monkeypatch):
+def test_a_compiler_that_is_not_fit_is_told_with_the_cure(compiler, expected, tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "include").mkdir()
@@ -264,7 +264,7 @@ def test_a_compiler_that_is_not_fit_is_told_with_the_cure(compiler, told, tmp_pa
     elif compiler:
         script(tmp_path / "gcc", compiler)
     problem = gpus.compiler(uses_gpus=True).problem
-    assert told in problem and problem.endswith(".") and "set CC" in problem
+    assert expected in problem and problem.endswith(".") and "set CC" in problem
 
 
 def test_missing_headers_are_told_with_their_package(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_the_cuda_compiler_is_the_one_that_sglang_takes_and_is_tried(place, tmp_
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         (None, "has no "),
         ("echo nvcc warning : old >&2; echo fatal error: concepts: no such file >&2; exit 1", "(fatal error: concepts"),
@@ -296,13 +296,15 @@ def test_the_cuda_compiler_is_the_one_that_sglang_takes_and_is_tried(place, tmp_
         ("exit 3", "(exit code 3)"),
     ],
 )
-def test_a_node_without_a_working_cuda_compiler_is_told_before_its_servers_fail(line, told, tmp_path, monkeypatch):
+def test_a_node_without_a_working_cuda_compiler_is_told_before_its_servers_fail(line, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
     if line:
         script(tmp_path / "bin" / "nvcc", line)
     problem = gpus.cuda_compiler().problem
-    assert told in problem and f"{tmp_path}/bin/nvcc" in problem and "CUDA_HOME" in problem and problem.endswith(".")
+    assert (
+        expected in problem and f"{tmp_path}/bin/nvcc" in problem and "CUDA_HOME" in problem and problem.endswith(".")
+    )
 
 
 def script(file: Path, line: str) -> str:

@@ -102,12 +102,12 @@ def test_settings_of_a_task_reach_its_problems(tmp_path, capsys):
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_the_reward_workers_judge_by_data_source(tmp_path):
+def test_the_reward_workers_score_by_data_source(tmp_path):
     (row,) = rows(tmp_path, "gcd", size=1)
     check_reward("by_data_source", {}, ["reasoning_gym/gcd"])
     truth, info = row["reward_model"]["ground_truth"], row["extra_info"]
 
-    async def judged():
+    async def scores():
         pool = RewardPool("by_data_source", {}, 1, 20.0, 4096)
         await pool.start()
         try:
@@ -115,7 +115,7 @@ def test_the_reward_workers_judge_by_data_source(tmp_path):
         finally:
             await pool.close()
 
-    right, wrong = asyncio.run(judged())
+    right, wrong = asyncio.run(scores())
     assert (right.score, right.correct, right.error) == (1.0, True, None)
     assert (wrong.score, wrong.correct, wrong.error) == (0.0, False, None)
 

@@ -14,7 +14,7 @@ from launch.local import main as launch_local
 from megatron_dapo.__main__ import main
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
+from megatron_dapo.data.types import Group, RolloutBatch, Sample
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import validate
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
@@ -22,7 +22,7 @@ from megatron_dapo.rollout.batch_replay import BatchReplay, start_rollout
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.handle import RolloutHandle
-from megatron_dapo.rollout.plain_data import group_to_plain
+from megatron_dapo.rollout.plain_data import draw_to_plain, group_to_plain
 from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
@@ -56,22 +56,25 @@ def filled(kind: type, name: str = "") -> object:
 
 
 def test_no_field_of_a_group_is_lost_in_a_dump_or_in_a_checkpoint(tmp_path):
-    """Whatever fields there are."""
-    group, replayed = filled(Group), filled(Sample)
-    draw = Group("drawn", filled(Prompt), (replayed,))
+    """Whatever fields there are. An open group alone has partial responses, a finished one a baseline."""
+    group = replace(filled(Group), partials=())
+    draw = replace(filled(Group), uid="drawn", baseline_reward=None, keep=True)
+    assert draw.partials
     assert all(getattr(group.samples[0], field.name) != field.default for field in fields(Sample))
     write_batch(tmp_path, 1, RolloutBatch((group,), {}))
     assert read_batch(tmp_path, 1).groups == (group,)
 
-    def queue() -> GroupQueue:
-        return GroupQueue(QueueLimits(1, 1), lambda samples: None)
-
-    first, second = queue(), queue()
-    first.load_state_dict(
-        {"num_drawn": 1, "kept": [group_to_plain(group)], "finished": [group_to_plain(replace(group, uid=draw.uid))]}
-        | {"open": [{"uid": draw.uid, "prompt": vars(draw.prompt), "replayed": vars(replayed)}]}
-    )
-    assert first._kept == [group] and first._open == {draw.uid: draw}
+    first = GroupQueue(QueueLimits(1, 1), lambda samples: None)
+    second = GroupQueue(QueueLimits(1, 1), lambda samples: None)
+    state = {
+        "num_drawn": 2,
+        "kept": [group_to_plain(group)],
+        "open": [{"uid": "finished"}, draw_to_plain(draw)],
+        "finished": [group_to_plain(replace(group, uid="finished"))],
+    }
+    first.load_state_dict(state)
+    assert first._batches == [[group]]
+    assert first.open_groups == [replace(group, uid="finished"), draw]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert vars(second) | {"_filter_reason": None} == vars(first) | {"_filter_reason": None}
 
@@ -156,13 +159,13 @@ def test_the_controller_dumps_what_it_hands_to_the_trainer_and_a_replay_needs_no
             await controller.close()
             await server.stop()
 
-    given = asyncio.run(main())
-    assert all(len(batch.groups) == 4 for batch in given) and given[0] != given[1]
+    handed_out = asyncio.run(main())
+    assert all(len(batch.groups) == 4 for batch in handed_out) and handed_out[0] != handed_out[1]
     replay = start_rollout(
         load_config(None, [f"trainer.replay={folder}/run/batches", f"actor_rollout_ref.model.path={folder}"])
     )
     replay.wait_ready()
-    assert [replay.next_batch(step, step - 1) for step in (1, 2)] == given
+    assert [replay.next_batch(step, step - 1) for step in (1, 2)] == handed_out
     assert replay.evaluate(2, 2) == {}
     replay.load_state_dict(replay.state_dict())
     replay.close()

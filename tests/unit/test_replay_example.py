@@ -33,8 +33,8 @@ def test_the_arms_differ_in_replay_alone():
 
 def test_one_guess_in_twenty_is_right():
     problems, chance, shown = split()[0], random.Random(0), 4000
-    given = [demonstration(guesser.SETTINGS, guesser.GUESSES, problems, chance) for _ in range(shown)]
-    share = sum(is_right(text, problem.answer) for problem, ((_, text),) in given) / shown
+    demonstrations = [demonstration(guesser.SETTINGS, guesser.GUESSES, problems, chance) for _ in range(shown)]
+    share = sum(is_right(text, problem.answer) for problem, ((_, text),) in demonstrations) / shown
     assert share == pytest.approx(0.05, abs=0.014)  # four deviations: 4 * sqrt(0.05 * 0.95 / 4000)
 
 

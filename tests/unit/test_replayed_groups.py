@@ -167,25 +167,24 @@ def test_wrong_responses_only_leave_nothing_to_replay(folder):
 # ---------------------------------------------------------------------------------------------------- dynamic sampling
 
 
-def judged(num_right_of_7):
+def filtered(num_right_of_7):
     """A gen batch of one prompt with 8 responses: a replayed right one, and 7 new ones of which some are right."""
     (group,) = synthetic_groups(64, num_groups=1, n=8)
     queue = GroupQueue(QueueLimits(1, 1), by_correctness("strict"))
     queue.begin(1, weight_version=1)
     old = replace(group.samples[0], correct=True, reward=1.0, weight_versions=(3,) * 99)
-    queue.open_gen_batch([Prompt(0, "key", (1, 2), "p", "test", "0")], [old])
-    (draw,) = queue.missing()
+    draw = queue.draw(Prompt(0, "key", (1, 2), "p", "test", "0"), weight_version=5, replayed=old)
     new = [
         replace(sample, uid=draw.uid, correct=i < num_right_of_7, weight_versions=(5,), response_tokens=(1,) * 6)
         for i, sample in enumerate(group.samples[1:])
     ]
     queue.add_finished(replace(group, uid=draw.uid, samples=(draw.samples[0], *new)))
-    queue.close_gen_batch()
+    queue.decide()
     return queue, draw
 
 
 def test_task_a_one_replayed_success_and_seven_failures_is_kept():
-    queue, draw = judged(0)
+    queue, draw = filtered(0)
     result = queue.take()
     assert result.filtered.total() == 0 and len(result.groups) == 1
     assert draw.samples[0].exp_mask and draw.samples[0].uid == draw.uid
@@ -196,7 +195,7 @@ def test_task_a_one_replayed_success_and_seven_failures_is_kept():
 
 
 def test_task_b_one_replayed_success_and_seven_more_is_filtered():
-    queue, _ = judged(7)
+    queue, _ = filtered(7)
     result = queue.take()
     assert dict(result.filtered) == {"all_correct": 1} and not result.groups
     metrics = step_metrics(result, weight_version=5, num_retries=0, seconds=1.0)

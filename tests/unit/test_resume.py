@@ -184,7 +184,7 @@ class Rollout:
 
 def test_what_was_restored_of_the_rollout_is_what_it_holds_afterwards(tmp_path):
     queue = {"num_drawn": 9, "kept": ["group"], "open": []}
-    cursor = ["prompt cursor (9 drawn)", "1 finished groups that wait", "0 prompts of an open gen batch"]
+    cursor = ["prompt cursor (9 drawn)", "1 finished groups that wait", "0 prompts that are open"]
     pool = {"experiences": {"experiences": ["one", "two"]}}
     assert restore_rollout(Rollout(), {"queue": queue}, False) == (cursor, [])
     both = Rollout(experiences={"experiences": []})
@@ -193,6 +193,9 @@ def test_what_was_restored_of_the_rollout_is_what_it_holds_afterwards(tmp_path):
         cursor,
         ["experiences to replay: this run has none"],
     )
+    halted = {"num_drawn": 9, "kept": [], "open": [{"uid": "a", "partials": [{}, {}]}, {"uid": "b"}]}
+    (_, _, num_open, answers), _ = restore_rollout(Rollout(), {"queue": halted}, False)
+    assert (num_open, answers) == ("2 prompts that are open", "2 unfinished answers")
     _, new = restore_rollout(Rollout(**pool), {"queue": queue}, False)
     assert new == ["experiences to replay: the checkpoint has none"]
     lost = ["prompt cursor and groups that waited: this run has none"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS
 from megatron_dapo.rewards.answers import final_answer, last_answer_line, last_boxed, normalize
-from megatron_dapo.rewards.registry import DATA_SOURCES, check_reward, function_name, judge, wrong_score
+from megatron_dapo.rewards.registry import DATA_SOURCES, check_reward, function_name, score_response, wrong_score
 from megatron_dapo.rewards.symbolic import is_too_expensive, math_verify
 from megatron_dapo.rewards.text import exact_match, math_dapo
 
@@ -221,7 +221,7 @@ def test_each_data_source_has_its_verifier_and_unknown_ones_are_told():
 
 def test_the_score_of_a_wrong_answer_is_what_the_function_gives():
     for name in BUILT_IN_REWARDS.keys() - {"reasoning_gym"}:  # test_reasoning_gym.py: it needs its package
-        wrong = judge(name, {}, "math_dapo", boxed("1"), "2", {})
+        wrong = score_response(name, {}, "math_dapo", boxed("1"), "2", {})
         assert wrong.score == wrong_score(name, "math_dapo")
     assert wrong_score("by_data_source", "math_dapo") == -1.0
     assert wrong_score("by_data_source", "openai/gsm8k") == 0.0

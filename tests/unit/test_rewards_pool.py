@@ -1,4 +1,4 @@
-"""The reward pool: one bad response costs one sample, is counted, and the next response is judged."""
+"""The reward pool: one bad response costs one sample, is counted, and the next response is scored."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
 HOSTILE = """
 import json, os, re, subprocess, sys, time
 
-def judge(data_source, response, ground_truth, extra_info, *, bonus=0.0):
+def score(data_source, response, ground_truth, extra_info, *, bonus=0.0):
     return ACTIONS.get(response, lambda info: response == ground_truth)(extra_info) + bonus
 
 def spin(info):
@@ -96,7 +96,7 @@ ACTIONS = {
     "pid": lambda info: os.getpid(), "some memory": lambda info: float(len(bytearray(64 << 20)) > 0),
 }
 
-def judge_with_dict(data_source, response, ground_truth, extra_info):
+def score_with_dict(data_source, response, ground_truth, extra_info):
     return {"score": 0.25, "correct": extra_info["level"] > 3}
 
 def plus_minus(data_source, response, ground_truth, extra_info):
@@ -117,7 +117,7 @@ def hostile_module(tmp_path_factory):
 
 
 def run_pool(
-    use, function="hostile_rewards:judge", kwargs=None, num_workers=1, timeout_s=1.0, memory_limit_mb=1024, pass_env=()
+    use, function="hostile_rewards:score", kwargs=None, num_workers=1, timeout_s=1.0, memory_limit_mb=1024, pass_env=()
 ):
     """Runs `await use(pool)` on a started pool, and closes it."""
 
@@ -254,7 +254,7 @@ def test_workers_start_without_the_heavy_libraries():
 
 def test_keyword_arguments_and_dict_verdicts_reach_the_result():
     assert run_pool(lambda pool: pool.score(*request("no")), kwargs={"bonus": 0.5}) == RewardResult(0.5, True)
-    with_dict = run_pool(lambda pool: pool.score(*request("", level=2)), "hostile_rewards:judge_with_dict")
+    with_dict = run_pool(lambda pool: pool.score(*request("", level=2)), "hostile_rewards:score_with_dict")
     assert with_dict == RewardResult(0.25, False)
 
 
@@ -297,7 +297,7 @@ def test_a_process_of_its_own_session_ends_with_the_pools_process(tmp_path):
         from megatron_dapo.rewards.pool import RewardPool
 
         async def main():
-            pool = RewardPool("hostile_rewards:judge", {{}}, 1, 60.0, 1024)
+            pool = RewardPool("hostile_rewards:score", {{}}, 1, 60.0, 1024)
             await pool.start()
             await pool.score("", "daemon", "", {{"pid_file": {str(pid_file)!r}}})
             os._exit(0)
@@ -330,7 +330,7 @@ def test_what_a_function_imports_in_its_calls_does_not_take_the_time_of_the_firs
     (tmp_path / "lazy_rewards.py").write_text(
         textwrap.dedent(
             """
-            def judge(data_source, response, ground_truth, extra_info):
+            def score(data_source, response, ground_truth, extra_info):
                 return right(response)
 
             def right(response):
@@ -347,7 +347,7 @@ def test_what_a_function_imports_in_its_calls_does_not_take_the_time_of_the_firs
         )
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    result = run_pool(lambda pool: pool.score(*request("yes")), "lazy_rewards:judge", timeout_s=1.5)
+    result = run_pool(lambda pool: pool.score(*request("yes")), "lazy_rewards:score", timeout_s=1.5)
     assert result == RewardResult(1.0, True)
 
 
@@ -397,7 +397,7 @@ def test_workers_end_with_their_parent(action, tmp_path):
         from megatron_dapo.rewards.pool import RewardPool
 
         async def main():
-            pool = RewardPool("hostile_rewards:judge", {{}}, 1, 600.0, 1024)
+            pool = RewardPool("hostile_rewards:score", {{}}, 1, 600.0, 1024)
             await pool.start()
             print(int((await pool.score("", "pid", "")).score), flush=True)
             if {action!r} == "sleep":
@@ -432,7 +432,7 @@ def test_a_reward_module_that_exits_at_import_is_told_as_what_it_is(tmp_path, mo
     (tmp_path / "exiting_rewards.py").write_text("import sys\nsys.exit('not like this')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError) as caught:
-        run_pool(lambda pool: pool.score(*request("")), "exiting_rewards:judge")
+        run_pool(lambda pool: pool.score(*request("")), "exiting_rewards:score")
     assert all(word in str(caught.value) for word in ("exiting_rewards", "sys.exit('not like this')", "__main__"))
 
 
@@ -455,7 +455,7 @@ def test_a_reward_that_cannot_work_is_told_at_the_start(function, kwargs, words)
 
 def test_closing_answers_the_requests_in_flight_and_refuses_those_that_wait():
     async def main():
-        pool = RewardPool("hostile_rewards:judge", {}, 1, 600.0, 1024)
+        pool = RewardPool("hostile_rewards:score", {}, 1, 600.0, 1024)
         await pool.start()
         waiting = [asyncio.create_task(pool.score(*request("sleep"))) for _ in range(3)]
         await asyncio.sleep(0.1)

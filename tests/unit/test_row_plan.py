@@ -40,7 +40,7 @@ def test_chunks_together_hold_every_counted_row_once_and_gather_to_it(case):
         RowPlan.make(counted, len(mask), chunk_size, torch.device("cpu"), Group(rank, size) if size > 1 else None)
         for rank in range(size)
     ]
-    found = torch.full((len(counted),), -1)
+    gathered = torch.full((len(counted),), -1)
     for chunks in zip(*(plan.chunks for plan in plans), strict=True):
         sent = [
             torch.nn.functional.pad(slices[rank][chunk.local], (0, chunk.width - len(chunk.local)), value=-7)
@@ -49,8 +49,8 @@ def test_chunks_together_hold_every_counted_row_once_and_gather_to_it(case):
         for chunk in chunks:
             rows = torch.cat(sent) if chunk.kept is None else torch.cat(sent)[chunk.kept]
             assert len(rows) == chunk.num_rows <= max(chunk_size, size)
-            found[chunk.places] = rows
-    assert found.tolist() == counted.tolist()
+            gathered[chunk.places] = rows
+    assert gathered.tolist() == counted.tolist()
 
 
 @given(masks)

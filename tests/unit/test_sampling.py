@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.data.types import Group
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
-from megatron_dapo.rollout.server_pool import Server
+from megatron_dapo.rollout.server import Server
 from megatron_dapo.rollout.step_statistics import StepStatistics
 from megatron_dapo.rollout.trajectory import Budget
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
@@ -259,6 +260,8 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
     async def slot(avoid, prefer):
         yield server
 
-    sampler = Sampler(SimpleNamespace(version=1, slot=slot), None, None, RetryPolicy(60.0, max_retries=1), 64)
-    asyncio.run(sampler._generate("uid", (1,), SamplingParams(1), budget))
+    sampler = Sampler(
+        SimpleNamespace(version=1, slot=slot, cache_salt=None), None, None, RetryPolicy(60.0, max_retries=1), 64
+    )
+    asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), budget))
     assert server.client.num_requests == 2 and 9.2 < budget.seconds_left < 10.0

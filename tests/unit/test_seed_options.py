@@ -311,7 +311,7 @@ def test_the_filter_of_groups(config, kept):
     queue = make_queue(config)
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [RIGHT, MIXED, WRONG])
-    assert not queue.wants_gen_batch()
+    assert queue.is_ready()
     assert indices(queue.take().groups) == kept
 
 
@@ -326,7 +326,7 @@ def test_the_filter_of_groups(config, kept):
 def test_the_limit_of_gen_batches(config, rounds):
     queue, num_rounds = make_queue(config), 0
     queue.begin(1, weight_version=1)
-    while queue.wants_gen_batch():
+    while not queue.is_ready():
         run_gen_batch(queue, 3 * num_rounds, [MIXED, RIGHT, WRONG])
         num_rounds += 1
     assert num_rounds == rounds == len(queue.take().groups)

@@ -251,10 +251,10 @@ def one_step(config: Config, *groups: tuple[str, ...]):
     """What the queue of this config makes of a gen batch with these groups."""
     queue = make_queue(config)
     queue.begin(1, weight_version=1)
-    queue.open_gen_batch([Prompt(i, str(i), (1,), "", "test", "") for i in range(len(groups))])
-    for draw, what in zip(queue.missing(), groups, strict=True):
+    drawn = [queue.draw(Prompt(i, str(i), (1,), "", "test", ""), weight_version=1) for i in range(len(groups))]
+    for draw, what in zip(drawn, groups, strict=True):
         queue.add_finished(replace(responses(draw.uid, *what, config=config), prompt=draw.prompt))
-    queue.close_gen_batch()
+    queue.decide()
     return queue.take()
 
 

@@ -50,9 +50,9 @@ def test_other_options_go_to_the_server_as_they_are(arguments):
     ],
 )
 def test_quantized_parameters_are_refused_but_for_the_format_that_takes_our_weights(arguments, is_refused):
-    found = mistakes(f"rollout.server.extra_args=[{arguments}]")
-    assert len(found) == is_refused
-    assert all("--quantization fp8" in sentence and "--load-format flash_rl" in sentence for sentence in found)
+    refusals = mistakes(f"rollout.server.extra_args=[{arguments}]")
+    assert len(refusals) == is_refused
+    assert all("--quantization fp8" in sentence and "--load-format flash_rl" in sentence for sentence in refusals)
 
 
 @pytest.mark.parametrize("url", PASSWORD_URLS)
@@ -95,8 +95,8 @@ def test_other_names_are_folders_below_runs(name):
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "x" * 300, ""])
 def test_a_host_that_is_not_this_machines_is_refused(host):
-    found = [text for text in machine_mistakes(f"{SERVER}.host={host}") if f"{SERVER}.host" in text]
-    assert len(found) == 1
+    refusals = [text for text in machine_mistakes(f"{SERVER}.host={host}") if f"{SERVER}.host" in text]
+    assert len(refusals) == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])

@@ -8,8 +8,9 @@ import pytest
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout.errors import RolloutError
+from megatron_dapo.rollout.server import ServerState
 from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool, ServerState
+from megatron_dapo.rollout.server_pool import ServerPool
 from tests.fake_rollout import make_config, run_with_controller, write_files
 
 pytestmark = pytest.mark.unit
@@ -37,8 +38,8 @@ def run(folder, scenario, num_servers=2, num_listed=None, overrides=()):
 
     def config_for(servers):
         listed(servers[:num_listed])
-        given = ["actor_rollout_ref.rollout.server_urls=[]", f"{URLS_FILE}={file}"]
-        return make_config(folder, [], *given, *overrides)
+        servers_from_file = ["actor_rollout_ref.rollout.server_urls=[]", f"{URLS_FILE}={file}"]
+        return make_config(folder, [], *servers_from_file, *overrides)
 
     return run_with_controller(
         lambda controller, servers: scenario(controller, servers, listed), config_for, num_servers, timeout_s=60

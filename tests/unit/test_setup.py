@@ -23,16 +23,16 @@ PIN = re.compile(r'(?P<name>[a-z0-9-]+)==(?P<version>[^ ;]+)( ; python_version =
 
 def pins(platform: str, python: str) -> dict[str, str]:
     """What the lock gives this Python. Every line is an exact pin."""
-    found = {}
+    versions = {}
     for line in (ROOT / "requirements" / f"{platform}.txt").read_text().splitlines():
         if line.startswith("#"):
             continue
         pin = PIN.fullmatch(line)
         assert pin, f"not an exact pin: {line}"
         if pin["python"] in (None, python):
-            assert pin["name"] not in found, f"{pin['name']} is pinned twice for Python {python}"
-            found[pin["name"]] = pin["version"]
-    return found
+            assert pin["name"] not in versions, f"{pin['name']} is pinned twice for Python {python}"
+            versions[pin["name"]] = pin["version"]
+    return versions
 
 
 def direct(platform: str) -> set[str]:

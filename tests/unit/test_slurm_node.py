@@ -43,9 +43,9 @@ def test_compiled_code_lies_on_the_nodes_own_disk(cache):
 
 
 def test_what_the_user_has_set_stays():
-    given = {"NCCL_SOCKET_IFNAME": "bond0", "TRITON_CACHE_DIR": "/mine", "WANDB_API_KEY": "secret"}
-    made = node_environment(given, "eth0", Path("/scratch"))
-    assert given.items() <= made.items()
+    user_set = {"NCCL_SOCKET_IFNAME": "bond0", "TRITON_CACHE_DIR": "/mine", "WANDB_API_KEY": "secret"}
+    made = node_environment(user_set, "eth0", Path("/scratch"))
+    assert user_set.items() <= made.items()
     assert "NCCL_SOCKET_IFNAME" not in node_environment({}, None, Path("/scratch"))
     assert node_environment({"OMP_PROC_BIND": "true"}, None, Path("/scratch"))["OMP_PROC_BIND"] == "false", (
         "all ranks of the node would be bound to its first core"
@@ -66,11 +66,11 @@ def test_compiled_code_is_read_from_no_folder_that_others_can_write(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("role", "code", "told", "recorded"),
+    ("role", "code", "exit_code", "recorded"),
     [(TRAINER, "85", 0, 85), (TRAINER, "7", 7, 7), (SERVERS, "85", 85, 85), (TRAINER, "kill", 137, 137)],
 )
 def test_only_a_trainer_that_saved_ends_well_for_slurm_and_all_are_recorded(
-    plan, monkeypatch, role, code, told, recorded
+    plan, monkeypatch, role, code, exit_code, recorded
 ):
     end = "os.kill(os.getpid(), 9)" if code == "kill" else f"sys.exit({code})"
     monkeypatch.setattr(JobPlan, "command", lambda *_: [sys.executable, "-Sc", f"import os, sys; {end}"])
@@ -78,7 +78,7 @@ def test_only_a_trainer_that_saved_ends_well_for_slurm_and_all_are_recorded(
     monkeypatch.setenv("SLURMD_NODENAME", name)
     monkeypatch.setattr(node.Orders, "SIGNALS", ())  # of this process
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    assert node.run(plan, role) == told
+    assert node.run(plan, role) == exit_code
     [(where, end)] = ends(plan, role).items()
     assert (where, end.exit_code) == (name, recorded)
 
@@ -103,11 +103,11 @@ def test_a_roles_program_may_use_all_that_the_user_may(tmp_path):
     command = [sys.executable, "-c", STARTED_WITH_LOW_LIMITS, str(tmp_path)]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
-    told, *limits = done.stdout.splitlines()
+    line, *limits = done.stdout.splitlines()
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     assert limits == [str((hard, hard)) for hard in (4096, 1 << 16, processes)]
     in_words = "unlimited" if processes == resource.RLIM_INFINITY else processes
-    assert told.endswith(f"open files 4096, locked memory 65536, processes {in_words}")
+    assert line.endswith(f"open files 4096, locked memory 65536, processes {in_words}")
 
 
 PROGRAM = """

@@ -1,6 +1,7 @@
 """How a job ended, read off the records of its processes: exit code, last line, requeue or not, and the first cause."""
 
 import gzip
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,9 @@ from launch.slurm.progress import Progress, progress
 from launch.torchrun import _record_end
 from megatron_dapo.checkpointing.folders import write_controller_state
 from megatron_dapo.common.ends import End, EndKind, end_of_code, rank_name
+from megatron_dapo.data.types import Group, PartialResponse
+from megatron_dapo.rollout.plain_data import draw_to_plain
+from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
 
@@ -32,9 +36,10 @@ class Attempt:
     def saved(self, step: int) -> None:
         (self.run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
 
-    def sampled(self, step: int, *, closed: int, finished: int) -> None:
+    def sampled(self, step: int, *, closed: int, finished: int, unfinished: Sequence[Group] = ()) -> None:
         """Groups of the next step, in gen batches that are done and in the open one."""
-        queue = {"finished": [{}] * finished, "step": {"generated": {"num_groups": closed}}}
+        open_draws = [{"uid": "a"}] * finished + [draw_to_plain(group) for group in unfinished]
+        queue = {"finished": [{}] * finished, "open": open_draws, "step": {"generated": {"num_groups": closed}}}
         write_controller_state(self.run / "checkpoints" / f"step_{step:06d}", {"queue": queue})
 
     def log(self, name: str, *lines: str) -> None:
@@ -98,6 +103,32 @@ def test_an_attempt_that_was_stopped_while_it_sampled_goes_on_with_its_groups(at
     assert "step 4 of 40, and 11 groups of the next one, is saved" in ended.line
     attempt.plan = replace(attempt.plan, start_groups=11)  # as the next attempt is planned, which gains none
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
+
+
+@pytest.mark.parametrize("gained", ["a sample", "a part of one", "a replayed sample"])
+def test_an_attempt_that_gained_responses_of_unfinished_groups_goes_on(attempt, gained):
+    """A long step may be stopped before its first group is finished. What a group borrowed is no gain."""
+    (group,) = synthetic_groups(64, num_groups=1, n=1)
+    (sample,) = group.samples
+    kept = {
+        "a sample": replace(group, samples=(sample,)),
+        "a part of one": replace(group, samples=(), partials=(PartialResponse((1, 2), (-0.1, -0.2), (0, 0), ("u",)),)),
+        "a replayed sample": replace(group, samples=(replace(sample, exp_mask=True),)),
+    }[gained]
+    attempt.ended(TRAINER, t1=85)
+    attempt.sampled(4, closed=0, finished=0, unfinished=[kept])
+    reached = progress(str(attempt.run))
+    number = {"a sample": sample.num_response_tokens, "a part of one": 2, "a replayed sample": 0}[gained]
+    assert reached == Progress(4, 0, number)
+    assert attempt.outcome(TRAINER, 0, asked_by="USR1").requeue == (number > 0)
+    attempt.plan = replace(attempt.plan, start_tokens=number)  # as the next attempt is planned, which gains none
+    assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
+
+
+def test_samples_of_a_program_that_marked_no_replayed_ones_count(attempt):
+    queue = {"open": [{"uid": "a", "samples": [{"response_tokens": [1, 2, 3]}]}]}
+    write_controller_state(attempt.run / "checkpoints" / "step_000004", {"queue": queue})
+    assert progress(str(attempt.run)) == Progress(4, 0, 3)
 
 
 def test_a_preempted_attempt_is_repeated_though_it_had_no_time_to_gain_anything(attempt):

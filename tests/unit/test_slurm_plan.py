@@ -30,9 +30,9 @@ def allocation(*nodes: str, **variables: str) -> Allocation:
     return Allocation.of({"SLURM_JOB_ID": "4711"} | variables, nodes or ("a1", "a2", "b1"))
 
 
-def refusals(*overrides: str, given: Allocation | None = None) -> list[str]:
+def refusals(*overrides: str, nodes: Allocation | None = None) -> list[str]:
     with pytest.raises(UserError) as error:
-        make_plan(config(*overrides), given or allocation())
+        make_plan(config(*overrides), nodes or allocation())
     return error.value.sentences
 
 
@@ -114,24 +114,26 @@ def test_processes_get_absolute_folders_and_servers_that_others_reach():
 
 
 @pytest.mark.parametrize(
-    "given", ["actor_rollout_ref.rollout.server_urls=[http://x:1]", "trainer.replay=/batches"], ids=["urls", "replay"]
+    "override",
+    ["actor_rollout_ref.rollout.server_urls=[http://x:1]", "trainer.replay=/batches"],
+    ids=["urls", "replay"],
 )
-def test_where_the_job_starts_no_servers_it_has_no_server_nodes(given):
-    plan = make_plan(config(given), allocation("a1", "a2"))
+def test_where_the_job_starts_no_servers_it_has_no_server_nodes(override):
+    plan = make_plan(config(override), allocation("a1", "a2"))
     assert plan.server_nodes == () and plan.server_urls == [] and "SERVERS_STEP" not in plan.shell()
-    told = [override for override in own_overrides(plan, config(given)) if "server" in override]
-    assert told == [f"{SERVER}.nnodes=0"], "no process of the job counts the recipe's server nodes"
+    server_overrides = [text for text in own_overrides(plan, config(override)) if "server" in text]
+    assert server_overrides == [f"{SERVER}.nnodes=0"], "no process of the job counts the recipe's server nodes"
 
 
 def test_a_node_count_that_does_not_fit_is_told_with_both_numbers():
-    (sentence,) = refusals(given=allocation("a1", "a2"))
+    (sentence,) = refusals(nodes=allocation("a1", "a2"))
     assert "Slurm gave 2 nodes (a1 a2)" in sentence and "nnodes 2 + " in sentence and "sbatch --nodes=3" in sentence
     (sentence,) = refusals(f"{SERVER}.nnodes=0")
     assert "server.nnodes is 0" in sentence and "launch.local" in sentence
 
 
 def test_the_gpus_that_slurm_counted_must_do():
-    trainer, servers = refusals(given=allocation(SLURM_GPUS_ON_NODE="3"))
+    trainer, servers = refusals(nodes=allocation(SLURM_GPUS_ON_NODE="3"))
     assert "n_procs_per_node is 4, but Slurm gave 3 GPUs" in trainer
     assert "2 servers x 2 GPUs" in servers and "need 4 GPUs" in servers
     make_plan(config(), allocation(SLURM_GPUS_ON_NODE="4"))  # enough
@@ -209,10 +211,10 @@ def test_the_plan_says_whether_the_notice_is_enough_for_what_is_left_of_a_step(t
     by_hand = 8 * 32.8e9 * 8192 * 22528 / (64 * 0.3 * 989.5e12)
     assert 1.1 * by_hand < rest_of_a_step(made) - 600 < 1.5 * by_hand
     assert notice_line(made, 7200).startswith("7200 s before the time limit; update and save")
-    told = notice_line(made, 1800)
-    assert "IS TOO SHORT" in told and (enough := int(told.rpartition("@")[2])) >= rest_of_a_step(made)
+    line = notice_line(made, 1800)
+    assert "IS TOO SHORT" in line and (enough := int(line.rpartition("@")[2])) >= rest_of_a_step(made)
     assert "TOO SHORT" not in notice_line(made, enough)
-    assert "evaluation that follows a step" in told
+    assert "evaluation that follows a step" in line
     assert "evaluation" not in notice_line(sized(tmp_path, QWEN2_5_32B, "trainer.test_freq=-1"), 1800)
     half = sized(tmp_path, QWEN2_5_32B, "data.train_batch_size=256")
     assert rest_of_a_step(half) - 600 == pytest.approx((rest_of_a_step(made) - 600) / 2)
@@ -226,8 +228,8 @@ def test_nothing_is_said_of_a_notice_or_a_model_that_is_not_known(tmp_path):
 @pytest.mark.parametrize("name", ["dapo_32b", "dapo_7b"])
 def test_a_script_tells_the_plan_the_notice_that_it_asks_of_slurm(name):
     text = (REPOSITORY / "slurm" / f"{name}.sh").read_text()
-    asked, told = re.search(r"--signal=B:USR1@(\d+)", text)[1], re.search(r"NOTICE_S:-(\d+)", text)[1]
-    assert asked == told
+    asked, passed_on = re.search(r"--signal=B:USR1@(\d+)", text)[1], re.search(r"NOTICE_S:-(\d+)", text)[1]
+    assert asked == passed_on
 
 
 def test_without_nodes_it_is_a_dry_run(tmp_path, monkeypatch, capsys):

@@ -36,10 +36,10 @@ def writer(path: Path) -> subprocess.Popen:
 def test_the_second_writer_is_refused_and_takes_nothing_from_the_first(tmp_path):
     path = tmp_path / "out"
     with writer(path) as other:
-        mine = StagedFolder(path)
+        folder = StagedFolder(path)
         with pytest.raises(UserError, match=f"out` is being written by process {other.pid} on .*; wait for its end"):
-            mine.open()
-        mine.discard()  # as a converter does whatever happened
+            folder.open()
+        folder.discard()  # as a converter does whatever happened
         assert (tmp_path / ".out.staging" / "weights").read_text() == "theirs"
         other.communicate("publish")
     assert os.listdir(tmp_path) == ["out"] and (path / "weights").read_text() == "theirs"
@@ -51,23 +51,23 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
         other.kill()
         other.wait()
     assert sorted(os.listdir(tmp_path)) == [".out.lock", ".out.staging"]
-    mine = StagedFolder(path)
-    mine.open()
-    assert not list(mine.staging.iterdir())
-    mine.publish()
-    mine.discard()
+    folder = StagedFolder(path)
+    folder.open()
+    assert not list(folder.staging.iterdir())
+    folder.publish()
+    folder.discard()
     assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced(tmp_path):
     """As without locks, where the other writer is not seen."""
-    mine = StagedFolder(tmp_path / "out")
-    mine.open()
+    folder = StagedFolder(tmp_path / "out")
+    folder.open()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "weights").write_text("theirs")
     with pytest.raises(UserError, match="out` exists already"):
-        mine.publish()
-    mine.discard()
+        folder.publish()
+    folder.discard()
     assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "weights").read_text() == "theirs"
 
 
@@ -86,16 +86,16 @@ def test_folders_above_it_go_with_it(tmp_path):
 
 
 def test_every_file_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
-    mine, flushed = StagedFolder(tmp_path / "out"), set()
-    mine.open()
-    (mine.staging / "inner").mkdir()
-    (mine.staging / "inner" / "file").write_text("1")
+    folder, flushed = StagedFolder(tmp_path / "out"), set()
+    folder.open()
+    (folder.staging / "inner").mkdir()
+    (folder.staging / "inner" / "file").write_text("1")
     with monkeypatch.context() as patch:
         patch.setattr(
             "os.fsync",
-            lambda descriptor: flushed.add(os.fstat(descriptor).st_ino) if mine.staging.exists() else None,
+            lambda descriptor: flushed.add(os.fstat(descriptor).st_ino) if folder.staging.exists() else None,
         )
-        mine.publish()
-    mine.discard()
+        folder.publish()
+    folder.discard()
     out = tmp_path / "out"
     assert {path.stat().st_ino for path in (out, out / "inner", out / "inner" / "file")} <= flushed

@@ -40,5 +40,5 @@ def test_a_rows_bits_do_not_depend_on_how_many_are_merged_with_it(num_shares, nu
 def test_a_share_without_columns_changes_nothing():
     stats, _ = shares(2, 5)
     nothing = torch.tensor([float("-inf"), 0.0, 0.0, float("-inf")]).expand(1, 5, 4)
-    for ours, theirs in zip(merge(torch.cat([stats, nothing])), merge(stats), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(merge(torch.cat([stats, nothing])), merge(stats), strict=True):
+        assert torch.equal(actual, expected)

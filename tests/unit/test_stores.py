@@ -20,7 +20,11 @@ SOON = timedelta(seconds=20)
 
 def listens_on(port: int) -> set[str]:
     connections = psutil.Process().net_connections(kind="tcp")
-    return {found.laddr.ip for found in connections if found.status == "LISTEN" and found.laddr.port == port}
+    return {
+        connection.laddr.ip
+        for connection in connections
+        if connection.status == "LISTEN" and connection.laddr.port == port
+    }
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -64,8 +68,8 @@ def trainer_environment(monkeypatch, free_port):
 
 
 def test_the_store_of_the_trainers_process_group_is_on_loopback_under_one_launcher(trainer_environment):
-    found = stores.rendezvous(SOON)
-    assert (found["rank"], found["world_size"]) == (0, 1) and listens_on(trainer_environment) == {"127.0.0.1"}
+    meeting = stores.rendezvous(SOON)
+    assert (meeting["rank"], meeting["world_size"]) == (0, 1) and listens_on(trainer_environment) == {"127.0.0.1"}
 
 
 def test_a_store_that_torchruns_agent_keeps_is_joined(trainer_environment, monkeypatch):

@@ -42,8 +42,8 @@ def supervisor(tmp_path: Path, behaviour: str, *keys: str, overrides: Sequence[s
     def command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
         return ServerCommand((sys.executable, fake_server.__file__, host, str(port), behaviour), dict(os.environ))
 
-    given = [f"trainer.run_dir={tmp_path}/run", *(f"{SERVER}.{text}" for text in keys), *overrides]
-    config = load_config(None, given)
+    settings = [f"trainer.run_dir={tmp_path}/run", *(f"{SERVER}.{text}" for text in keys), *overrides]
+    config = load_config(None, settings)
     return ServerSupervisor(config, tmp_path, command_of=command)
 
 
@@ -267,20 +267,20 @@ def test_a_server_finds_the_programs_of_our_python_though_its_environment_is_not
     assert made.environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
 
-@pytest.mark.parametrize("given", ["", "intern.example", "*"])
-def test_a_server_asks_itself_through_no_proxy(monkeypatch, given):
+@pytest.mark.parametrize("no_proxy", ["", "intern.example", "*"])
+def test_a_server_asks_itself_through_no_proxy(monkeypatch, no_proxy):
     """SGLang's warm-up is done with `requests`, which obeys the environment."""
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
-    if given:
-        monkeypatch.setenv("NO_PROXY", given)
+    if no_proxy:
+        monkeypatch.setenv("NO_PROXY", no_proxy)
     config = load_config(None, ["actor_rollout_ref.model.path=some/model"])
     environment = sglang_command(config, "10.1.0.3", 31000, []).environment
     monkeypatch.setattr(os, "environ", environment)
-    for host in ("127.0.0.1", "10.1.0.3", *filter(None, [given.replace("*", "any.example")])):
+    for host in ("127.0.0.1", "10.1.0.3", *filter(None, [no_proxy.replace("*", "any.example")])):
         assert not requests.utils.get_environ_proxies(f"http://{host}:31000/model_info"), host
-    assert given == "*" or requests.utils.get_environ_proxies("http://elsewhere.example/")
+    assert no_proxy == "*" or requests.utils.get_environ_proxies("http://elsewhere.example/")
 
 
 def test_servers_of_a_checkpoint_of_ours_start_without_weights(tmp_path):

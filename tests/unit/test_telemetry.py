@@ -166,8 +166,8 @@ def test_training_goes_on_on_a_full_disk_and_no_metric_is_lost_when_there_is_roo
     log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["reward/mean"]) for line in lines] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
-    told = [text for text in caplog.messages if "jsonl" in text]
-    assert told == ["metrics for jsonl cannot be written at step 2 ([Errno 27] File too large); training goes on"]
+    messages = [text for text in caplog.messages if "jsonl" in text]
+    assert messages == ["metrics for jsonl cannot be written at step 2 ([Errno 27] File too large); training goes on"]
 
 
 class FullDisk:

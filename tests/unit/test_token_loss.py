@@ -6,19 +6,28 @@ import torch
 from megatron_dapo.algorithms.dapo_loss import TokenOutputs, dapo_loss, metric_names
 from megatron_dapo.algorithms.metrics import stack_maxima, stack_sums
 from megatron_dapo.kernels.token_loss import token_loss
-from tests.token_loss_oracle import CASES, EVERYTHING, FLOAT32, FLOAT64, case_and_expected, check, random_case
+from tests.token_loss_oracle import (
+    CASES,
+    EVERYTHING,
+    FLOAT32,
+    FLOAT64,
+    SEQUENCE_CASES,
+    case_and_expected,
+    check,
+    random_case,
+)
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | SEQUENCE_CASES)
 def test_loss_gradient_and_metrics_are_those_of_plain_arithmetic(name):
     case, want = case_and_expected(name)
     exact = case.to(torch.float64)
     check(token_loss(exact.log_probs, exact.entropy, exact.tokens, exact.config, exact.kl), exact, want, FLOAT64)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | SEQUENCE_CASES)
 def test_float32_is_as_close_as_float32_can_be(name):
     case, want = case_and_expected(name)
     result = token_loss(case.log_probs, case.entropy, case.tokens, case.config, case.kl)

@@ -97,11 +97,11 @@ CHATS = [
 
 def test_chat_prompts_have_the_tokens_of_transformers(folders, auto_tokenizer):
     for path in folders:
-        ours, theirs = load_tokenizer(path), auto_tokenizer(path)
+        ours, reference = load_tokenizer(path), auto_tokenizer(path)
         for chat in CHATS:
             tokens, text = ours.encode_prompt(chat, apply_chat_template=True)
-            assert text == theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            assert list(tokens) == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            assert text == reference.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            assert list(tokens) == reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
 def test_plain_prompts_and_decoding_agree_with_transformers(folders, auto_tokenizer):
@@ -110,12 +110,12 @@ def test_plain_prompts_and_decoding_agree_with_transformers(folders, auto_tokeni
     @settings(max_examples=100, deadline=None)
     @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
     def agree(text):
-        for ours, theirs in pairs:
+        for ours, reference in pairs:
             tokens, same = ours.encode_prompt(text, apply_chat_template=False)
             assert same == text
-            assert list(tokens) == theirs(text)["input_ids"]
+            assert list(tokens) == reference(text)["input_ids"]
             for skip in (True, False):
-                assert ours.decode(tokens, skip) == theirs.decode(
+                assert ours.decode(tokens, skip) == reference.decode(
                     tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False
                 )
         assert pairs[0][0].decode(pairs[0][0].encode_prompt(text, False)[0]) == unicodedata.normalize("NFC", text)
@@ -132,12 +132,12 @@ def test_a_character_tokenizer_made_by_transformers_reads_the_same(tmp_path, aut
     backend.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     made.save_pretrained(tmp_path)
-    ours, theirs = load_tokenizer(tmp_path), auto_tokenizer(tmp_path)
+    ours, reference = load_tokenizer(tmp_path), auto_tokenizer(tmp_path)
     tokens, _ = ours.encode_prompt([{"role": "user", "content": "12+"}, {"role": "user", "content": "3="}], False)
-    assert list(tokens) == theirs("12+3=")["input_ids"] == [vocabulary[c] for c in "12+3="]
+    assert list(tokens) == reference("12+3=")["input_ids"] == [vocabulary[c] for c in "12+3="]
     assert ours.decode([*tokens, 1]) == "12+3="
     assert ours.decode([*tokens, 1], skip_special_tokens=False) == "12+3=<eos>"
-    assert (ours.eos_token_ids, ours.num_tokens) == ((1,), len(theirs))
+    assert (ours.eos_token_ids, ours.num_tokens) == ((1,), len(reference))
 
 
 def test_every_end_of_sequence_token_is_found_once(folder, tmp_path):

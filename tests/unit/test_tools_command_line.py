@@ -31,11 +31,11 @@ def terminal(monkeypatch) -> Terminal:
 def test_help_names_every_option_with_what_it_is_for(tool, capsys):
     with pytest.raises(SystemExit) as end:
         import_module(f"checkpoints_tools.{tool}").main(["--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and f"python -m checkpoints_tools.{tool}" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and f"python -m checkpoints_tools.{tool}" in printed
     source = (REPOSITORY / "checkpoints_tools" / f"{tool}.py").read_text()
     options = [part.partition('"')[0] for part in source.split('add_argument("')[1:]]
-    assert options and all(option in told for option in options)
+    assert options and all(option in printed for option in options)
 
 
 def test_a_bar_is_shown_on_a_terminal(terminal):

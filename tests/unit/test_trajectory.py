@@ -14,6 +14,7 @@ from megatron_dapo.envs.pool import EnvironmentFailure
 from megatron_dapo.envs.types import Observation
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams
+from megatron_dapo.rollout.errors import Aborted
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime, TurnLimits
 from tests.unit.test_tokenizer import write_byte_level
 
@@ -31,7 +32,7 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(write_byte_level(tmp_path_factory.mktemp("chatml"), template=CHATML))
 
 
-def pieces(tokenizer, text):
+def tokens_of(tokenizer, text):
     """Token ids of a text, a token per character: what a model may write, and a tokenizer never would."""
     return tuple(token for char in text for token in tokenizer.encode_prompt(char, False)[0])
 
@@ -69,6 +70,7 @@ class Model:
 
     def __init__(self, *turns):
         self.turns, self.sent, self.limits = list(turns), [], []
+        self.reasons = []
 
     async def __call__(self, tokens, params, budget):
         self.sent.append(tuple(tokens))
@@ -77,7 +79,7 @@ class Model:
         if isinstance(turn, Exception):
             raise turn
         cut = turn[: params.max_new_tokens]
-        reason = "stop" if cut == turn else "length"
+        reason = self.reasons.pop(0) if self.reasons else "stop" if cut == turn else "length"
         return Generation(cut, tuple(-0.1 * (i + 1) for i in range(len(cut))), reason, (7,) * len(cut))
 
 
@@ -98,7 +100,7 @@ END = 2  # <|im_end|>
 
 def test_the_server_is_sent_the_very_tokens_it_wrote(tokenizer):
     """Re-tokenised, they would be others: the model writes a token per character."""
-    first, second = (*pieces(tokenizer, "The answer"), END), (*pieces(tokenizer, "is 5."), END)
+    first, second = (*tokens_of(tokenizer, "The answer"), END), (*tokens_of(tokenizer, "is 5."), END)
     model, environment = Model(first, second), Turn(says("5"), Observation(done=True, reward=1.0))
     trajectory = play(tokenizer, environment, model)
     assert ids(tokenizer, tokenizer.decode(first, False)) != first  # else this test shows nothing
@@ -116,6 +118,16 @@ def test_the_server_is_sent_the_very_tokens_it_wrote(tokenizer):
     assert trajectory.verdict == RewardResult(1.0, True)
     (task,) = environment.tasks
     assert (task.ground_truth, task.extra_info, task.data_source) == ("5", {"index": 0}, "test")
+
+
+def test_a_turn_that_is_aborted_ends_the_trajectory_without_a_word_to_the_environment(tokenizer):
+    """It begins anew later: nobody brings an environment back to where it was."""
+    first, second = (*ids(tokenizer, "The answer"), END), (*ids(tokenizer, "is 5."), END)
+    model, environment = Model(first, second), Turn(says("5"), Observation(done=True))
+    model.reasons = ["stop", "abort"]
+    with pytest.raises(Aborted):
+        play(tokenizer, environment, model)
+    assert environment.seen == ["The answer"]
 
 
 def test_what_stands_between_turns_is_what_the_template_puts_there(tokenizer):
@@ -230,7 +242,7 @@ def test_an_environment_that_is_over_before_it_begins_is_not_played(tokenizer):
     assert trajectory.verdict == RewardResult(1.0, True)
 
 
-def test_without_rewards_of_its_own_the_reward_function_is_to_judge(tokenizer):
+def test_without_rewards_of_its_own_the_reward_function_is_to_score(tokenizer):
     assert play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK)).verdict is None
 
 

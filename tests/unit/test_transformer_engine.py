@@ -50,7 +50,7 @@ def test_without_it_the_layers_are_ours(layout, model_path, wanted):
 def test_a_run_says_which_layers_attention_and_optimizer_it_uses(layout, model_path, monkeypatch):
     model = build_model(read_model_spec(model_path), layout, MegatronConfig())
     state = make_training_state(model, MegatronConfig(), OptimConfig(), 1)
-    told = in_use(model, state)
+    sentence = in_use(model, state)
     for part in (
         "layers of our own",
         "attention segment by segment",
@@ -58,8 +58,8 @@ def test_a_run_says_which_layers_attention_and_optimizer_it_uses(layout, model_p
         "float32",
         "torch AdamW",
     ):
-        assert part in told
-    assert "\n" not in told
+        assert part in sentence
+    assert "\n" not in sentence
     monkeypatch.setattr("importlib.metadata.version", {"transformer_engine": "2.20.2"}.get)
     assert "layers of Transformer Engine 2.20.2, its attention" in in_use(
         replace(model, uses_transformer_engine=True), state
@@ -67,12 +67,12 @@ def test_a_run_says_which_layers_attention_and_optimizer_it_uses(layout, model_p
 
 
 @pytest.mark.parametrize(
-    ("wanted", "told"), [("on", "refuse"), ("off", "no Transformer Engine"), ("auto", "else our own")]
+    ("wanted", "expected"), [("on", "refuse"), ("off", "no Transformer Engine"), ("auto", "else our own")]
 )
-def test_the_plan_says_which_layers_a_run_will_have(wanted, told):
+def test_the_plan_says_which_layers_a_run_will_have(wanted, expected):
     plan = process_plan(load_config(None, [f"{MEGATRON}.use_transformer_engine={wanted}"]))
     (line,) = [line for line in plan.splitlines() if "Transformer Engine" in line]
-    assert told in line
+    assert expected in line
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
             return [(as_named_by_transformer_engine(name, bool(spec.moe)), p) for name, p in chunk.named_parameters()]
 
     assert {name for name, _ in Renamed().named_parameters()} != {name for name, _ in chunk.named_parameters()}
-    ours, theirs = weight_entries([chunk], spec), weight_entries([Renamed()], spec)
-    assert [entry.hf_names for entry in ours] == [entry.hf_names for entry in theirs]
-    assert all(a.parameter is b.parameter and a.transform is b.transform for a, b in zip(ours, theirs, strict=True))
+    own, renamed = weight_entries([chunk], spec), weight_entries([Renamed()], spec)
+    assert [entry.hf_names for entry in own] == [entry.hf_names for entry in renamed]
+    assert all(a.parameter is b.parameter and a.transform is b.transform for a, b in zip(own, renamed, strict=True))
 
 
 @pytest.mark.parametrize(

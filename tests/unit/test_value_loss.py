@@ -134,8 +134,8 @@ def test_a_batch_where_nothing_counts_gives_zeros():
 @settings(deadline=None, max_examples=100)
 def test_explained_variance_is_that_of_all_pieces_together(tokens, cut):
     values, returns, counted = (torch.tensor(column) for column in zip(*tokens, strict=True))
-    pieces = (slice(None, cut), slice(cut, None))
-    parts = [explained_variance_sums(values[p].double(), returns[p].double(), counted[p].bool()) for p in pieces]
+    ranges = (slice(None, cut), slice(cut, None))
+    parts = [explained_variance_sums(values[p].double(), returns[p].double(), counted[p].bool()) for p in ranges]
     metrics = finalize(add_sums(*parts))
     kept = [(v, r) for v, r, c in zip(values.double().tolist(), returns.double().tolist(), counted, strict=True) if c]
     if not kept:

@@ -1,4 +1,4 @@
-"""Whether enough responses were judged, of a step that was stopped and goes on."""
+"""Whether enough responses got a verdict, of a step that was stopped and goes on."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from tests.fake_rollout import Script, make_config, run_with_controller, write_f
 
 pytestmark = pytest.mark.unit
 
-FAILS = "def judge(data_source, response, ground_truth, extra_info):\n    raise LookupError('no such table')\n"
+FAILS = "def score(data_source, response, ground_truth, extra_info):\n    raise LookupError('no such table')\n"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def stopped_while_sampling(folder) -> dict:
     return run(folder, scenario, script)
 
 
-def test_groups_that_a_broken_reward_left_unjudged_are_sampled_again_once_it_is_corrected(folder):
+def test_groups_that_a_broken_reward_left_without_a_verdict_are_sampled_again_once_it_is_corrected(folder):
     """Else a run that is stopped because its reward fails trains on that failure when it goes on."""
     (folder / "fake_rewards.py").write_text(FAILS)
     state = stopped_while_sampling(folder)

@@ -148,14 +148,14 @@ def no_patience(own: Watchdog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "told"),
+    ("trouble", "expected"),
     [(blocks, "took no stacks within 0.1 s"), (no_record, "no record"), (no_controller, "ProcessLookupError")],
 )
-def test_what_fails_or_hangs_at_the_end_keeps_no_rank_from_saying_who_is_missing(tmp_path, trouble, told):
+def test_what_fails_or_hangs_at_the_end_keeps_no_rank_from_saying_who_is_missing(tmp_path, trouble, expected):
     with (tmp_path / "log").open("w") as log:
         assert last_words(tmp_path, log.fileno(), trouble) == HANG_EXIT_CODE
     *others, last = (tmp_path / "log").read_text().splitlines()
-    assert last.startswith("Hang: why; missing: rank 0 ") and told in "\n".join(others)
+    assert last.startswith("Hang: why; missing: rank 0 ") and expected in "\n".join(others)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

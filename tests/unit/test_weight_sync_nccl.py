@@ -106,11 +106,11 @@ def test_trainer_and_servers_meet_under_the_keys_of_torchs_own_helper(made, monk
     group.ready.result(WAIT_S)
     store = stores[0] if stores else made[0].store
     store.set("0", "id")
-    theirs = dist.TCPStore("127.0.0.1", group.port, is_master=False, wait_for_workers=False)
+    store_of_torch = dist.TCPStore("127.0.0.1", group.port, is_master=False, wait_for_workers=False)
     first = next(iter(BackendConfig(Backend(name)).get_device_backend_map()))
     for prefix in ("weights-1", "weights-1/", f"{first}/"):
-        theirs = dist.PrefixStore(prefix, theirs)
-    assert theirs.check(["0"]) and theirs.get("0") == b"id"
+        store_of_torch = dist.PrefixStore(prefix, store_of_torch)
+    assert store_of_torch.check(["0"]) and store_of_torch.get("0") == b"id"
     group.close()
 
 
@@ -132,8 +132,8 @@ def seen(monkeypatch) -> list[dict]:
 def test_the_trainer_prepares_nccl_before_it_joins_and_what_the_user_set_stays(seen, monkeypatch):
     monkeypatch.setattr("megatron_dapo.platform.parallel.prepare_megatron", lambda: None)
     monkeypatch.setattr("megatron_dapo.platform.parallel.is_gpu", lambda: True)
-    for given in ({}, dict.fromkeys((*nccl.ENVIRONMENT, BLOCKING_WAIT), "1")):
-        monkeypatch.setattr(os, "environ", given)
+    for environment in ({}, dict.fromkeys((*nccl.ENVIRONMENT, BLOCKING_WAIT), "1")):
+        monkeypatch.setattr(os, "environ", environment)
         with pytest.raises(InterruptedError):
             ParallelLayout.initialize()
     assert seen[0] == {"NCCL_CUMEM_ENABLE": "0", BLOCKING_WAIT: "0"}

@@ -5,6 +5,7 @@ The trainer is one rank, what it sends is not looked at, and the push's clock mo
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -32,9 +33,11 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url, "default"
+        self.pause_mode: str | None = None
         self.paused = self.open = False
         self.failures: list[str] = []  # routes; each entry fails one call
         self.hangs_in_end = False
+        self.num_continues = 0
         self.going, self.hanging, self.hang_over = threading.Event(), threading.Event(), threading.Event()
 
     async def _request(self, route: str) -> None:
@@ -51,13 +54,15 @@ class Server:
         await self._request("weight_version")
         return self.version
 
-    async def pause(self) -> None:
+    async def pause(self, mode: str) -> None:
         self.paused = True
+        self.pause_mode = mode
         self.going.clear()
         await self._request("pause")
 
     async def continue_(self) -> None:
         await self._request("continue_")
+        self.num_continues += 1
         self.paused = False
         self.going.set()
 
@@ -101,6 +106,10 @@ class World:
     def monotonic(self) -> float:
         return self.now
 
+    def make_sender(self, *_: object, flushes: bool) -> "World":
+        self.flushes = flushes
+        return self
+
     # what sync.Sender does in a push
 
     def join(self, sizes: dict[str, int], deadline: object) -> None:
@@ -122,20 +131,35 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
     monkeypatch.setattr(agreement_module, "time", world)
     monkeypatch.setattr(Agreement, "of_all_ranks", lambda timeout_s, error: SingleRank(error))
-    monkeypatch.setattr(sync, "Sender", lambda *_: world)
+    monkeypatch.setattr(sync, "Sender", world.make_sender)
     spec = SimpleNamespace(name="model.norm.weight", shape=(2, 2), dtype=torch.float32)
     source = SimpleNamespace(specs=lambda: [spec], gather=lambda specs: [torch.zeros(2, 2)])
     layout = SimpleNamespace(rank=0, pp_rank=0, pp=1, gathers=True, is_source=True)
-    world.sync = WeightSync(
+    world.open = lambda **keys: WeightSync(
         source,
         lambda: list(world.servers),
         lambda url: world.servers[url],
         layout,
-        WeightSyncConfig(timeout_s=TIMEOUT_S, verify=True),
+        WeightSyncConfig(timeout_s=TIMEOUT_S, verify=True, **keys),
         torch.device("cpu"),
     )
+    world.sync = world.open()
     yield world
     world.sync.close()
+
+
+@pytest.mark.parametrize(("mode", "least_s"), [("retract", 0.0), ("in_place", 0.2)])
+def test_only_a_push_that_retracts_flushes_and_only_one_in_place_waits_for_the_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch, mode: str, least_s: float
+) -> None:
+    monkeypatch.setattr("megatron_dapo.weight_sync.servers.FINISH_BATCH_S", 0.2)
+    server = world.add("one")
+    world.sync.close()
+    world.sync = world.open(pause_mode=mode)
+    start = time.monotonic()
+    assert world.sync.push(1).num_servers == 1
+    assert server.pause_mode == mode and world.flushes == (mode == "retract")
+    assert time.monotonic() - start >= least_s
 
 
 @pytest.mark.parametrize("route", ["end_weight_update", "weight_version", "continue_"])
@@ -179,6 +203,23 @@ def test_without_the_last_server_the_push_is_over_also_at_the_deadline(world):
     world.sending = freeze
     assert world.sync.push(1).num_servers == 0
     assert server.going.wait(SOON_S), "once it answers it generates, for who asks it"
+
+
+def test_between_two_attempts_the_others_stay_paused(world):
+    """They hold some of the weights: a token that they wrote then would make its whole answer useless."""
+    steady, lost = world.add("steady"), world.add("lost")
+    seen = []
+
+    def send() -> None:
+        seen.append((steady.paused, steady.open, steady.num_continues))
+        if len(seen) == 1:
+            lost.failures += ["end_weight_update"] * 3
+            raise WeightSyncError("send: the connection broke")
+
+    world.sending = send
+    report = world.sync.push(1)
+    assert report.num_servers == 1 and seen == [(True, True, 0)] * 2
+    assert steady.num_continues == 1 and not steady.paused and not steady.open and steady.version == "1"
 
 
 def test_at_the_deadline_a_failure_that_does_not_explain_all_servers_is_an_error(world):

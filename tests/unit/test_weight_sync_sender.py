@@ -1,11 +1,18 @@
-"""Who is named when a transfer to the servers fails; with real servers: tests/distributed/test_weight_sync_group.py."""
+"""Who is named when a transfer to the servers fails, and what a bucket asks of them.
 
+With real servers: tests/distributed/test_weight_sync_group.py.
+"""
+
+import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_dapo.platform.agreement import Deadline
+from megatron_dapo.rollout.client import FOREIGN_VERSION
 from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.plan import Plan
 from megatron_dapo.weight_sync.sender import Sender, Transfer
@@ -56,3 +63,24 @@ def test_at_the_deadline_the_silent_one_is_named():
     answered.set_result(None)
     error = named(Calls(), answered)
     assert f"server {HEALTHY}: no answer to the request" in error and OTHER not in error
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_server_bears_no_version_from_the_first_bucket_to_the_last_and_flushes_with_the_last_alone(flushes: bool):
+    asked: list[tuple[int, bool]] = []
+
+    class Server:
+        async def update_weights_from_distributed(self, *, weight_version: int, flush_cache: bool, **_: object) -> None:
+            asked.append((weight_version, flush_cache))
+
+    class Starting:
+        def start(self, urls: object, call: Callable, timeout_s: float) -> list[Call]:
+            asyncio.run(call(Server()))
+            return []
+
+    sender = Sender(0, Starting(), Plan(()), torch.device("cpu"), flushes=flushes)
+    sender._group = SimpleNamespace(name="group", broadcast=lambda payload, timeout_s: Future())
+    bucket = SimpleNamespace(names=["w"], dtypes=["float32"], shapes=[[1]], flat=False)
+    for last in (False, False, True):
+        sender.start("send", bucket, [], 7, last, Deadline(1.0))
+    assert asked == [(FOREIGN_VERSION, False)] * 2 + [(7, flushes)]

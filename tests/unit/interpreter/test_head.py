@@ -30,22 +30,22 @@ TRUNCATION = 2
 
 
 def case_parts(case: Case):
-    given = inputs_of(case)
-    hidden, weight = given.hidden_LH.requires_grad_(), given.weight_VH.requires_grad_()
-    plan = RowPlan.make(given.counted, case.rows, case.chunk_size, torch.device("cpu"))
-    head = Head(weight, None, case.num_valid, given.temperature, use_triton=True)
+    inputs = inputs_of(case)
+    hidden, weight = inputs.hidden_LH.requires_grad_(), inputs.weight_VH.requires_grad_()
+    plan = RowPlan.make(inputs.counted, case.rows, case.chunk_size, torch.device("cpu"))
+    head = Head(weight, None, case.num_valid, inputs.temperature, use_triton=True)
     names = ("weights", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-    tokens = replace(given.tokens, **{name: getattr(given.tokens, name).float() for name in names})
-    return given, hidden, weight, plan, head, tokens
+    tokens = replace(inputs.tokens, **{name: getattr(inputs.tokens, name).float() for name in names})
+    return inputs, hidden, weight, plan, head, tokens
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_training_head_on_triton_is_float64_torch(monkeypatch, name):
     monkeypatch.setattr(sys.modules["megatron_dapo.kernels.token_loss"], "runs_on_triton", lambda tensor: True)
     case, expected = CASES[name], oracle(CASES[name])
-    given, hidden, weight, plan, head, tokens = case_parts(case)
-    reference = KLReference(plan.kept_rows(given.ref_hidden_LH), given.ref_weight_VH) if case.full_kl else None
-    answer = fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head, reference=reference)
+    inputs, hidden, weight, plan, head, tokens = case_parts(case)
+    reference = KLReference(plan.kept_rows(inputs.ref_hidden_LH), inputs.ref_weight_VH) if case.full_kl else None
+    answer = fused_dapo_head(hidden, inputs.targets, plan, tokens, loss_of(case), head, reference=reference)
     answer.loss_sum.backward()
     value_bound, hidden_bound, weight_bound = bounds(case)
     torch.testing.assert_close(answer.log_probs.double(), expected.log_probs, rtol=0, atol=value_bound)
@@ -53,20 +53,20 @@ def test_the_training_head_on_triton_is_float64_torch(monkeypatch, name):
     if case.entropy:
         torch.testing.assert_close(answer.entropy.double(), expected.entropy, rtol=0, atol=4 * value_bound)
     if case.full_kl:
-        log_probs, kl = head_full_kl(hidden, given.targets, plan, head, reference)
+        log_probs, kl = head_full_kl(hidden, inputs.targets, plan, head, reference)
         assert torch.equal(log_probs, answer.log_probs)
         torch.testing.assert_close(kl.double(), expected.kl, rtol=4 * value_bound, atol=4 * value_bound)
-    for ours, theirs, bound in [
+    for grad, exact_grad, bound in [
         (hidden.grad, expected.grad_hidden, hidden_bound),
         (weight.grad, expected.grad_weight, weight_bound),
     ]:
-        assert (ours.double() - theirs).norm() <= TRUNCATION * bound * theirs.norm()
+        assert (grad.double() - exact_grad).norm() <= TRUNCATION * bound * exact_grad.norm()
 
 
 def test_log_probs_alone_are_those_of_float64():
     case = Case(rows=24, hidden=16, dtype=torch.bfloat16)
-    given, hidden, _, plan, head, _ = case_parts(case)
-    log_probs, entropy = head_log_probs(hidden, given.targets, plan, head, want_entropy=True)
+    inputs, hidden, _, plan, head, _ = case_parts(case)
+    log_probs, entropy = head_log_probs(hidden, inputs.targets, plan, head, want_entropy=True)
     expected, value_bound = oracle(case), bounds(case)[0]
     torch.testing.assert_close(log_probs.double(), expected.log_probs, rtol=0, atol=value_bound)
     torch.testing.assert_close(entropy.double(), expected.entropy, rtol=0, atol=4 * value_bound)
@@ -75,23 +75,23 @@ def test_log_probs_alone_are_those_of_float64():
 def test_old_log_probs_have_the_training_passs_bits():
     """The ratio of the first optimizer step is exactly 1."""
     case = Case(rows=24, hidden=16, dtype=torch.bfloat16)
-    given, hidden, _, plan, head, tokens = case_parts(case)
-    old, _ = head_log_probs(hidden, given.targets, plan, head)
-    assert torch.equal(old, fused_dapo_head(hidden, given.targets, plan, tokens, loss_of(case), head).log_probs)
+    inputs, hidden, _, plan, head, tokens = case_parts(case)
+    old, _ = head_log_probs(hidden, inputs.targets, plan, head)
+    assert torch.equal(old, fused_dapo_head(hidden, inputs.targets, plan, tokens, loss_of(case), head).log_probs)
 
 
 def test_the_composed_head_on_triton_is_the_one_on_torch():
     case = CASES["plain"]
-    given = inputs_of(case)
+    inputs = inputs_of(case)
     answers = []
     for use_triton in (True, False):
-        hidden, weight = given.hidden_LH.clone().requires_grad_(), given.weight_VH.clone().requires_grad_()
+        hidden, weight = inputs.hidden_LH.clone().requires_grad_(), inputs.weight_VH.clone().requires_grad_()
         log_probs, entropy = linear_logprob_entropy(
-            hidden[torch.from_numpy(given.counted)], weight, given.targets, temperature=given.temperature,
+            hidden[torch.from_numpy(inputs.counted)], weight, inputs.targets, temperature=inputs.temperature,
             num_valid_columns=case.num_valid, chunk_size=8, use_triton=use_triton,
         )  # fmt: skip
         (log_probs.sum() - 0.3 * entropy.sum()).backward()
         answers.append((log_probs.detach(), entropy.detach(), hidden.grad, weight.grad))
     value_bound = bounds(case)[0]
-    for ours, theirs in zip(*answers, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * value_bound * theirs.abs().max().item())
+    for actual, expected in zip(*answers, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=4 * value_bound * expected.abs().max().item())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_dapo.algorithms.dapo_loss import LossConfig, metric_names
+from megatron_dapo.kernels.self_check import Check, largest_errors
 from megatron_dapo.kernels.token_loss import token_loss as token_loss_by_device
 from megatron_dapo.kernels.triton_ops.token_loss import BLOCK, REDUCE_ROWS, token_loss
 from tests.token_loss_oracle import (
@@ -18,6 +19,7 @@ from tests.token_loss_oracle import (
     by_hand,
     case_and_expected,
     check,
+    declaring,
     expected,
     random_case,
 )
@@ -126,3 +128,22 @@ def test_what_the_loss_does_not_read_is_not_asked_for():
     bare = replace(case.tokens, ref_log_probs=None, rollout_log_probs=None, is_current=None, exp_mask=None)
     a, b = in_triton(case), token_loss(case.log_probs, None, bare, case.config)
     assert equal_bits(a, b)
+
+
+@pytest.mark.parametrize("kind", ["sums", "maxima"])
+def test_the_check_before_a_run_sees_a_declared_metric_that_the_kernel_does_not_store(monkeypatch, kind):
+    monkeypatch.setattr(
+        sys.modules["megatron_dapo.kernels.token_loss"], "runs_on_triton", lambda tensor: tensor.dtype != torch.float64
+    )
+
+    def wrong_values():
+        errors = largest_errors(Check(torch.float32, 64, EVERYTHING, has_old_log_probs=True), torch.device("cpu"))
+        return {error.name for error in errors if not error.error <= error.bound}
+
+    assert not wrong_values()
+    with declaring(lambda result: result._replace(**{kind: _with_one_more(getattr(result, kind))})):
+        assert wrong_values() == {{"sums": "counts of metrics", "maxima": "largest of metrics"}[kind]}
+
+
+def _with_one_more(metrics):
+    return {**metrics, "actor/undreamt": next(iter(metrics.values()))}

@@ -12,7 +12,7 @@ from tests.mutation.mutants import Mutant
 pytestmark = pytest.mark.unit
 
 TARGET = TARGETS[-1]
-IN_THE_KERNEL = ("token_loss_kernel:", "_clamped:", "_clipped:", "_shaped:", "_kl:", "_largest:")
+IN_THE_KERNEL = ("token_loss_kernel:", "_clamped:", "_bounded:", "_clipped:", "_shaped:", "_kl:", "_put_largest:")
 SHARES = 6
 
 
@@ -20,13 +20,13 @@ SHARES = 6
 def chosen_mutants() -> list[Mutant]:
     """Once for all shares: no fixture, because the interpreter is there in tests alone."""
     with tempfile.TemporaryDirectory() as folder:
-        found = [
+        chosen = [
             mutant
             for mutant in TARGET.mutants(Path(folder))
             if mutant.kind != "other" and mutant.name.startswith(IN_THE_KERNEL)
         ]
-    assert len(found) > 50
-    return found
+    assert len(chosen) > 50
+    return chosen
 
 
 @pytest.mark.parametrize("share", range(SHARES))

@@ -1,0 +1,110 @@
+"""The benchmark of asynchronous rollouts: its committed figures keep the promises, and its stand-ins do as they say."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from benchmarks import bench_async
+from benchmarks.async_simulation import Draw
+from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
+from tests.fake_rollout import WORDS
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+MAX_DISCARDED = 0.15
+FIGURES = {"steps_per_s", "wait_share", "slots_used", "discarded_share", "ratio"}
+
+
+def committed(name: str = "async_cpu") -> dict:
+    return json.loads((REPOSITORY / f"benchmarks/results/{name}.json").read_text())
+
+
+def test_sampling_while_the_trainer_trains_is_faster_as_promised_and_as_simulated():
+    of_k = {result["max_staleness"]: result for result in committed()["results"]}
+    assert list(of_k) == [0, 1, 2]
+    assert of_k[1]["measured"]["ratio"] >= 1.3 and of_k[2]["measured"]["ratio"] >= 1.6
+    assert of_k[2]["measured"]["wait_share"] <= 0.1 or of_k[2]["measured"]["slots_used"] >= 0.9
+    for result in of_k.values():
+        assert result["measured"]["ratio"] == pytest.approx(result["predicted"]["ratio"], rel=0.1)
+
+
+def test_a_synchronous_step_discards_little_at_any_acceptance():
+    shares = committed()["discarded"]
+    assert {share["acceptance"] for share in shares} == {0.3, 0.45, 0.6, 0.8}
+    assert all(share["discarded_share"] < MAX_DISCARDED for share in shares)
+    assert committed()["results"][0]["measured"]["discarded_share"] < MAX_DISCARDED
+
+
+def test_the_figures_of_the_docs_are_the_committed_ones():
+    rollout = (REPOSITORY / "docs/rollout.md").read_text().splitlines()
+    for result in committed()["results"]:
+        speed, predicted = result["measured"], result["predicted"]
+        shown = (
+            f"| {result['max_staleness']} | {speed['ratio']:.2f} | {predicted['ratio']:.2f} | "
+            f"{speed['wait_share']:.0%} | {speed['slots_used']:.0%} |"
+        )
+        assert shown in rollout, shown
+    sizes: dict[int, list[str]] = {}
+    for share in committed()["discarded"]:
+        sizes.setdefault(share["train_batch_size"], []).append(f"{share['discarded_share']:.1%}")
+    for size, shares in sizes.items():
+        assert f"| {size} | {' | '.join(shares)} |" in rollout
+    cluster = (REPOSITORY / "docs/cluster.md").read_text().splitlines()
+    for result in committed("async_recipe")["results"]:
+        shown = (
+            f"| {result['acceptance']:g} | {result['train_batch_size']} | {result['max_staleness']} | "
+            f"{result['trainer_gpus']}:{128 - result['trainer_gpus']} | {result['seconds_per_512_groups']:.0f} | "
+            f"{result['wait_share']:.0%} | {result['slots_used']:.0%} | {result['mean_age']:.0f} |"
+        )
+        assert shown in cluster, shown
+
+
+def test_the_benchmark_runs_and_its_report_has_what_the_docs_show(tmp_path):
+    bench_async.main(["--quick", "--staleness", "0,1", "--json", str(tmp_path / "async.json")])
+    report = json.loads((tmp_path / "async.json").read_text())
+    assert [result["max_staleness"] for result in report["results"]] == [0, 1]
+    for result in report["results"]:
+        assert result["measured"].keys() == result["predicted"].keys() == FIGURES
+        assert 0 < result["measured"]["slots_used"] <= 1 and 0 < result["measured"]["wait_share"] < 1
+
+
+def test_draws_are_answered_in_their_order_and_only_those_with_signal_have_a_wrong_response():
+    draws = {0: Draw((3, 5), True), NUM_PROMPTS: Draw((4, 2), False)}
+    answers = Answers(draws.__getitem__, n=2)
+    words = [[WORDS[token] for token in answers.next_tokens(prompt=0)] for _ in range(4)]
+    assert [len(response) for response in words] == [3, 5, 4, 2]
+    assert [response[0] for response in words] == ["wrong", "right", "right", "right"]
+    assert all(response[-1] == "<eos>" for response in words)
+
+
+def test_a_push_stops_a_stand_in_and_what_it_writes_then_has_the_new_version():
+    """50 tokens of 10 ms; a pause of 0.3 s after 0.2 s."""
+
+    async def scenario() -> tuple[dict, float, list[int]]:
+        counts: list[int] = []
+        server = SleepingServer(Answers(lambda number: Draw((50,), False), n=1), token_s=0.01, count=counts.append)
+        await server.start()
+        loop = asyncio.get_running_loop()
+        try:
+            async with aiohttp.ClientSession() as session:
+                request = {"input_ids": [WORDS.index("p0")]}
+                began = loop.time()
+                answer = asyncio.create_task(session.post(f"{server.url}/generate", json=request))
+                await asyncio.sleep(0.2)
+                server.pause()
+                await asyncio.sleep(0.3)
+                server.resume(version=1)
+                async with await answer as response:
+                    return await response.json(), loop.time() - began, counts
+        finally:
+            await server.stop()
+
+    answer, seconds, counts = asyncio.run(scenario())
+    old, new = answer["meta_info"]["weight_versions"]
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("0", 0, "1", 50)
+    assert old["end"] == new["start"] and 5 <= old["end"] <= 30
+    assert seconds >= 0.8
+    assert counts == [+1, -1]

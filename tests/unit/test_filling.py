@@ -1,0 +1,166 @@
+"""The filling of the queue, with a queue of its own and servers that are played: what ends, and what is counted."""
+
+import asyncio
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_dapo.data.types import PartialResponse, Prompt
+from megatron_dapo.rollout import filling
+from megatron_dapo.rollout.filling import Filling
+from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
+
+pytestmark = pytest.mark.unit
+
+
+class Servers:
+    """Slots that are held until the test ends."""
+
+    version = 0
+    is_aborting = False
+
+    def __init__(self, num_slots=8):
+        self.num_slots = num_slots
+        self.num_requests = 0
+        self.change = asyncio.Event()
+
+    @property
+    def num_free_slots(self):
+        return max(self.num_slots - self.num_requests, 0)
+
+    def urls(self, state):
+        return []
+
+    async def wait_for_change(self):
+        await self.change.wait()
+        self.change.clear()
+
+    async def abort_requests(self, timeout_s):
+        pass
+
+    async def hold(self, *_):
+        self.num_requests += 1
+        await asyncio.Event().wait()
+
+
+def make_filling(servers, sample_group, decide=lambda is_waited_for: None, num_responses=1, draw_s=0.0, **options):
+    queue = GroupQueue(QueueLimits(8, 8, 10, max_staleness=4), lambda samples: None)
+    queue.begin(1, 0)
+
+    def next_prompt():
+        time.sleep(draw_s)
+        return Prompt(0, "key", (1,), "p", "test", "0"), None
+
+    drawing = SimpleNamespace(queue=queue, decide=decide, next_prompt=next_prompt)
+    return Filling(drawing, servers, sample_group, num_responses, **options), queue
+
+
+async def begun(sampling):
+    """A `fill` that has started all that it may."""
+    task = asyncio.create_task(sampling.fill())
+    await asyncio.sleep(0.1)
+    return task
+
+
+async def ended(task):
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@pytest.mark.parametrize(("has_baseline", "num_groups"), [(False, 4), (True, 3)])
+def test_slots_are_not_given_twice_while_requests_begin_slowly(has_baseline, num_groups):
+    """20 ms of each draw hold up the event loop; a greedy baseline is a request too."""
+
+    async def scenario():
+        servers = Servers(num_slots=8)
+
+        async def sample_group(*_):
+            await asyncio.gather(*(asyncio.create_task(servers.hold()) for _ in range(2 + has_baseline)))
+
+        sampling, queue = make_filling(servers, sample_group, num_responses=2, draw_s=0.02, has_baseline=has_baseline)
+        task = asyncio.create_task(sampling.fill())
+        await asyncio.sleep(1.0)
+        assert queue.num_open == num_groups and servers.num_requests == num_groups * (2 + has_baseline)
+        await ended(task)
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_decision_ends_what_is_under_way_and_the_queue_takes_in_none_of_it():
+    """The queue was put back before: it does not know these groups any more, or has their samples to come."""
+
+    async def scenario():
+        servers = Servers(num_slots=2)
+        part = PartialResponse((5,), (-0.5,), (0,), ("url",))
+        is_broken = False
+
+        async def sample_group(group, on_sample, on_partial):
+            try:
+                await servers.hold()
+            finally:
+                on_sample(SimpleNamespace(uid=group.uid))
+                on_partial(part)
+
+        def decide(is_waited_for):
+            if is_broken:
+                raise ValueError("too few verdicts")
+
+        sampling, queue = make_filling(servers, sample_group, decide)
+        first = await begun(sampling)
+        is_broken = True
+        with pytest.raises(ValueError, match="too few verdicts"):
+            await sampling.fill()
+        assert queue.num_open == 2 and not sampling._tasks
+        assert not any(group.samples or group.partials for group in queue.open_groups)
+        await ended(first)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_is_cancelled_before_it_begins_is_sampled_by_the_next_call():
+    async def scenario():
+        servers = Servers(num_slots=1)
+        sampling, queue = make_filling(servers, servers.hold)
+        sampling._start(queue.draw(Prompt(0, "key", (1,), "p", "test", "0"), 0))
+        await sampling.cancel()
+        await asyncio.sleep(0)
+        assert servers.num_requests == 0 and queue.num_open == 1
+        task = await begun(sampling)
+        assert servers.num_requests == 1 and queue.num_open == 1
+        await ended(task)
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_before_a_stop_is_told_of_by_the_stop():
+    async def scenario():
+        servers = Servers(num_slots=1)
+        sampling, _ = make_filling(servers, servers.hold)
+        task = await begun(sampling)
+        failure = ValueError("as the test has it")
+        sampling._failure = failure
+        task.cancel()
+        await asyncio.wait({task})
+        assert await sampling.halt() is failure
+        with pytest.raises(ValueError, match="as the test has it"):
+            await sampling.fill()
+        assert await sampling.halt() is None
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_says_how_many_groups_it_does_not_wait_for(monkeypatch, caplog):
+    monkeypatch.setattr(filling, "_ABORT_S", 0.1)
+
+    async def scenario():
+        servers = Servers(num_slots=3)
+        sampling, _ = make_filling(servers, servers.hold)
+        task = await begun(sampling)
+        with caplog.at_level(logging.WARNING):
+            await sampling.halt()
+        assert "3 groups are not waited for any more" in caplog.text
+        await ended(task)
+
+    asyncio.run(scenario())
