@@ -130,8 +130,8 @@ class Count(TorchDispatchMode):
 
 def errors(case: LossCase, answer: LossAnswer) -> dict[str, float]:
     """Against the eager loss in float64: loss relative, gradients as the norm of the difference over the norm."""
-    given = {name: value for name, value in vars(case.tokens).items() if value is not None}
-    fields = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+    tensors = {name: value for name, value in vars(case.tokens).items() if value is not None}
+    fields = {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
     right = eager()(LossCase(case.log_probs.double(), case.entropy.double(), TokenBatch(**fields)))
     pairs = zip(LossAnswer._fields, answer, right, strict=True)
     return {f"{name}_rel": ((a.double() - b).norm() / b.norm()).item() for name, a, b in pairs}

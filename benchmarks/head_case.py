@@ -124,15 +124,17 @@ def exact(case: HeadCase) -> Exact:
 
 def errors(case: HeadCase, answer: HeadAnswer, reference: Exact) -> dict[str, float]:
     """Largest and mean error of log-prob and entropy; gradients as the norm of the difference over the norm."""
-    found: dict[str, float] = {}
+    errors_by_name: dict[str, float] = {}
     for name, ours in (("log_prob", answer.log_probs), ("entropy", answer.entropy)):
         if ours is not None:
             wrong = (ours.detach().double() - getattr(reference, {"log_prob": "log_probs"}.get(name, name))).abs()
-            found |= {f"{name}_max": wrong.max().item(), f"{name}_mean": wrong.mean().item()}
+            errors_by_name |= {f"{name}_max": wrong.max().item(), f"{name}_mean": wrong.mean().item()}
     if answer.loss is not None:
         pairs = (
             ("grad_hidden", case.hidden_TH.grad, reference.grad_hidden),
             ("grad_weight", case.weight_VH.main_grad, reference.grad_weight),
         )
-        found |= {f"{name}_rel": ((ours.double() - right).norm() / right.norm()).item() for name, ours, right in pairs}
-    return found
+        errors_by_name |= {
+            f"{name}_rel": ((ours.double() - right).norm() / right.norm()).item() for name, ours, right in pairs
+        }
+    return errors_by_name

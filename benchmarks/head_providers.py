@@ -19,7 +19,7 @@ def plan_of(case: HeadCase) -> RowPlan:
 
 
 def fused():
-    """A: loss and gradient in the forward pass, logits computed once."""
+    """The fused head: loss and gradient in the forward pass, logits computed once."""
 
     def head(case: HeadCase) -> HeadAnswer:
         answer = fused_dapo_head(
@@ -31,7 +31,7 @@ def fused():
 
 
 def composable():
-    """B: log-prob and entropy with autograd, logits computed again in the backward pass."""
+    """The composable head: log-prob and entropy with autograd, logits computed again in the backward pass."""
 
     def head(case: HeadCase) -> HeadAnswer:
         log_probs, entropy = linear_logprob_entropy(
@@ -47,7 +47,7 @@ def composable():
 
 
 def forward_only():
-    """C: what old and reference log-probs cost, chunk by chunk."""
+    """The forward-only head: what old and reference log-probs cost, chunk by chunk."""
 
     def head(case: HeadCase) -> HeadAnswer:
         hidden, plan = case.hidden_TH.detach(), plan_of(case)
@@ -161,9 +161,9 @@ def verl_chunked():
 
 
 PROVIDERS = (
-    Provider("ours A", fused, ours=True),
-    Provider("ours B", composable, ours=True),
-    Provider("ours C", forward_only, backward=False, ours=True),
+    Provider("ours fused", fused, ours=True),
+    Provider("ours composable", composable, ours=True),
+    Provider("ours forward-only", forward_only, backward=False, ours=True),
     Provider("naive", naive, ours=True),
     Provider("torch.compile", compiled, slow_start=True),
     Provider("megatron", lambda: megatron(fused=False), entropy=False),

@@ -35,13 +35,13 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
 
 def _requests(profile: torch.profiler.profile) -> list[tuple[int, int]]:
     """(address, bytes; negative where freed) in the order of time."""
-    waiting, found = list(profile.profiler.kineto_results.experimental_event_tree()), []
+    waiting, events = list(profile.profiler.kineto_results.experimental_event_tree()), []
     while waiting:
         event = waiting.pop()
         waiting += event.children
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(address, num_bytes) for _, address, num_bytes in sorted(found)]
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, num_bytes) for _, address, num_bytes in sorted(events)]
 
 
 def _cuda_peak(work: Callable[[], object]) -> int:

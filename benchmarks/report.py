@@ -51,7 +51,7 @@ class ShapeResult:
 
 def hardware(device: torch.device) -> dict[str, object]:
     """What it ran on, without anything that names the machine."""
-    found: dict[str, object] = {
+    description: dict[str, object] = {
         "device": device.type,
         "cpu": _cpu_model(),
         "cpu_features": torch.backends.cpu.get_cpu_capability(),
@@ -60,14 +60,14 @@ def hardware(device: torch.device) -> dict[str, object]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        description |= {
             "gpu": properties.name,
             "gpu_memory_gib": round(properties.total_memory / 2**30),
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
         }
-    return found
+    return description
 
 
 def _cpu_model() -> str:
@@ -77,13 +77,13 @@ def _cpu_model() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def commit() -> str | None:
