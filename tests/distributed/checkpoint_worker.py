@@ -25,6 +25,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
 from tests.distributed.layout_worker import gathered
+from tests.distributed.process_groups import leave
 from tests.synthetic import synthetic_groups
 
 COMMON = [
@@ -198,10 +199,9 @@ def main() -> None:
         layout = ParallelLayout.initialize(**case["sizes"])
         start = time.monotonic()
         results[case["name"]] = run_case(case, layout)
-        dist.barrier()
         if layout.rank == 0:
             print(f"{case['name']}: {time.monotonic() - start:.1f} s", flush=True)
-        layout.release()
+        leave(layout)
     if dist.get_rank() == 0:
         torch.save(results, task["out"])
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ from megatron_dapo.models import log_prob_head
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
+from tests.distributed.process_groups import leave
 from tests.helpers import REPOSITORY
 
 NUM_STEPS, NUM_GROUPS, N = 20, 8, 4
@@ -115,8 +116,7 @@ def main() -> None:
             calls = torch.tensor([len(fused_calls), len(composed_calls)])
             dist.all_reduce(calls)
             results[f"{name}/{fused}"] = {"curve": curve, "calls": calls.tolist()}
-        dist.barrier()
-        layout.release()
+        leave(layout)
     if dist.get_rank() == 0:
         torch.save(results, sys.argv[1])
     dist.destroy_process_group()

@@ -30,6 +30,7 @@ from megatron_dapo.training.losses import MicroBatchLoss
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import Reference
+from tests.distributed.process_groups import leave
 from tests.synthetic import synthetic_groups, with_older, with_replayed
 
 COMMON = [
@@ -193,8 +194,7 @@ def main() -> None:
             results[f"{name}/{variant}"] = run_variant(task["model"], layout, sizes, overrides)
             if layout.rank == 0:
                 print(f"{name}/{variant}: {time.monotonic() - start:.1f} s", flush=True)
-        dist.barrier()
-        layout.release()
+        leave(layout)
     if dist.get_rank() == 0:
         torch.save(results, task["out"])
     dist.destroy_process_group()

@@ -20,6 +20,7 @@ from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.schedule import Schedule
+from tests.distributed.process_groups import leave
 
 
 def sample(index: int, tokens: list[int]) -> TrainSample:
@@ -65,8 +66,7 @@ def main() -> None:
                 key = f"{model_name}/{layout_name}/{'packed' if packed else 'padded'}"
                 results[key] = {index: values for part in gathered for index, values in part.items()}
             export_hf(model, layout, path, Path(task["out"]) / f"{model_name}-{layout_name}")
-        dist.barrier()
-        layout.release()
+        leave(layout)
     if dist.get_rank() == 0:
         torch.save(results, Path(task["out"]) / f"log_probs{dist.get_world_size()}.pt")
     dist.destroy_process_group()

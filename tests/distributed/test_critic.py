@@ -4,7 +4,6 @@ One start per number of processes runs all its layouts (see layout_worker); ever
 single-process run, and that run with float64 oracles: values by transformers, advantages by a loop over the tokens.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.data.batching import TrainSample, assemble
-from tests.distributed.test_layouts import assert_same
-from tests.forked_ranks import run_ranks
+from tests.distributed.layout_runs import assert_same, run_layouts
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -89,15 +87,11 @@ def with_value_head(critic: Path) -> Path:
 def results(models, tmp_path_factory) -> dict[str, dict]:
     """ "layout/variant" -> what the run gave."""
     actor, critic = models
-    folder = tmp_path_factory.mktemp("results")
-    by_layout: dict[str, dict] = {}
-    for world, layouts in LAYOUTS.items():
-        cases = [(name, sizes, variants(name, critic)) for name, sizes in layouts.items()]
-        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
-        task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": cases}))
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-        by_layout.update(torch.load(out))
-    return by_layout
+    layouts = {
+        world: {name: (sizes, variants(name, critic)) for name, sizes in of_world.items()}
+        for world, of_world in LAYOUTS.items()
+    }
+    return run_layouts(tmp_path_factory.mktemp("results"), actor, layouts)
 
 
 CASES = [

@@ -1,15 +1,13 @@
 """Critics other than dense ones in float32: a mixture of experts, and both in bfloat16, against transformers."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dapo.data.batching import TrainSample, assemble
+from tests.distributed.layout_runs import assert_same, run_layouts
 from tests.distributed.test_critic import HIDDEN, PPO, SHARDED, SMALL, VOCAB, transformers_values, with_value_head
-from tests.distributed.test_layouts import assert_same
-from tests.forked_ranks import run_ranks
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -40,20 +38,19 @@ def results(critics, tmp_path_factory) -> dict[str, dict[str, dict]]:
     for family, critic in critics.items():
         overrides = [*PPO, f"critic.model.path={critic}"]
         variants = {"small": [*overrides, *SMALL], "sharded": [*overrides, *SHARDED], "half": [*overrides, *HALF]}
-        plain = {"whole": overrides}
         actor = make_tiny(folder / family, family, vocab=VOCAB, layers=2, hidden=HIDDEN, heads=4, kv_heads=2)
-        by_family[family] = {}
-        for world, layouts in LAYOUTS.items():
-            cases = [
-                (name, sizes if family == "qwen3_moe" else {k: v for k, v in sizes.items() if k != "ep"}, chosen)
-                for name, sizes in layouts.items()
-                for chosen in [variants | (plain if world == 1 else {})]
-            ]
-            out, task = folder / f"{family}{world}.pt", folder / f"{family}{world}.json"
-            task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": cases}))
-            run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-            by_family[family].update(torch.load(out))
+        layouts = {
+            world: {name: (sizes_for(family, sizes), variants) for name, sizes in of_world.items()}
+            for world, of_world in LAYOUTS.items()
+        }
+        layouts[1]["tp1"] = ({}, variants | {"whole": overrides})
+        by_family[family] = run_layouts(folder, actor, layouts)
     return by_family
+
+
+def sizes_for(family: str, sizes: dict) -> dict:
+    """The same without expert parallelism where there are no experts."""
+    return sizes if family == "qwen3_moe" else {name: size for name, size in sizes.items() if name != "ep"}
 
 
 @pytest.fixture(scope="module")

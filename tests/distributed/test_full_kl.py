@@ -1,15 +1,14 @@
 """The KL over the whole vocabulary, in the loss and in the reward: the same number and gradients for every layout and
 head, and the number that transformers gives."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.test_layouts import CUTS, HEADS, assert_same
-from tests.forked_ranks import run_ranks
+from tests.distributed.layout_runs import assert_same, cases_of, run_layouts
+from tests.distributed.test_layouts import CUTS, HEADS
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -17,6 +16,7 @@ pytestmark = pytest.mark.distributed
 
 VOCAB, TEMPERATURE = 67, 0.9  # the temperature of layout_worker.COMMON
 FULL = [
+    "actor_rollout_ref.ref.path=REFERENCE",
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_coef=0.1",
     "actor_rollout_ref.actor.kl_loss_type=full",
@@ -29,8 +29,10 @@ VARIANTS = {
     "padded": [*FULL, *CUTS["padded"]],
     **{name: [*FULL, *extra, *CUTS["small"]] for name, extra in HEADS.items()},
 }
-LAYOUTS = {1: {"tp1": {}}, 2: {"tp2": {"tp": 2}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}}}
-CASES = [f"{name}/{variant}" for layouts in LAYOUTS.values() for name in layouts for variant in VARIANTS]
+LAYOUTS = {
+    1: {"tp1": ({}, VARIANTS)},
+    2: {"tp2": ({"tp": 2}, VARIANTS), "tp2_sp": ({"tp": 2, "sp": True}, VARIANTS), "pp2": ({"pp": 2}, VARIANTS)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +47,10 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 def results(models, tmp_path_factory) -> dict[str, dict]:
     """ "layout/variant" -> what the run gave."""
     actor, reference = models
-    folder, by_case = tmp_path_factory.mktemp("full_kl"), {}
-    variants = {name: [*extra, f"actor_rollout_ref.ref.path={reference}"] for name, extra in VARIANTS.items()}
-    for world, layouts in LAYOUTS.items():
-        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
-        chosen = [(name, sizes, variants) for name, sizes in layouts.items()]
-        task.write_text(json.dumps({"model": str(actor), "out": str(out), "layouts": chosen}))
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-        by_case.update(torch.load(out))
-    return by_case
+    return run_layouts(tmp_path_factory.mktemp("full_kl"), actor, LAYOUTS, reference)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_of(LAYOUTS))
 def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, case):
     assert_same(results[case], results["tp1/whole"])
     assert results[case]["metrics"]["actor/kl_loss"] > 0.1

@@ -6,13 +6,12 @@ for every aggregation mode. One start per world size runs all its layouts; every
 single-process run.
 """
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.forked_ranks import run_ranks
+from tests.distributed.layout_runs import Layouts, assert_same, run_layouts
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -143,6 +142,14 @@ def _extras(layout: str) -> dict[str, list[str]]:
     return {f"{name}/small": [*extra, *CUTS["small"]] for name, extra in extras.items()}
 
 
+def by_world_size(layouts: dict[str, dict], sizes: dict[str, int], variants: Callable) -> Layouts:
+    """variants: of a layout, from its name."""
+    return {
+        world: {name: (layouts[name], variants(name)) for name in layouts if sizes[name] == world}
+        for world in sorted(set(sizes.values()))
+    }
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
     """ "layout/variant" -> what the run gave, for all layouts."""
@@ -150,20 +157,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     # 4 KV heads for TP4, 4 layers for PP4, an odd vocabulary so that its padding is cut off somewhere
     model = make_tiny(folder / "model", "qwen3", vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
     reference = make_tiny(folder / "reference", "qwen3", seed=1, vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
-    by_layout: dict[str, dict] = {}
-    for name in LAYOUTS:
-        by_layout.update(run_layout(folder, model, WORLD_SIZES[name], (name, LAYOUTS[name], variants(name)), reference))
-    return by_layout
-
-
-def run_layout(folder: Path, model: Path, world: int, layout: tuple, reference: Path | None = None) -> dict[str, dict]:
-    """What the variants of one layout gave. In ranks of its own: gloo's threads of the groups of a dozen layouts, which
-    wake a hundred times a second, would take most of the time."""
-    out, task = folder / f"{layout[0]}.pt", folder / f"{layout[0]}.json"
-    text = json.dumps({"model": str(model), "out": str(out), "layouts": [layout]})
-    task.write_text(text.replace("REFERENCE", str(reference)))
-    run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-    return torch.load(out)
+    return run_layouts(folder, model, by_world_size(LAYOUTS, WORLD_SIZES, variants), reference)
 
 
 TIED_LAYOUTS = ("tp1", "tp2_sp", "pp2", "dp2")
@@ -175,16 +169,12 @@ def tied(tmp_path_factory) -> dict[str, dict]:
     """As `results`, of a model whose embedding is its head: on two stages they are two copies of one weight."""
     folder = tmp_path_factory.mktemp("tied")
     model = make_tiny(folder / "model", "qwen2", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, tied=True)
-    by_layout: dict[str, dict] = {}
-    for world in (1, 2):
-        chosen = {"whole": [], **HEADS} if world == 1 else {"small": CUTS["small"], **HEADS}
-        chosen |= {"bfloat16": HALF_PRECISION}
-        layouts = [(name, LAYOUTS[name], chosen) for name in TIED_LAYOUTS if WORLD_SIZES[name] == world]
-        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
-        task.write_text(json.dumps({"model": str(model), "out": str(out), "layouts": layouts}))
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-        by_layout.update(torch.load(out))
-    return by_layout
+    one = {"whole": [], **HEADS, "bfloat16": HALF_PRECISION}
+    several = {"small": CUTS["small"], **HEADS, "bfloat16": HALF_PRECISION}
+    layouts = by_world_size(
+        {name: LAYOUTS[name] for name in TIED_LAYOUTS}, WORLD_SIZES, lambda name: one if name == "tp1" else several
+    )
+    return run_layouts(folder, model, layouts)
 
 
 # 2 or 4 processes: what is not named is data parallelism
@@ -227,11 +217,11 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
     """As `results`, of a mixture of experts."""
     folder = tmp_path_factory.mktemp("mixture")
     model = make_tiny(folder / "model", "qwen3_moe", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
-    by_layout: dict[str, dict] = {}
-    for name, sizes in MIXTURE_LAYOUTS.items():
-        chosen = mixture_variants(name) | ({"whole": []} if MIXTURE_WORLD_SIZES[name] == 1 else {})
-        by_layout.update(run_layout(folder, model, MIXTURE_WORLD_SIZES[name], (name, sizes, chosen)))
-    return by_layout
+    whole = {"tp1": {"whole": []}}
+    layouts = by_world_size(
+        MIXTURE_LAYOUTS, MIXTURE_WORLD_SIZES, lambda name: mixture_variants(name) | whole.get(name, {})
+    )
+    return run_layouts(folder, model, layouts)
 
 
 MIXTURE_CASES = [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in mixture_variants(layout)]
@@ -280,22 +270,6 @@ def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactl
             counted = sum(states["optimizer"] for at, states, _ in ranks if at == stage)
             estimated = sum(states["optimizer"] for at, _, states in ranks if at == stage)
             assert 0 <= estimated - counted <= 2 * len(ranks), name  # each rank's average is rounded up
-
-
-def assert_same(got: dict, expected: dict) -> None:
-    assert got["metrics"].keys() == expected["metrics"].keys()
-    for name, value in expected["metrics"].items():
-        # means of terms of order 1 (sums of up to 24 of them) that cancel: a few float32 roundings remain, 6e-8 each
-        assert got["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    for what in ("gradients", "weights"):
-        if what in got:
-            assert got[what].keys() == expected[what].keys()
-            # advantages of a group sum to zero, so gradients are small differences of large terms: what is rounded away
-            # goes with the largest gradient of the model as well as with the parameter's own
-            largest = max(tensor.abs().max() for tensor in expected[what].values())
-            for name, tensor in expected[what].items():
-                error = (got[what][name] - tensor).abs().max()
-                assert error < 1e-5 * tensor.abs().max() + 1e-6 * largest, f"{what} of {name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if case.split("/")[1] in ("kl", "reinforce")])

@@ -1,13 +1,9 @@
 """A loss of the user's own is the built-in one where it computes that, in every kind of layout and however cut."""
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests.distributed.test_layouts import CUTS, assert_same
-from tests.forked_ranks import run_ranks
+from tests.distributed.layout_runs import assert_same, cases_of, run_layouts
+from tests.distributed.test_layouts import CUTS
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -32,7 +28,7 @@ LAYOUTS = {
         "tp2_sp_pp2_vpp2": ({"tp": 2, "sp": True, "pp": 2, "vpp": 2}, {"own_kl": [*OWN_WITH_KL, *CUTS["small"]]}),
     },
 }
-CASES = [f"{layout}/{name}" for layouts in LAYOUTS.values() for layout, (_, names) in layouts.items() for name in names]
+CASES = cases_of(LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +38,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     model = make_tiny(folder / "model", "qwen3", **shape)
     reference = make_tiny(folder / "reference", "qwen3", seed=1, **shape)
-    by_layout: dict[str, dict] = {}
-    for world, layouts in LAYOUTS.items():
-        rows = [(name, sizes, variants) for name, (sizes, variants) in layouts.items()]
-        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
-        text = json.dumps({"model": str(model), "out": str(out), "layouts": rows})
-        task.write_text(text.replace("REFERENCE", str(reference)))
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-        by_layout.update(torch.load(out))
-    return by_layout
+    return run_layouts(folder, model, LAYOUTS, reference)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("tp1/")])

@@ -1,13 +1,9 @@
 """CISPO and GSPO give the same loss, metrics, gradients and weights in every kind of layout and however cut."""
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests.distributed.test_layouts import CUTS, assert_same
-from tests.forked_ranks import run_ranks
+from tests.distributed.layout_runs import assert_same, cases_of, run_layouts
+from tests.distributed.test_layouts import CUTS
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -29,7 +25,7 @@ LAYOUTS = {
     },
     4: {"tp2_sp_pp2_vpp2": ({"tp": 2, "sp": True, "pp": 2, "vpp": 2}, {"gspo_kl": [*FULL_KL, *CUTS["small"]]})},
 }
-CASES = [f"{layout}/{name}" for layouts in LAYOUTS.values() for layout, (_, names) in layouts.items() for name in names]
+CASES = cases_of(LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +35,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     model = make_tiny(folder / "model", "qwen3", **shape)
     reference = make_tiny(folder / "reference", "qwen3", seed=1, **shape)
-    results: dict[str, dict] = {}
-    for world, layouts in LAYOUTS.items():
-        rows = [(name, sizes, variants) for name, (sizes, variants) in layouts.items()]
-        out, task = folder / f"results{world}.pt", folder / f"task{world}.json"
-        text = json.dumps({"model": str(model), "out": str(out), "layouts": rows})
-        task.write_text(text.replace("REFERENCE", str(reference)))
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-        results.update(torch.load(out))
-    return results
+    return run_layouts(folder, model, LAYOUTS, reference)
 
 
 @pytest.mark.timeout(600)

@@ -74,8 +74,10 @@ def test_tokens_are_weighed_alike_by_the_loss_and_before_it(first_mini_batch, bo
     weighed = (ONE_STEP, TOKEN_IS, f"{CORRECTION}.rollout_is_threshold={bounds}")
     _, in_loss, gradients = first_mini_batch(*weighed)
     _, before, same = first_mini_batch(*weighed, f"{CORRECTION}.rollout_token_veto_threshold=1e-8")
+    # float32 terms of both signs, whose weights are rounded in another order: errors go with the largest gradient
+    largest = max(gradient.abs().max() for gradient in gradients)
     for a, b in zip(gradients, same, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(largest))
     assert before.pop("actor/rollout_rs_token_masked") == before.pop("actor/rollout_rs_seq_masked") == 0.0
     assert before.keys() == in_loss.keys() and 0 < in_loss["actor/rollout_is_truncated"] < 1
     assert before == pytest.approx(in_loss, rel=1e-5, abs=1e-7)

@@ -1,0 +1,51 @@
+"""One rollout step at many layouts, and the comparison of what two of them gave."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.forked_ranks import run_ranks
+
+Layouts = dict[int, dict[str, tuple[dict, dict[str, list[str]]]]]
+"""Number of processes -> name of a layout -> (its sizes, variant -> overrides of the config)."""
+
+
+def run_layouts(folder: Path, model: Path, layouts: Layouts, reference: Path | None = None) -> dict[str, dict]:
+    """Return what `layout_worker` gave, under "layout/variant". One start per number of processes runs all its layouts.
+
+    REFERENCE in an override stands for the path of the reference model.
+    """
+    results: dict[str, dict] = {}
+    for world, of_world in layouts.items():
+        out, task = folder / f"{model.name}{world}.pt", folder / f"{model.name}{world}.json"
+        rows = [(name, sizes, variants) for name, (sizes, variants) in of_world.items()]
+        text = json.dumps({"model": str(model), "out": str(out), "layouts": rows})
+        task.write_text(text.replace("REFERENCE", str(reference)))
+        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
+        results |= torch.load(out)
+    return results
+
+
+def cases_of(layouts: Layouts) -> list[str]:
+    """Return the names of all results."""
+    rows = [row for of_world in layouts.values() for row in of_world.items()]
+    return [f"{layout}/{variant}" for layout, (_, variants) in rows for variant in variants]
+
+
+def assert_same(got: dict, expected: dict) -> None:
+    """Assert that metrics, gradients and weights are equal but for rounding."""
+    assert got["metrics"].keys() == expected["metrics"].keys()
+    for name, value in expected["metrics"].items():
+        # means of terms of order 1 (sums of up to 24 of them) that cancel: a few float32 roundings remain, 6e-8 each
+        assert got["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    for what in ("gradients", "weights"):
+        if what in got:
+            assert got[what].keys() == expected[what].keys()
+            # advantages of a group sum to zero, so gradients are small differences of large terms: what is rounded away
+            # goes with the largest gradient of the model as well as with the parameter's own
+            largest = max(tensor.abs().max() for tensor in expected[what].values())
+            for name, tensor in expected[what].items():
+                error = (got[what][name] - tensor).abs().max()
+                assert error < 1e-5 * tensor.abs().max() + 1e-6 * largest, f"{what} of {name}: {error:.1e}"
