@@ -5,7 +5,7 @@ import json
 import socket
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class FakeServer:
         self.is_frozen = self.is_paused = self.is_ill = False
         self.requests: list[dict] = []
         self.num_open = self.max_open = 0
+        self._aborted: dict[str, asyncio.Event] = {}  # request -> set when it is to end
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -82,6 +83,7 @@ class FakeServer:
             web.get("/health", self._health),
             web.post("/continue_generation", self._continue),
             web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort),
         ]
 
     async def start(self) -> "FakeServer":
@@ -121,18 +123,45 @@ class FakeServer:
         self.requests.append(fields)
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
+        request_id = fields["rid"]
+        aborted = self._aborted.setdefault(request_id, asyncio.Event())
         try:
-            if self.script.delays:
-                await asyncio.sleep(self.script.delays.pop())
-            await self.hold.wait()
-            while self.is_paused:
-                await asyncio.sleep(0.02)
+            if not await _ends_before(self._turn(), aborted):
+                return web.json_response(self._aborted_answer())
             failure = self.failures.pop(0) if self.failures else None
             if isinstance(failure, int):
                 return web.json_response({"error": "scripted"}, status=failure)
             return web.json_response(self._answer(fields, aborted=failure == "abort"))
         finally:
             self.num_open -= 1
+            self._aborted.pop(request_id, None)
+
+    async def _turn(self) -> None:
+        if self.script.delays:
+            await asyncio.sleep(self.script.delays.pop())
+        await self.hold.wait()
+        while self.is_paused:
+            await asyncio.sleep(0.02)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        """As SGLang does: end every request whose id begins with the given one."""
+        beginning = (await request.json())["rid"]
+        for request_id, aborted in self._aborted.items():
+            if request_id.startswith(beginning):
+                aborted.set()
+        return web.Response()  # SGLang's answer has no body
+
+    def _aborted_answer(self) -> dict:
+        return {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {
+                "output_token_logprobs": [],
+                "finish_reason": {"type": "abort"},
+                "weight_version": str(self.version),
+                "weight_versions": [],
+            },
+        }
 
     def _answer(self, fields: dict, aborted: bool) -> dict:
         prompt = int(WORDS[fields["input_ids"][0]][1:])
@@ -150,6 +179,17 @@ class FakeServer:
                 "weight_versions": [{"version": str(self.version), "start": 0, "end": len(tokens)}],
             },
         }
+
+
+async def _ends_before(work: Coroutine, event: asyncio.Event) -> bool:
+    """Whether the work ended before the event came, which ends it."""
+    task, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        task.cancel()
+        waiting.cancel()
 
 
 def weights_of(version: int) -> float:
@@ -185,11 +225,6 @@ class WritingServer(FakeServer):
         self.pause_mode = "retract"
         self.cached: dict[tuple[str | None, tuple[int, ...]], float] = {}  # (salt, prefix) -> weights that read it
         self.num_old_prefixes = 0  # prefixes that other weights had read than those of the request's first token
-        self._aborted: set[str] = set()
-        self._running: set[str] = set()
-
-    def routes(self) -> list[web.RouteDef]:
-        return [*super().routes(), web.post("/abort_request", self._abort)]
 
     async def push(self, version: int, seconds: float = 0.02, fails: bool = False) -> None:
         """As the trainer does in two buckets. fails: the second one never comes, and the server goes on."""
@@ -208,23 +243,18 @@ class WritingServer(FakeServer):
         await super().start()
         return self
 
-    async def _abort(self, request: web.Request) -> web.Response:
-        beginning = (await request.json())["rid"]
-        self._aborted |= {running for running in self._running if running.startswith(beginning)}
-        return web.Response()  # SGLang's answer has no body
-
     async def _generate(self, request: web.Request) -> web.Response:
         fields = await request.json()
         self.requests.append(fields)
         self.num_open += 1
-        self._running.add(fields["rid"])
+        aborted = self._aborted.setdefault(fields["rid"], asyncio.Event())
         try:
-            return web.json_response(await self._write(fields))
+            return web.json_response(await self._write(fields, aborted))
         finally:
             self.num_open -= 1
-            self._running.discard(fields["rid"])
+            self._aborted.pop(fields["rid"], None)
 
-    async def _write(self, fields: dict) -> dict:
+    async def _write(self, fields: dict, aborted: asyncio.Event) -> dict:
         key = (fields.get("cache_salt"), tuple(fields["input_ids"]))
         limit = fields["sampling_params"]["max_new_tokens"]
         length = self.length()
@@ -232,9 +262,9 @@ class WritingServer(FakeServer):
         reason = "length" if length > limit else "stop"
         while len(written) < min(length, limit):
             await asyncio.sleep(self.token_s)
-            while self.is_paused and fields["rid"] not in self._aborted:
+            while self.is_paused and not aborted.is_set():
                 await asyncio.sleep(self.token_s)
-            if fields["rid"] in self._aborted:
+            if aborted.is_set():
                 reason = "abort"
                 if self.is_paused and self.pause_mode == "retract":
                     written.clear()

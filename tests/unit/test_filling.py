@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dapo.data.types import PartialResponse, Prompt
 from megatron_dapo.rollout import filling
+from megatron_dapo.rollout.errors import Aborted
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 
@@ -16,15 +17,17 @@ pytestmark = pytest.mark.unit
 
 
 class Servers:
-    """Slots that are held until the test ends."""
+    """Slots that are held until the requests are aborted. obeys_aborts: requests end then; else nothing ends them."""
 
     version = 0
     is_aborting = False
+    obeys_aborts = True
 
     def __init__(self, num_slots=8):
         self.num_slots = num_slots
         self.num_requests = 0
         self.change = asyncio.Event()
+        self.aborted = asyncio.Event()
 
     @property
     def num_free_slots(self):
@@ -38,11 +41,13 @@ class Servers:
         self.change.clear()
 
     async def abort_requests(self, timeout_s):
-        pass
+        if self.obeys_aborts:
+            self.aborted.set()
 
     async def hold(self, *_):
         self.num_requests += 1
-        await asyncio.Event().wait()
+        await self.aborted.wait()
+        raise Aborted("as the test has it")
 
 
 def make_filling(servers, sample_group, decide=lambda is_waited_for: None, num_responses=1, draw_s=0.0, **options):
@@ -156,6 +161,7 @@ def test_a_stop_says_how_many_groups_it_does_not_wait_for(monkeypatch, caplog):
 
     async def scenario():
         servers = Servers(num_slots=3)
+        servers.obeys_aborts = False
         sampling, _ = make_filling(servers, servers.hold)
         task = await begun(sampling)
         with caplog.at_level(logging.WARNING):
