@@ -118,9 +118,10 @@ def test_a_server_has_a_folder_for_temporary_files_that_sockets_can_lie_in(monke
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
-@pytest.mark.parametrize("setting", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}, {"GOMP_CPU_AFFINITY": "0-7"}])
-def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path, setting):
-    """Each would bind itself to the first core when it imports torch, and with it all that it starts."""
+def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path):
+    """Each would bind itself to the first core when it imports torch, and with it all that it starts, if one of the
+    three settings were left."""
+    settings = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0-7"}
     affinity = "import os, torch; print(len(os.sched_getaffinity(0)), flush=True)"
     (tmp_path / "rank.py").write_text(affinity)
     code = """
@@ -135,7 +136,7 @@ def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path, s
     """
     started = {"local": [], "torchrun": ["--standalone", "--nproc-per-node=1", f"{tmp_path}/rank.py"]}
     for launcher, arguments in started.items():
-        shown = python(code, os.environ | setting, str(tmp_path), launcher, *arguments).split()
+        shown = python(code, os.environ | settings, str(tmp_path), launcher, *arguments).split()
         assert shown == [str(len(os.sched_getaffinity(0)))], launcher
 
 
