@@ -146,7 +146,7 @@ def by_world_size(layouts: dict[str, dict], sizes: dict[str, int], variants: Cal
     """variants: of a layout, from its name."""
     return {
         world: {name: (layouts[name], variants(name)) for name in layouts if sizes[name] == world}
-        for world in sorted(set(sizes.values()))
+        for world in sorted({sizes[name] for name in layouts})
     }
 
 
