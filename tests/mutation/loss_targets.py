@@ -243,7 +243,13 @@ TARGETS = (
         correction_survives,
         tuple(f"tests/unit/test_{name}.py" for name in ("rollout_correction", "off_policy_loss", "loss_config")),
         EQUIVALENT["rollout_correction"],
-        ("RatioBounds:", "RolloutCorrection:", "token_importance:", "log_difference: 0 -> 1", "log_difference: diff.detach()"),
+        (
+            "RatioBounds:",
+            "RolloutCorrection:",
+            "token_importance:",
+            "log_difference: 0 -> 1",
+            "log_difference: diff.detach()",
+        ),
     ),
     _algorithm(
         "dapo_loss",
