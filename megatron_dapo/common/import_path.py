@@ -86,7 +86,8 @@ def _find(name: str, package: ModuleSpec | None) -> ModuleSpec | None:
     elif "__path__" in (_read(package) or ""):
         return None
     else:
-        spec = PathFinder.find_spec(name, list(package.submodule_search_locations))
+        # without its package's name: of a folder without __init__.py the finder would look that up among the imported
+        spec = PathFinder.find_spec(name.rpartition(".")[2], list(package.submodule_search_locations))
     if spec is None:
         raise ModuleNotFoundError(name=name)
     return spec

@@ -21,6 +21,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_pkg").mkdir()
     (tmp_path / "own_pkg" / "__init__.py").write_text(f"import absent_package\n{ENDS}")
     (tmp_path / "own_pkg" / "scorers.py").write_text(f"import absent_package\n{ENDS}def score(): ...\n")
+    (tmp_path / "own_pkg" / "inner_dir").mkdir()
+    (tmp_path / "own_pkg" / "inner_dir" / "scorers.py").write_text("def score(): ...\n")
     (tmp_path / "own_dir").mkdir()
     (tmp_path / "own_dir" / "scorers.py").write_text("def score(): ...\n")
     return tmp_path
@@ -77,6 +79,7 @@ def test_where_only_running_it_would_tell_nothing_is_said(folder, source):
 def test_a_package_is_searched_without_running_it(folder):
     assert fault_without_import("own_pkg.scorers:score") is None
     assert fault_without_import("own_dir.scorers:score") is None
+    assert fault_without_import("own_pkg.inner_dir.scorers:score") is None
     assert "the module own_pkg.score is not found" in fault_without_import("own_pkg.score:score")
     assert "the module own_pkg.scorers.deep is not found" in fault_without_import("own_pkg.scorers.deep:score")
     assert "the module absent is not found" in fault_without_import("absent.scorers:score")
