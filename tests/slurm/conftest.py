@@ -21,6 +21,9 @@ from tests.helpers import REPOSITORY
 
 LOCAL_SLURM = Path(__file__).with_name("local_slurm.sh")
 TAIL = 2500  # characters of each log that a failure shows
+PATIENCE_S = 900
+"""That a test waits for Slurm and for jobs: several times what they take beside other work on two cores."""
+
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -49,7 +52,12 @@ class Cluster:
     def run(self, *command: str, **environment: str) -> str:
         """A command of Slurm, as the user who submits runs it; its standard output."""
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=self._environment | environment, capture_output=True, text=True, timeout=60
+            command,
+            cwd=REPOSITORY,
+            env=self._environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
@@ -84,9 +92,9 @@ class Job:
         shown = self._cluster.run("scontrol", "show", "job", str(self.number), "--oneliner")
         return re.search(rf"\b{name}=(\S*)", shown)[1]
 
-    def exit_code(self, timeout_s: float = 200) -> int:
+    def exit_code(self) -> int:
         """Waits until the job has ended for good; its exit code, which is 128 + signal where a signal ended it."""
-        self.wait(lambda: self.fact("JobState") in _ENDS, "the job ends", timeout_s)
+        self.wait(lambda: self.fact("JobState") in _ENDS, "the job ends")
         code, signal = map(int, self.fact("ExitCode").split(":"))
         return 128 + signal if signal else code
 
@@ -161,8 +169,8 @@ class Job:
         return matching
 
     def leaves_nothing(self) -> bool:
-        """No step and no process, soon after the end."""
-        deadline = time.monotonic() + 20
+        """No step and no process, some time after the end."""
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             steps = self._cluster.run("squeue", "--steps", "--noheader", f"--job={self.number}")
             if not steps.strip() and not self.processes():
@@ -171,10 +179,10 @@ class Job:
         print(f"left behind: {steps} {[process.cmdline() for process in self.processes()]}")
         return False
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = 200) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{self.report()}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}\n{self.report()}"
             time.sleep(0.2)
 
     def wait_for_steps(self, number: int) -> None:

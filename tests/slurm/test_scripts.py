@@ -23,7 +23,7 @@ LOCAL_SLURM = "tests/slurm/local_slurm.sh"
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTHON"))}
     return subprocess.run(
-        [*map(str, command)], cwd=REPOSITORY, env=own | environment, capture_output=True, text=True, timeout=60
+        [*map(str, command)], cwd=REPOSITORY, env=own | environment, capture_output=True, text=True, timeout=300
     )
 
 
