@@ -51,6 +51,7 @@ class Script:
 
 class FakeServer:
     """Speaks the routes that the controller uses. `version`: of its weights. Attributes may be changed at any time.
+    What is asked for ends with the connection of who asked, as in SGLang.
 
     failures: HTTP statuses of the next requests, before it answers again; "abort" = a finished abort.
     hold: while it is not set, answers wait. is_frozen: it does not say how it is, either. is_paused: as SGLang between
@@ -89,7 +90,7 @@ class FakeServer:
     async def start(self) -> "FakeServer":
         app = web.Application()
         app.add_routes(self.routes())
-        self._runner = web.AppRunner(app, shutdown_timeout=0.05)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.05, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         return self

@@ -80,12 +80,18 @@ class Run:
                 await asyncio.wait_for(training, 20.0)
                 await controller.halt()
                 self.save(controller)
-                assert not any(server.num_open for server in self.servers), "what ran was aborted"
+                await self.wait_until_nothing_is_open()
             else:
                 training.cancel()
                 await asyncio.wait({training})
         finally:
             await controller.close()
+
+    async def wait_until_nothing_is_open(self) -> None:
+        """A request that was on its way when the others were aborted ends with its connection."""
+        async with asyncio.timeout(60.0):
+            while any(server.num_open for server in self.servers):
+                await asyncio.sleep(0.005)
 
     async def train(self, controller: Controller) -> None:
         while not controller.stop_asked.is_set():
