@@ -225,6 +225,7 @@ class WritingServer(FakeServer):
         self.weights = weights_of(version)
         self.pause_mode = "retract"
         self.cached: dict[tuple[str | None, tuple[int, ...]], float] = {}  # (salt, prefix) -> weights that read it
+        self.num_written: Counter = Counter()  # request -> tokens
         self.num_old_prefixes = 0  # prefixes that other weights had read than those of the request's first token
 
     async def push(self, version: int, seconds: float = 0.02, fails: bool = False) -> None:
@@ -274,6 +275,7 @@ class WritingServer(FakeServer):
                 self.num_old_prefixes += self.cached.setdefault(key, self.weights) != self.weights
             is_last = len(written) == length - 1
             written.append((self.version, -self.weights, 0 if is_last else WORDS.index(self.word())))
+            self.num_written[fields["rid"]] += 1
         spans, start = [], 0
         for version, some in groupby(version for version, _, _ in written):
             end = start + len(list(some))
