@@ -31,6 +31,13 @@ def score(data_source, response, ground_truth, extra_info):
 """
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 class Script:
     """What all servers of a test answer: the responses of each prompt in turn, from the start again after the last.
 
@@ -255,6 +262,13 @@ class WritingServer(FakeServer):
         finally:
             self.num_open -= 1
             self._aborted.pop(fields["rid"], None)
+
+    async def until_written(self, num_requests: int, num_tokens: int = 5) -> None:
+        """Wait until there are so many tokens of each of the last requests."""
+        await until(lambda: len(self.requests) >= num_requests)
+        await until(
+            lambda: all(self.num_written[fields["rid"]] >= num_tokens for fields in self.requests[-num_requests:])
+        )
 
     async def _write(self, fields: dict, aborted: asyncio.Event) -> dict:
         key = (fields.get("cache_salt"), tuple(fields["input_ids"]))

@@ -16,6 +16,7 @@ from tests.fake_rollout import (
     prompt_numbers,
     rollout_folder,
     run_with_controller,
+    until,
 )
 
 pytestmark = pytest.mark.unit
@@ -42,12 +43,6 @@ def run_in_folder(folder, scenario, script=None, num_servers=1, overrides=()):
 
 def with_age(max_staleness, *overrides):
     return [f"actor_rollout_ref.rollout.max_staleness={max_staleness}", CORRECTED, *overrides]
-
-
-async def until(condition, timeout_s=20.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def account(controller):

@@ -18,7 +18,7 @@ from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.server_versions import require_in_flight_updates
 from megatron_dapo.rollout.trajectory import Budget
-from tests.fake_rollout import WORDS, WritingServer, mislabelled
+from tests.fake_rollout import WORDS, WritingServer, mislabelled, until
 
 pytestmark = pytest.mark.unit
 
@@ -70,23 +70,6 @@ def sample(sampler, group, n=2, length=100, on_sample=lambda sample: None):
     return asyncio.create_task(sampler.sample_group(group, n, SamplingParams(length), None, on_sample))
 
 
-async def until(condition, timeout_s=60.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-async def until_written(server, num_requests, num_tokens=5):
-    """Wait until the server has written so many tokens of each of its last requests."""
-    requests = server.requests
-    await until(
-        lambda: (
-            len(requests) >= num_requests
-            and all(server.num_written[fields["rid"]] >= num_tokens for fields in requests[-num_requests:])
-        )
-    )
-
-
 def versions(group):
     return [set(sample.weight_versions) for sample in group.samples]
 
@@ -103,7 +86,7 @@ def test_a_response_that_a_push_interrupts_goes_on_and_each_token_bears_the_vers
         server = WritingServer(lambda: 40)
         async with rollout(server) as (pool, sampler):
             running = sample(sampler, draw(0, version=1))
-            await until_written(server, 2)
+            await server.until_written(2)
             await server.push(2)  # longer than a look at the server, which nobody told of it
             await asyncio.sleep(3 * PROBE_S)
             await pool.expect(2)
@@ -135,7 +118,7 @@ def test_an_evaluation_takes_no_token_of_another_version():
         server = WritingServer(lambda: 30)
         async with rollout(server, exact=True) as (pool, sampler):
             running = sample(sampler, draw(0, version=1))
-            await until_written(server, 2)
+            await server.until_written(2)
             await server.push(2)
             await pool.expect(2)
             group = await running
@@ -149,8 +132,8 @@ def test_a_server_that_missed_a_push_finishes_what_it_has_and_gets_nothing_more(
         missed, pushed = WritingServer(lambda: 40), WritingServer(lambda: 40)
         async with rollout(missed, pushed) as (pool, sampler):
             old = sample(sampler, draw(0, version=1))
-            await until_written(pushed, 1)
-            await until_written(missed, 1)
+            await pushed.until_written(1)
+            await missed.until_written(1)
             await pushed.push(2)
             await pool.expect(2)
             new = sample(sampler, draw(1, version=2), n=4)
@@ -257,9 +240,9 @@ def test_aborted_responses_go_on_later_with_their_tokens_versions_and_log_probs(
                 sampler.sample_group(group, 5, SamplingParams(50), None, finished.append, partials.append)
             )
             await until(lambda: len(server.requests) == 4)
-            await until_written(server, 3)
+            await server.until_written(3)
             await server.push(2)
-            await until_written(server, 3, num_tokens=12)
+            await server.until_written(3, num_tokens=12)
             await pool.abort_requests(5.0)
             with pytest.raises(Aborted):
                 await running

@@ -11,7 +11,7 @@ from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.server import ServerState
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool
-from tests.fake_rollout import make_config, run_with_controller, write_files
+from tests.fake_rollout import make_config, run_with_controller, until, write_files
 
 pytestmark = pytest.mark.unit
 
@@ -48,11 +48,6 @@ def run(folder, scenario, num_servers=2, num_listed=None, overrides=()):
 
 def numbers(batch):
     return [int(group.prompt.text[1:]) for group in batch.groups]
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def num_servers(batch):
