@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dapo.data.types import Group, Prompt, Sample
@@ -133,7 +133,8 @@ class SimulatedServer:
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
         self._written = 0.0  # tokens that a request would have that began first of all
-        self._running: list[tuple[float, Request, int]] = []  # (written at its end, request, version at its beginning)
+        self._running: list[tuple[float, Request]] = []  # (written at its end, request)
+        self._written_before = [0.0]  # version -> written when it was pushed
 
     @property
     def num_in_flight(self) -> int:
@@ -150,18 +151,32 @@ class SimulatedServer:
             return math.inf
         return max(self._running[0][0] - self._written, 0.0) * self._seconds_per_token
 
-    def add(self, request: Request, version: int) -> None:
-        """Begin a request, with weights of this version."""
-        heapq.heappush(self._running, (self._written + request.length, request, version))
+    def add(self, request: Request) -> None:
+        """Begin a request."""
+        heapq.heappush(self._running, (self._written + request.length, request))
+
+    def push(self) -> None:
+        """Write with weights of the next version from now on."""
+        self._written_before.append(self._written)
 
     def advance(self, seconds: float) -> None:
         """Write tokens for that long, which is at most `seconds_to_next_end`."""
         self._written += seconds / self._seconds_per_token
 
-    def pop(self) -> tuple[Request, int]:
-        """End the request that is next; return it with the version at its beginning."""
-        self._written, request, version = heapq.heappop(self._running)
-        return request, version
+    def pop(self) -> tuple[Request, dict[int, int]]:
+        """End the request that is next; return it with the number of its tokens by the version that wrote them."""
+        self._written, request = heapq.heappop(self._running)
+        began = self._written - request.length
+        num_tokens: dict[int, int] = {}
+        num_left = request.length
+        for version in range(len(self._written_before) - 1, -1, -1):
+            num_before = max(round(self._written_before[version] - began), 0)
+            if num_left > num_before:
+                num_tokens[version] = num_left - num_before
+                num_left = num_before
+            if not num_left:
+                break
+        return request, dict(reversed(num_tokens.items()))
 
 
 class Simulation:
@@ -228,6 +243,8 @@ class Simulation:
         while self._to_next_end(end, is_asked=False):
             pass
         self._pass(self._machines.push_s)
+        for server in self._servers:
+            server.push()
         self._version += 1
 
     def _to_next_end(self, deadline: float, is_asked: bool) -> bool:
@@ -253,11 +270,11 @@ class Simulation:
         self._now += seconds
         self._slot_seconds += seconds * self._num_in_flight
 
-    def _end(self, request: Request, version: int) -> None:
+    def _end(self, request: Request, num_tokens: Mapping[int, int]) -> None:
         """Take in an answer; its slot takes the request that waits longest."""
         self._num_in_flight -= 1
         group = self._groups[request.uid]
-        samples = (*group.samples, _sample(request, version, self._version))
+        samples = (*group.samples, _sample(request, num_tokens))
         self._groups[request.uid] = replace(group, samples=samples)
         if len(samples) == self._recipe.n:
             self._queue.add_finished(self._groups.pop(request.uid))
@@ -291,7 +308,7 @@ class Simulation:
     def _fill_slots(self) -> None:
         while self._waiting and self._num_in_flight < self._machines.num_slots:
             server = min(self._servers, key=lambda server: server.num_in_flight)
-            server.add(self._waiting.popleft(), self._version)
+            server.add(self._waiting.popleft())
             self._num_in_flight += 1
 
 
@@ -300,16 +317,30 @@ def mean_length(lengths: Sequence[int]) -> float:
     return sum(lengths) / len(lengths)
 
 
-def _sample(request: Request, first_version: int, last_version: int) -> Sample:
-    """Return an answer as far as the queue looks at it: length, correctness, versions of the first and last token."""
+def mean_age(groups: Iterable[Group], weight_version: int) -> float:
+    """Return the mean age of a token in a step that begins with this version: `rollout/staleness_mean` of the step."""
+    num_tokens = 0
+    age = 0
+    for sample in (sample for group in groups for sample in group.samples):
+        num_tokens += sum(sample.loss_mask)
+        age += sum(
+            (weight_version - version) * number
+            for version, number in zip(sample.weight_versions, sample.loss_mask, strict=True)
+        )
+    return age / num_tokens
+
+
+def _sample(request: Request, num_tokens: Mapping[int, int]) -> Sample:
+    """Return an answer as far as the queue looks at it: length, correctness, and one entry per version that wrote some
+    of its tokens, whose entry in the loss mask is their number."""
     return Sample(
         uid=request.uid,
         prompt_tokens=(0,),
         response_tokens=range(request.length),  # a tuple of so many tokens, without their memory
         response_text="",
         rollout_log_probs=(),
-        loss_mask=(request.length,),  # its sum counts
-        weight_versions=(first_version, last_version),
+        loss_mask=tuple(num_tokens.values()),  # its sum counts
+        weight_versions=tuple(num_tokens),
         finish_reason="stop",
         raw_reward=float(request.is_correct),
         correct=request.is_correct,

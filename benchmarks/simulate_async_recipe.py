@@ -1,8 +1,10 @@
-"""What K and the split of the nodes would do to the 32B recipes on 128 GPUs, by simulation alone (no GPU was measured).
+"""What K and the split of the nodes would do to the 32B recipe on its GPUs, by simulation alone (no GPU was measured).
 
-A server of 4 GPUs runs 151 requests at most (its KV cache), a token of each takes 10 ms at one request and 32.5 ms at
-151: 1160 tokens/s per GPU when full. Training on a step of 512 groups takes 64 GPUs 512 s (38 % MFU in the update, 45 %
-for log-probs), half of them twice as long. Lengths are log-normal, 6100 tokens on average. A push takes 8 s.
+Nodes, servers, the requests that each takes (`max_concurrency`) and the sizes of groups and mini-batches are those of
+configs/dapo_32b_async.yaml. Assumed are speeds: a token of each of r requests on a server of 4 GPUs takes 9.85 + 0.15 r
+ms, which is 1100 tokens/s per GPU at 128 requests. Training on a step of 512 groups takes 64 GPUs 512 s (38 % MFU in
+the update, 45 % for log-probs), half of them twice as long. Lengths are log-normal, 6100 tokens on average. A push
+takes 8 s.
 
 python -m benchmarks.simulate_async_recipe [--quick] [--json FILE]
 """
@@ -15,19 +17,25 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.async_simulation import Lengths, Machines, Recipe, Simulation, random_draws
+from benchmarks.async_simulation import Lengths, Machines, Recipe, Simulation, mean_age, random_draws
 from benchmarks.report import plain_table, written
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
 
-NUM_GPUS = 128
-SERVER_GPUS = 4
-SLOTS = 151
-SECONDS_AT_ONE, SECONDS_WHEN_FULL = 0.010, 0.0325  # per token
+CONFIG = load_config(recipe("dapo_32b_async"), [])
+ROLLOUT = CONFIG.actor_rollout_ref.rollout
+NUM_GPUS = (CONFIG.trainer.nnodes + ROLLOUT.server.nnodes) * CONFIG.trainer.n_procs_per_node
+SERVER_GPUS = ROLLOUT.server.tensor_model_parallel_size
+MINI_BATCH = CONFIG.actor_rollout_ref.actor.ppo_mini_batch_size  # groups per optimizer step
+
+TOKEN_S, TOKEN_S_PER_REQUEST = 0.00985, 0.00015
 TRAIN_GPU_S = 512.0 * 64 / 512  # GPU seconds per group
 PUSH_S = 8.0
-LENGTHS = Lengths(median=4400, sigma=0.9, longest=20480)
-N = 16
-MINI_BATCH = 32  # groups per optimizer step
+LENGTHS = Lengths(median=4400, sigma=0.9, longest=CONFIG.data.max_response_length)
 SEED = 1
+# Of the first versions, whose age does not show in the figures any more: four times as many as a token may be old, and
+# at least as many optimizer steps as 48 small steps take. The two halves of what is measured then have about one age.
+WARM_UP, MEASURED = 192, 192  # optimizer steps
 
 
 @dataclass(frozen=True)
@@ -44,24 +52,25 @@ class Case:
     def simulated(self) -> dict:
         """Return the case with its speed; seconds are per 512 groups, so that all lines compare."""
         num_servers = (NUM_GPUS - self.trainer_gpus) // SERVER_GPUS
-        slope = (SECONDS_WHEN_FULL - SECONDS_AT_ONE) / (SLOTS - 1)
-        train_s = TRAIN_GPU_S * self.train_batch_size / self.trainer_gpus
-        machines = Machines(num_servers, SLOTS, SECONDS_AT_ONE - slope, train_s, PUSH_S, slope)
         size = self.train_batch_size
-        recipe = Recipe(size, 3 * size, N, self.max_staleness, self.num_steps, self.warm_up)
-        simulation = Simulation(machines, recipe, random_draws(LENGTHS, self.acceptance, N, SEED))
+        train_s = TRAIN_GPU_S * size / self.trainer_gpus
+        machines = Machines(num_servers, ROLLOUT.max_concurrency, TOKEN_S, train_s, PUSH_S, TOKEN_S_PER_REQUEST)
+        gen_batch_size = size * CONFIG.data.gen_batch_size // CONFIG.data.train_batch_size
+        steps = Recipe(size, gen_batch_size, ROLLOUT.n, self.max_staleness, self.num_steps, self.warm_up)
+        simulation = Simulation(machines, steps, random_draws(LENGTHS, self.acceptance, ROLLOUT.n, SEED))
         speed = simulation.run()
         ages = [
-            place // size - sum(sample.weight_versions) / 2  # half of the tokens by the first version, half by the last
-            for place, group in enumerate(simulation.trained)
-            for sample in group.samples
-            if place >= self.warm_up * size
+            mean_age(simulation.trained[step * size : (step + 1) * size], weight_version=step) * size / MINI_BATCH
+            for step in range(self.warm_up, self.warm_up + self.num_steps)
         ]
+        half = len(ages) // 2
         return {
             **asdict(self),
             **asdict(speed),
             "seconds_per_512_groups": 512 / size / speed.steps_per_s,
-            "mean_age": sum(ages) / len(ages) * size / MINI_BATCH,  # in optimizer steps
+            # in optimizer steps; the same of the first half of the measured steps, and of the second
+            "mean_age": _mean(ages),
+            "mean_age_of_halves": [_mean(ages[:half]), _mean(ages[half:])],
         }
 
 
@@ -69,12 +78,21 @@ def cases(is_quick: bool) -> list[Case]:
     """The lines of the table: the synchronous recipe, K alone, the split, small steps; other acceptances."""
     if is_quick:
         return [Case(0.45, 16, K, 64, num_steps=2, warm_up=1) for K in (0, 2)]
-    lines = [Case(0.45, 512, 0, 64, 3, 1), Case(0.45, 512, 1, 64, 4, 2), Case(0.45, 512, 2, 64, 4, 3)]
-    lines += [Case(0.45, 512, 1, 32, 4, 2), Case(0.45, 512, 2, 32, 4, 3)]
-    lines += [Case(0.45, 128, K, 32, 16, 12) for K in (4, 8)]
+
+    def case(acceptance: float, size: int, max_staleness: int, trainer_gpus: int) -> Case:
+        num_steps = MEASURED * MINI_BATCH // size
+        return Case(acceptance, size, max_staleness, trainer_gpus, num_steps, WARM_UP * MINI_BATCH // size)
+
+    lines = [case(0.45, 512, K, 64) for K in (0, 1, 2)]
+    lines += [case(0.45, 512, K, 32) for K in (1, 2)]
+    lines += [case(0.45, 128, K, 32) for K in (4, 8)]
     for acceptance, trainer_gpus in ((0.3, 24), (0.6, 40)):
-        lines += [Case(acceptance, 512, 0, 64, 3, 1), Case(acceptance, 128, 8, trainer_gpus, 16, 12)]
+        lines += [case(acceptance, 512, 0, 64), case(acceptance, 128, 8, trainer_gpus)]
     return lines
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
 
 
 def show(results: Sequence[dict]) -> None:
@@ -113,7 +131,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     results = [case.simulated() for case in cases(arguments.quick)]
     show(results)
-    written("async_recipe", torch.device("cpu"), results, arguments.json)
+    written(
+        "async_recipe",
+        torch.device("cpu"),
+        results,
+        arguments.json,
+        slots_per_server=ROLLOUT.max_concurrency,
+        lengths=asdict(LENGTHS),
+    )
 
 
 if __name__ == "__main__":

@@ -2,15 +2,34 @@
 
 import asyncio
 import json
+import random
+from dataclasses import replace
 
 import aiohttp
+import numpy as np
 import pytest
 
-from benchmarks import bench_async
-from benchmarks.async_simulation import Draw
+from benchmarks import bench_async, simulate_async_recipe
+from benchmarks.async_simulation import (
+    Draw,
+    Lengths,
+    Machines,
+    Recipe,
+    Request,
+    SimulatedServer,
+    Simulation,
+    mean_age,
+    random_draws,
+)
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
+from megatron_dapo.data.types import Group
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.planner.memory import server_memory
+from megatron_dapo.rollout.group_queue import RolloutStep
+from megatron_dapo.rollout.step_metrics import step_metrics
 from tests.fake_rollout import WORDS
 from tests.helpers import REPOSITORY
+from tests.model_json import QWEN2_5_32B
 
 pytestmark = pytest.mark.unit
 
@@ -60,6 +79,63 @@ def test_the_figures_of_the_docs_are_the_committed_ones():
             f"{result['wait_share']:.0%} | {result['slots_used']:.0%} | {result['mean_age']:.0f} |"
         )
         assert shown in cluster, shown
+
+
+def test_the_simulated_age_does_not_depend_on_how_long_the_run_had_gone_on():
+    """The halves of what was measured differ by less than what is shown, a whole optimizer step."""
+    for result in committed("async_recipe")["results"]:
+        first, second = result["mean_age_of_halves"]
+        assert abs(first - second) < 0.5, result
+        assert result["mean_age"] <= result["max_staleness"] * result["train_batch_size"] / 32
+
+
+def test_the_simulated_servers_take_what_the_recipe_lets_them_take_and_their_caches_hold(tmp_path):
+    """A running response is half written on the average, where long ones run for longer: E[L^2] / 2 E[L] tokens."""
+    assert committed("async_recipe")["slots_per_server"] == simulate_async_recipe.ROLLOUT.max_concurrency == 128
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_32B))
+    cache = server_memory(simulate_async_recipe.CONFIG, read_model_spec(str(tmp_path)))
+    source = random.Random(0)
+    lengths = [simulate_async_recipe.LENGTHS.sample(source) for _ in range(100_000)]
+    num_tokens = sum(length * length for length in lengths) / (2 * sum(lengths))
+    assert 128 * num_tokens < cache.num_tokens
+
+
+def test_an_answer_has_as_many_tokens_of_each_version_as_were_written_between_the_pushes():
+    """Two responses of 10 and 30 tokens of 0.1 s; pushes after 1.5 and 2.5 s."""
+    server = SimulatedServer(Machines(1, 2, token_s=0.1, train_s=0.0, push_s=0.0))
+    for number, length in enumerate((10, 30)):
+        server.add(Request(number, "a", length, is_correct=True))
+    server.advance(1.0)
+    assert server.pop()[1] == {0: 10}
+    for seconds in (0.5, 1.0):
+        server.advance(seconds)
+        server.push()
+    server.advance(server.seconds_to_next_end())
+    request, num_tokens = server.pop()
+    assert (request.number, num_tokens, list(num_tokens)) == (1, {0: 15, 1: 10, 2: 5}, [0, 1, 2])
+    server.add(Request(2, "a", 4, is_correct=True))
+    server.advance(0.4)
+    assert server.pop()[1] == {2: 4}
+
+
+def test_the_simulated_age_is_the_runs_metric_token_by_token():
+    draws = random_draws(Lengths(median=30, sigma=0.9, longest=200), acceptance=0.5, n=2, seed=1)
+    machines = Machines(num_servers=2, slots_per_server=8, token_s=0.01, train_s=0.5, push_s=0.1)
+    simulation = Simulation(machines, Recipe(4, 12, n=2, max_staleness=2, num_steps=3, warm_up=3), draws)
+    simulation.run()
+    groups = simulation.trained[-4:]  # of the sixth step, which begins with version 5
+    metrics = step_metrics(RolloutStep(6, groups=tuple(map(token_by_token, groups))), 5, num_retries=0, seconds=1.0)
+    assert mean_age(groups, weight_version=5) == pytest.approx(metrics["rollout/staleness_mean"])
+    assert metrics["rollout/version_span_max"] > 0
+
+
+def token_by_token(group: Group) -> Group:
+    """Return a simulated group with an entry per token in place of one per version."""
+    samples = []
+    for sample in group.samples:
+        versions = np.repeat(sample.weight_versions, sample.loss_mask).tolist()
+        samples.append(replace(sample, weight_versions=tuple(versions), loss_mask=(1,) * len(versions)))
+    return replace(group, samples=tuple(samples))
 
 
 def test_the_benchmark_runs_and_its_report_has_what_the_docs_show(tmp_path):
