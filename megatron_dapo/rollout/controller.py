@@ -152,7 +152,7 @@ class Controller:
         try:
             await within(
                 self._rollout.step_timeout_s,
-                unless(self.stop_asked, self._fill(weight_version), f"rollout step {step} was asked to stop"),
+                unless(self.stop_asked, self._sample_step(weight_version), f"rollout step {step} was asked to stop"),
                 lambda: self._overdue(f"rollout step {step}", self._missing_groups()),
             )
         except NeedsSync as reason:
@@ -233,8 +233,8 @@ class Controller:
             await self._environments.close()
         await self._servers.close()
 
-    async def _fill(self, weight_version: int) -> None:
-        """Wait until the step has its groups. What fails ends all sampling."""
+    async def _sample_step(self, weight_version: int) -> None:
+        """Wait for the servers, then until the queue has the step's groups. What fails ends all sampling."""
         await self._servers.expect(weight_version)
         if self._servers.urls(ServerState.CURRENT):
             self._num_futile_syncs = 0

@@ -54,7 +54,7 @@ class Filling:
         self._asked_for: set[str] = set()  # servers that came back in this step, for which a push was asked
         self._needs_sync: NeedsSync | None = None
         self._failure: Exception | None = None
-        self._change = asyncio.Event()
+        self._groups_or_slots_changed = asyncio.Event()
         self._held = TimeSpent()
         self._is_waited_for = False  # by `fill`
 
@@ -76,8 +76,8 @@ class Filling:
                 await self.raise_failure()
                 self._check_servers()
                 self._start_groups()
-                await self._change.wait()
-                self._change.clear()
+                await self._groups_or_slots_changed.wait()
+                self._groups_or_slots_changed.clear()
         except NeedsSync:
             raise
         except asyncio.CancelledError:  # it was asked to stop, or takes too long
@@ -190,7 +190,7 @@ class Filling:
 
     def _note_end(self, uid: str, task: asyncio.Task) -> None:
         del self._tasks[uid]
-        self._change.set()
+        self._groups_or_slots_changed.set()
         if not task.cancelled():
             self._go_on()
 
@@ -223,13 +223,13 @@ class Filling:
     async def _watch_slots(self) -> None:
         while True:
             try:
-                await self._servers.wait_for_change()
+                await self._servers.wait_for_slot_change()
             except Exception as error:
                 self._fail(error)
                 return
             if self._servers.urls(ServerState.CURRENT):
                 self._needs_sync = None
-            self._change.set()
+            self._groups_or_slots_changed.set()
             self._go_on()
 
     def _go_on(self) -> None:
@@ -249,4 +249,4 @@ class Filling:
         for task in (*self._tasks.values(), *filter(None, [self._watch])):
             if task is not asyncio.current_task():
                 task.cancel()
-        self._change.set()
+        self._groups_or_slots_changed.set()

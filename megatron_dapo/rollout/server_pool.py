@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
@@ -71,10 +72,11 @@ class ServerPool:
         self._failure: RolloutError | None = None
         self._watch_failure: RolloutError | None = None
         self._push_s = push_s
-        self._keeps_caches = keeps_caches
+        # a server outlives a run: what others read at the same version, by other weights, is not this run's
+        self._salt = uuid.uuid4().hex if keeps_caches else None
         self._waiters: deque[asyncio.Future] = deque()
         self._num_waiting = 0  # requests that wait for a slot, also those that were woken just now
-        self._change = asyncio.Event()  # the next one
+        self._slots_changed = asyncio.Event()  # the next time
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
         self._capacity = MeanOverTime()
@@ -142,8 +144,15 @@ class ServerPool:
     @property
     def cache_salt(self) -> str | None:
         """Return what keeps a trajectory that begins now from beginnings that older weights read; None where servers
-        forget these at each push."""
-        return str(self.version) if self._keeps_caches else None
+        forget these at each push.
+
+        It is new with `expect`, which comes a while after the push. A trajectory that begins meanwhile still has the
+        old salt: the new weights write it, and its tokens say so, but it may go on from a beginning that the old ones
+        read. That is no more than what a push does to all responses that it interrupts: the log-probs are those that it
+        was sampled with, and the loss corrects for the rest. An evaluation never meets it, since `expect` comes first.
+        The salt must not change earlier: under that of a version no server may read which does not hold it yet.
+        """
+        return f"{self._salt}-{self.version}" if self._salt else None
 
     @property
     def num_free_slots(self) -> int:
@@ -152,13 +161,13 @@ class ServerPool:
         free = sum(max(self._max_concurrency - server.num_in_flight, 0) for server in current)
         return max(free - self._num_waiting, 0)
 
-    async def wait_for_change(self) -> None:
+    async def wait_for_slot_change(self) -> None:
         """Return when next a slot becomes free, or a server's state changes.
 
         Raises RolloutError if all servers have been down for down_timeout_s, or are watched no more.
         """
         self._raise_failure()
-        await self._change.wait()
+        await self._slots_changed.wait()
         self._raise_failure()
 
     @asynccontextmanager
@@ -242,8 +251,8 @@ class ServerPool:
 
     def _wake(self, num_waiters: int | None = None) -> None:
         """Let the longest waiting (or, with None, all) look again, and who waits for a change."""
-        self._change.set()
-        self._change = asyncio.Event()
+        self._slots_changed.set()
+        self._slots_changed = asyncio.Event()
         while self._waiters and num_waiters != 0:
             waiter = self._waiters.popleft()
             if not waiter.done():  # a cancelled request leaves its waiter behind

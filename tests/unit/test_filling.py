@@ -36,7 +36,7 @@ class Servers:
     def urls(self, state):
         return []
 
-    async def wait_for_change(self):
+    async def wait_for_slot_change(self):
         await self.change.wait()
         self.change.clear()
 
