@@ -54,4 +54,15 @@ def _problem(check: Check) -> str:
         wrong = [e for e in largest_errors(check, device()) if not e.error <= e.bound]  # NaN is wrong too
         return ", ".join(f"{e.name} off by {e.error:.1e}, allowed {e.bound:.1e}" for e in wrong)
     except Exception as error:  # a compiler, a kernel: what fails here is not needed
-        return f"{type(error).__name__}: {error}"
+        return _with_causes(error)
+
+
+def _with_causes(error: BaseException) -> str:
+    """Return an error on one line, and the errors that it was raised from or while handling: a compiler's own words are
+    often in the innermost one."""
+    chain = []
+    link: BaseException | None = error
+    while link is not None:
+        chain.append(": ".join([type(link).__name__, " ".join(str(link).split())]))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return ", caused by ".join(chain)

@@ -64,6 +64,38 @@ def test_a_kernel_that_does_not_even_run_is_turned_off_too(options, monkeypatch,
     assert "RuntimeError: no compiler here" in caplog.text
 
 
+def test_the_warning_names_what_caused_the_error_on_one_line(options, monkeypatch, caplog):
+    def broken(*_):
+        try:
+            try:
+                raise OSError("no space\nleft in the cache")
+            except OSError:
+                raise ValueError("the kernel is not compiled") from None
+        except ValueError as error:
+            error.__cause__ = FileNotFoundError("ptxas")
+            raise RuntimeError("cannot launch") from error
+
+    monkeypatch.setattr(module, "largest_errors", broken)
+    assert not options()["fused_head"]
+    expected = (
+        "RuntimeError: cannot launch, caused by ValueError: the kernel is not compiled, "
+        "caused by FileNotFoundError: ptxas)."
+    )
+    assert expected in caplog.text and "no space" not in caplog.text
+
+
+def test_the_warning_names_the_error_that_was_being_handled(options, monkeypatch, caplog):
+    def broken(*_):
+        try:
+            raise OSError("no space\nleft in the cache")
+        except OSError:
+            raise RuntimeError("no compiler here")  # noqa: B904 - as a library may
+
+    monkeypatch.setattr(module, "largest_errors", broken)
+    assert not options()["fused_head"]
+    assert "RuntimeError: no compiler here, caused by OSError: no space left in the cache" in caplog.text
+
+
 def test_one_ranks_doubt_is_every_ranks(options, monkeypatch, caplog):
     monkeypatch.setattr(Agreement, "gather", lambda self, own: [own, "another rank's problem"])
     assert not options()["fused_head"] and not caplog.records
