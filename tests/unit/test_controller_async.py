@@ -4,13 +4,16 @@ import asyncio
 import json
 import sys
 
+import psutil
 import pytest
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import Interrupted, RolloutError
 from tests.fake_rollout import (
     RIGHT,
     WRONG,
+    FakeServer,
     Script,
     make_config,
     prompt_numbers,
@@ -124,6 +127,36 @@ def test_batches_are_in_the_order_of_draws_whoever_answers_first(folder):
         assert batches == [number for number in range(19) if number not in (2, 3, 9)]
 
     run_in_folder(folder, scenario, script, num_servers=2, overrides=with_age(2))
+
+
+def test_close_ends_what_is_under_way_between_two_steps_the_workers_and_the_connections(folder):
+    async def scenario(controller, servers):
+        tasks_before, children_before = asyncio.all_tasks(), psutil.Process().children()
+        await controller.start()
+        started = set(psutil.Process().children()) - set(children_before)
+        await controller.next_batch(1, 0)
+        servers[0].hold.clear()
+        push(servers, 1)
+        await controller.next_batch(2, 1)
+        await until(lambda: servers[0].num_open == 8)
+        sessions = [server.client._session for server in controller._servers.servers]
+        assert len(started) == 1 and controller._servers.in_flight() == {servers[0].url: 8}
+        await controller.close()
+        assert not any(worker.is_running() for worker in started) and all(session.closed for session in sessions)
+        assert controller._servers.in_flight() == {} and account(controller).num_open == 4
+        servers[0].hold.set()
+        await until(lambda: servers[0].num_open == 0)
+        assert asyncio.all_tasks() <= tasks_before
+        await controller.close()  # what ends a failed start closes again
+
+    async def main():
+        server = await FakeServer(Script(), version=0).start()
+        try:
+            await scenario(Controller(make_config(folder, [server], *with_age(1))), [server])
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
 
 
 def test_a_failure_while_nobody_waits_is_raised_by_the_next_call(folder):

@@ -1,6 +1,7 @@
 """The trainer's handle: the same answers across the process border, every failure reported, no child left behind."""
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -256,6 +257,25 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_call(folder, monkeypatc
     with pytest.raises(RolloutError, match="has not answered next_batch in time and is asked no more; see .*log"):
         handle.state_dict()
     assert far.recv()[0] == "next_batch" and not far.poll(0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (("ok", None), []),
+        (("ok", "a reward failed"), [(logging.ERROR, "the rollout had failed before it was halted: a reward failed")]),
+        (("error", RolloutError("no answer")), [(logging.WARNING, "the rollout was not halted: no answer")]),
+    ],
+)
+def test_a_stop_logs_what_had_failed_before_and_that_a_controller_does_not_answer(folder, caplog, answer, line):
+    near, far = multiprocessing.Pipe()
+    handle = RolloutHandle(make_config(folder, ["http://a:1"]), StandIn(), near, folder / "controller.log")
+    far.send(("ok", None))
+    far.send(answer)
+    with caplog.at_level(logging.INFO):
+        handle.halt()
+    assert far.recv() == ("halt", ())
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == line
 
 
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
