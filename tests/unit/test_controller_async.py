@@ -146,7 +146,7 @@ def test_close_ends_what_is_under_way_between_two_steps_the_workers_and_the_conn
         assert controller._servers.in_flight() == {} and account(controller).num_open == 4
         servers[0].hold.set()
         await until(lambda: servers[0].num_open == 0)
-        assert asyncio.all_tasks() <= tasks_before
+        await until(lambda: asyncio.all_tasks() <= tasks_before)
         await controller.close()  # what ends a failed start closes again
 
     async def main():
