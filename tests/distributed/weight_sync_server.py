@@ -4,6 +4,7 @@ Faults: die_at_update, freeze_at_update, refuse_at_update (numbers from 1 on), c
 It keeps the tensors it receives under their Hugging Face names; its checksums are per fused parameter, as in SGLang.
 It has no model: its responses are random letters of random length. Every token's log-prob is -`fingerprint` of the
 tensors that it holds at that moment, so that a sample tells by which weights it was written, whatever its label says.
+Who gives it a pipe learns at once, in order, of every call and of every token that it writes.
 """
 
 import asyncio
@@ -11,8 +12,10 @@ import hashlib
 import os
 import random
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import groupby
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -52,6 +55,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> float:
 class FakeServer:
     def __init__(self, faults: dict[str, int | str]) -> None:
         self.faults = faults
+        self.report: Callable[[str, dict], None] = lambda name, body: None
         self.version = "default"
         self.tensors: dict[str, torch.Tensor] = {}
         self.groups: dict[str, dist.ProcessGroup] = {}
@@ -138,6 +142,7 @@ class FakeServer:
             if body.get("rid") in self.aborted:
                 break
             written.append((self.version, [-self.fingerprint, token, None]))
+            self.report("token", {})
         spans, start = [], 0
         for version, some in groupby(version for version, _ in written):
             end = start + len(list(some))
@@ -161,6 +166,7 @@ def application(server: FakeServer) -> web.Application:
         async def handle(request: web.Request) -> web.Response:
             body = await request.json()
             server.log.append(name)
+            server.report(name, body)
             try:
                 answer = await asyncio.to_thread(getattr(server, name), body)
             except Exception as error:
@@ -170,7 +176,12 @@ def application(server: FakeServer) -> web.Application:
         return web.post(f"/{name}", handle)
 
     async def generate(request: web.Request) -> web.Response:
-        return web.json_response(await server.generate(await request.json()))
+        body = await request.json()
+        server.report("generate", body)
+        try:
+            return web.json_response(await server.generate(body))
+        finally:
+            server.report("end of generate", body)
 
     async def ready(_: web.Request) -> web.Response:
         return web.json_response({}, status=503 if server.paused else 200)
@@ -194,7 +205,14 @@ def application(server: FakeServer) -> web.Application:
     return application
 
 
-def serve(port: int, faults: dict[str, int | str]) -> None:
+def serve(port: int, faults: dict[str, int | str], watcher: Connection | None = None) -> None:
+    """Run one. watcher: gets the name and the body of each event: a call of a route, a token, the end of a response.
+
+    What is asked for ends with the connection of who asked, as in SGLang: nothing is written for a client that is gone.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    web.run_app(application(FakeServer(faults)), host="127.0.0.1", port=port, print=None)
+    server = FakeServer(faults)
+    if watcher is not None:
+        server.report = lambda name, body: watcher.send((name, body))
+    web.run_app(application(server), host="127.0.0.1", port=port, print=None, handler_cancellation=True)

@@ -206,9 +206,10 @@ class Trainer(Ranks):
 
 
 class Server:
-    """A stand-in server process that can be killed and started again at the same address."""
+    """A stand-in server process that can be killed and started again at the same address. watcher: gets its events."""
 
-    def __init__(self, **faults: object) -> None:
+    def __init__(self, watcher: Connection | None = None, **faults: object) -> None:
+        self._watcher = watcher
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start(**faults)
@@ -224,7 +225,8 @@ class Server:
         raise AssertionError(f"the server at {self.url} does not start")
 
     def start(self, **faults: object) -> None:
-        self.process = fork_server().Process(target=weight_sync_server.serve, args=(self.port, faults), daemon=True)
+        arguments = (self.port, faults, self._watcher)
+        self.process = fork_server().Process(target=weight_sync_server.serve, args=arguments, daemon=True)
         self.process.start()
 
     def kill(self) -> None:
