@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from megatron_dapo.common import ends
 from megatron_dapo.common.child_environment import ONE_THREAD
@@ -30,11 +31,27 @@ hypothesis.settings.load_profile("megatron_dapo")
 # also on a machine that is busy with other work; unit tests have that of pyproject.toml.
 PROCESSES_TIMEOUT_S = 1800
 
+# end-to-end files that take half a minute at most; the others take up to two
+SHORT = ("test_classic_control.py", "test_docs.py", "test_server_decode.py", "test_server_options.py")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(layer) for layer in ("distributed", "e2e", "slurm")):
             item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))
+    _mix(items)
+
+
+def _mix(items: list[pytest.Item]) -> None:
+    """Put the tests of Slurm, which mostly wait, between those that compute, one class or file of each in turn; and the
+    short files last, where they fill what one worker has left to do less than the others."""
+    jobs: dict[str, list[pytest.Item]] = {}
+    others: dict[str, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: item.path.name in SHORT):
+        scopes = jobs if item.get_closest_marker("slurm") else others
+        scopes.setdefault(item.nodeid.rpartition("::")[0], []).append(item)
+    pairs = zip_longest(others.values(), jobs.values(), fillvalue=[])
+    items[:] = [item for pair in pairs for scope in pair for item in scope]
 
 
 @pytest.fixture(autouse=True)

@@ -121,6 +121,7 @@ class ParallelLayout:
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=False,  # only Megatron's older checkpoint formats use them
         )
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -77,6 +77,7 @@ def make_training_state(
             use_distributed_optimizer=megatron.use_distributed_optimizer,
         ),
         stages,
+        use_gloo_process_groups=False,
     )
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss

@@ -44,7 +44,7 @@ PPO = [
     "critic.optim.lr=1e-3",
     "critic.optim.eps=1e-2",  # see layout_worker
 ]
-SMALL = ["actor_rollout_ref.actor.max_tokens_per_microbatch=64", "critic.max_tokens_per_microbatch=40"]
+SMALL = ["actor_rollout_ref.actor.max_tokens_per_microbatch=96", "critic.max_tokens_per_microbatch=64"]
 PADDED = ["actor_rollout_ref.actor.max_tokens_per_microbatch=128", "actor_rollout_ref.model.use_remove_padding=false"]
 HUBER = ["critic.loss_type=huber", "critic.cliprange_value=null"]
 SHARDED = [*SMALL, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CUTS = {
     "whole": [],
-    "small": ["actor_rollout_ref.actor.max_tokens_per_microbatch=64"],
+    "small": ["actor_rollout_ref.actor.max_tokens_per_microbatch=96"],
     "single": ["actor_rollout_ref.actor.max_tokens_per_microbatch=40"],
     "padded": [
         "actor_rollout_ref.actor.max_tokens_per_microbatch=128",

@@ -16,14 +16,6 @@ from tests.forked_ranks import run_ranks
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
-# files that take half a minute at most; the others take up to two
-SHORT = ("test_classic_control.py", "test_docs.py", "test_server_decode.py", "test_server_options.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the short files at the end, where they fill what one of two workers has left to do less than the other."""
-    items.sort(key=lambda item: item.path.name in SHORT)
-
 
 @dataclass(frozen=True)
 class RunningServer:

@@ -7,7 +7,7 @@ import pytest
 
 from examples.arithmetic import problems
 from examples.arithmetic.pretrain import BASE
-from examples.demo_run import config_path, prompt_files
+from examples.demo_run import config_path
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import run_module
@@ -22,7 +22,7 @@ def run(tmp_path_factory) -> RunFolder:
     folder = tmp_path_factory.mktemp("replay")
     run_module(
         *("launch.local", "--config", str(config_path("experience_replay.yaml"))),
-        *prompt_files(*problems.write_files(folder)),
+        f"data.train_files=[{problems.write_files(folder)[0]}]",
         f"actor_rollout_ref.model.path={BASE}",
         f"data.train_batch_size={NUM_GROUPS}",
         f"actor_rollout_ref.rollout.n={N}",

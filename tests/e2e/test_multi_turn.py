@@ -19,7 +19,7 @@ from tests.helpers import REPOSITORY, run_module
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 14
+NUM_STEPS = 12
 VOCABULARY = json.loads((REPOSITORY / "examples/calculator/base/tokenizer.json").read_text())["model"]["vocab"]
 CHARACTERS = {index: char for char, index in VOCABULARY.items()}
 END = VOCABULARY["<eos>"]
@@ -34,6 +34,7 @@ def run(tmp_path_factory) -> RunFolder:
         f"{multi_turn}.environment=tests.stuck_calculator:StuckCalculator",
         f"{multi_turn}.environment_kwargs.marker={folder}/stuck",
         f"{multi_turn}.step_timeout_s=8.0",
+        f"{multi_turn}.num_workers=3",  # each takes two seconds of CPU to start
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.dump_batches=true",
         f"trainer.run_dir={folder}/run",

@@ -1,10 +1,11 @@
 """The program as a user starts it: servers, controller, trainer with TP=2 and sequence parallelism, run folder.
 
-The demo as `make demo` runs it, to the end.
+The demo as `make demo` runs it, with half of its steps.
 """
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ from tests.helpers import REPOSITORY, run_module
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 40
+NUM_STEPS = 20
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> RunFolder:
     folder = tmp_path_factory.mktemp("demo") / "run"
-    shown = run_module("examples.arithmetic.demo", f"trainer.run_dir={folder}")
+    overrides = (f"trainer.total_training_steps={NUM_STEPS}", f"trainer.run_dir={folder}")
+    shown = run_module("examples.arithmetic.demo", *overrides)
     assert "held-out accuracy" in shown and str(folder) in shown
     return RunFolder(folder)
 
@@ -63,7 +65,7 @@ def test_after_every_sync_the_server_computes_the_trainers_log_probs(metrics):
 
 def test_the_reward_climbs_and_the_held_out_accuracy_at_least_doubles(metrics):
     rewards = [line["reward/mean"] for line in steps(metrics)]
-    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.15
+    assert fmean(rewards[-5:]) > fmean(rewards[:5]) + 0.15
     before, *_, after = [line["val/accuracy"] for line in metrics if "val/accuracy" in line]
     assert after >= 2 * before
 

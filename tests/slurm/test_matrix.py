@@ -3,7 +3,7 @@ each thing: exit code, the last line of the log, which names the cause, that no 
 nothing is requeued that should not be.
 
 To save starts of servers a job goes through several of these things, in the order of its class. The classes share
-nothing: `make test` has two workers run them.
+nothing: `make test` has several workers run them.
 """
 
 import json
@@ -161,7 +161,7 @@ class TestANodeIsSetDown:
     @pytest.fixture(scope="class")
     @classmethod
     def job(cls, cluster):
-        steps = ("trainer.total_training_steps=1000", "trainer.save_interval=1", "data.val_files=[]")
+        steps = ("trainer.total_training_steps=1000", "trainer.save_interval=1")
         job = cluster.submit("taken", *steps)
         job.wait_for_steps(2)
         cluster.set_node("node2", "down")
@@ -200,7 +200,6 @@ class TestAChainOfTwoJobs:
         hung = json.dumps({"has_hung": str(cluster.folder / "has_hung")})
         overrides = (
             "trainer.total_training_steps=1000",
-            "data.val_files=[]",
             "actor_rollout_ref.rollout.dump_samples=100",
             "reward.function=tests.slurm.hanging_reward:score",
             f"reward.kwargs={hung}",
@@ -250,8 +249,8 @@ class TestAChainOfTwoJobs:
 
 
 def test_of_two_trainer_nodes_the_rank_that_was_killed_is_named_and_not_its_peer(cluster):
-    overrides = ("trainer.total_training_steps=1000", "data.val_files=[]")
-    job = cluster.submit("killed", *overrides, flags=("--nodes=3",), TRAINER_NODES="2", RANKS_PER_NODE="1")
+    steps = "trainer.total_training_steps=1000"
+    job = cluster.submit("killed", steps, flags=("--nodes=3",), TRAINER_NODES="2", RANKS_PER_NODE="1")
     job.wait_for_steps(1)
     [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
     rank.kill()
