@@ -9,11 +9,11 @@ ARGS ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q
 TWO_AT_A_TIME := -n 2 --dist loadfile
-# tests that wait as much as they compute: for servers, for jobs, for the other side of a pipe
-THREE_AT_A_TIME := -n 3 --dist
 LAYER = @printf '\n== %s\n' "$(1)"
 
 export OMP_NUM_THREADS := 1
+# where a machine forbids caches, each of a test's hundreds of processes would compile the project's sources again
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -54,11 +54,11 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,tests with several processes)
 	@$(PYTEST) $(TWO_AT_A_TIME) tests/distributed
 	$(call LAYER,tests with a real SGLang server and jobs on a Slurm of virtual nodes)
-	@$(PYTEST) $(THREE_AT_A_TIME) loadscope --no-loadscope-reorder tests/slurm tests/e2e
+	@$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder tests/slurm tests/e2e
 
 test-unit: setup ## Unit tests only (under three minutes)
 	$(call LAYER,unit tests)
-	@$(PYTEST) $(THREE_AT_A_TIME) loadfile tests/unit
+	@$(PYTEST) $(TWO_AT_A_TIME) tests/unit
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
