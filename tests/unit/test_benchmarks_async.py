@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 from dataclasses import replace
+from itertools import product
+from statistics import fmean
 
 import aiohttp
 import numpy as np
@@ -48,6 +50,23 @@ def test_sampling_while_the_trainer_trains_is_faster_as_promised_and_as_simulate
     assert of_k[2]["measured"]["wait_share"] <= 0.1 or of_k[2]["measured"]["slots_used"] >= 0.9
     for result in of_k.values():
         assert result["measured"]["ratio"] == pytest.approx(result["predicted"]["ratio"], rel=0.1)
+
+
+def test_the_demo_learns_what_it_learns_in_step_with_its_trainer():
+    results = committed("async_demo_cpu")["results"]
+    assert {(result["max_staleness"], result["seed"]) for result in results} == set(product((0, 1, 2, 4), (1, 2, 3)))
+    synchronous = {result["seed"]: result["last_reward"] for result in results if result["max_staleness"] == 0}
+    rollout = (REPOSITORY / "docs/rollout.md").read_text().splitlines()
+    for max_staleness in (0, 1, 2, 4):
+        of_k = [result for result in results if result["max_staleness"] == max_staleness]
+        assert all(result["num_steps"] == 40 and result["oldest"] <= max_staleness for result in of_k)
+        worst = min(result["last_reward"] - synchronous[result["seed"]] for result in of_k)
+        assert worst >= -0.05 or max_staleness > 2
+        reward, accuracy = fmean(r["last_reward"] for r in of_k), min(r["accuracy"] for r in of_k)
+        shown = (
+            f"| {max_staleness} | {reward:.3f} | {worst:+.3f} | {accuracy:.3f} | {of_k[0]['seconds_per_step']:.2f} |"
+        )
+        assert shown in rollout, shown
 
 
 def test_a_synchronous_step_discards_little_at_any_acceptance():
