@@ -6,8 +6,9 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from ipaddress import ip_address
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -40,6 +41,22 @@ class _Backend(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What the backend is to send, and what tells that it has."""
+
+    done: Future[None]
+    send: Callable[[_Backend], None]
+
+    def run(self, backend: _Backend) -> None:
+        try:
+            self.send(backend)
+        except Exception as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
 class BroadcastGroup:
     """Rank 0 of a group whose other ranks are server processes. Opening starts the rendezvous; `ready` tells its end.
 
@@ -62,7 +79,7 @@ class BroadcastGroup:
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.ready: Future[None] = Future()
         self._device = device
-        self._tasks: queue.SimpleQueue[Callable[[_Backend], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._nccl: _Backend | None = None  # once joined
         self._stream: torch.cuda.Stream  # of NCCL alone, once joined
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -91,7 +108,7 @@ class BroadcastGroup:
                 work.wait()
 
         if self.backend == "gloo":
-            self._tasks.put(partial(_fulfil, done, send))
+            self._tasks.put(_Task(done, send))
             return done
         produced = torch.cuda.Event()
         produced.record()
@@ -103,14 +120,17 @@ class BroadcastGroup:
                 for work in [backend.broadcast([tensor], options) for tensor in tensors]:
                     work.wait(limit)  # NCCL ignores the limit in the options
 
-        self._tasks.put(partial(_fulfil, done, send_on_own_stream))
+        self._tasks.put(_Task(done, send_on_own_stream))
         return done
 
     def close(self) -> None:
         """Leave the group; returns at once. Who still waits for others to join, servers too, waits no more. A broadcast
         under way is aborted (NCCL) or ends by its time-out (gloo); then the connections close, which frees servers
-        that wait for the rest."""
+        that wait for the rest. Broadcasts that wait for it are not begun: their futures are cancelled."""
         self._rendezvous = None
+        with suppress(queue.Empty):
+            while (task := self._tasks.get_nowait()) is not None:
+                task.done.cancel()
         if self._nccl is not None:
             # waits for the end of what is under way, for as long as a broadcast may take
             threading.Thread(target=_abort, args=(self._nccl,), name=f"leave-{self.name}", daemon=True).start()
@@ -129,7 +149,7 @@ class BroadcastGroup:
             self._nccl = backend
         self.ready.set_result(None)
         while (task := self._tasks.get()) is not None:
-            task(backend)
+            task.run(backend)
 
     def _join(self, store: dist.Store, timeout_s: float) -> _Backend:
         # the keys of torch's helper: the caller's prefix (SGLang's is the group's name), the name, the device type
@@ -152,12 +172,3 @@ def _abort(backend: _Backend) -> None:
         backend.abort()
     except Exception as error:  # nobody waits for it
         log.info("weight sync: a group of NCCL did not end in order: %s", error)
-
-
-def _fulfil(future: Future[None], send: Callable[[_Backend], None], backend: _Backend) -> None:
-    try:
-        send(backend)
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)

@@ -23,6 +23,10 @@ from megatron_dapo.weight_sync.servers import (
     reason,
 )
 
+BUCKETS_IN_FLIGHT = 2
+"""Buckets that are sent and not yet answered. One is received while the servers have the next one's request; a third
+would need one more buffer and wait for the same connection."""
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -47,7 +51,7 @@ class Transfer:
 
 
 class Sender:
-    """Owns the group of one stage and the two flat buffers (one is filled while the other is sent)."""
+    """Owns the group of one stage and the flat buffers, which buckets take in turn."""
 
     def __init__(
         self,
@@ -58,17 +62,20 @@ class Sender:
         probe_s: float = PROBE_S,
         flushes: bool = True,
     ) -> None:
-        """Allocate the two flat buffers. `probe_s` is how many seconds a server may take after a failure to say that it
+        """Allocate the flat buffers. `probe_s` is how many seconds a server may take after a failure to say that it
         is alive. `flushes`: servers empty their caches, which needs that no request holds a part of them."""
         self._stage = stage
         self._calls = calls
         self._device = device
         self._probe_s = probe_s
         self._flushes = flushes
-        self._buffers = [torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers = [
+            torch.empty(plan.flat_bytes, dtype=torch.uint8, device=device) for _ in range(BUCKETS_IN_FLIGHT)
+        ]
         self._group: BroadcastGroup | None = None
         self._members: tuple[str, ...] = ()
         self._abandoned: dict[str, set[str]] = {}  # name of a group -> the servers that may still hold it
+        self._requests: list[Call] = []  # of the buckets that are under way
 
     def join(self, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         """Form a new group with these servers. server_sizes: URL -> tensor-parallel ranks."""
@@ -136,7 +143,7 @@ class Sender:
                 raise WeightSyncError(f"{spec.name}: gathered {tuple(tensor.shape)} {tensor.dtype}, planned {spec}")
         if not bucket.flat:
             return [tensor.detach().to(self._device).contiguous() for tensor in tensors]
-        flat = self._buffers[index % 2][: bucket.num_bytes]
+        flat = self._buffers[index % BUCKETS_IN_FLIGHT][: bucket.num_bytes]
         start = 0
         for tensor in tensors:
             size = tensor.numel() * tensor.itemsize
@@ -147,8 +154,9 @@ class Sender:
     def start(
         self, what: str, bucket: Bucket, payload: Sequence[Tensor], version: int, last: bool, deadline: Deadline
     ) -> Transfer:
-        """Begin to send a bucket. With the last one the servers flush their caches and take the version. Until then
-        they bear UNFINISHED_VERSION: neither the new version nor the old one is true of what they hold."""
+        """Begin to send a bucket, while those before it may be under way: the servers take up the requests of one
+        after the other, in the order of the calls. With the last bucket they flush their caches and take the version.
+        Until then they bear UNFINISHED_VERSION: neither the new version nor the old one is true of what they hold."""
         assert self._group is not None
         name = self._group.name
 
@@ -164,6 +172,7 @@ class Sender:
             )
 
         calls = self._calls.start(self._members, update, deadline.left())
+        self._requests = [call for call in self._requests if not call.answer.done()] + calls
         return Transfer(what, calls, self._group.broadcast(payload, deadline.left()))
 
     def settle(self, transfer: Transfer, deadline: Deadline) -> None:
@@ -172,16 +181,25 @@ class Sender:
         pending = wait(transfer.futures, timeout=deadline.left(), return_when=FIRST_EXCEPTION).not_done
         if not pending and all(future.exception() is None for future in transfer.futures):
             return
-        # who refused is read before the group goes: closing it makes healthy servers' calls fail too
+        # read before requests are withdrawn and the group goes: both make healthy servers' calls fail too
         refused = transfer.refused()
+        silent = transfer.silent()
         collective = transfer.collective
         error = collective.exception() if collective.done() else None
         collective_error = "none" if error is None else reason(error)
+        self._withdraw_requests()  # first: a server that the end of the group frees would begin with the next bucket
         self.abandon()
         _, gone = self._calls.ask(self._members, lambda server: server.weight_version(), self._probe_s)
-        # whoever refused ended the wait; the healthy ones were in the collective with it and may still be silent
-        named = culprits(gone or refused or transfer.silent() or transfer.refused()) or "no server names an error"
+        # whoever refused ended the wait; the healthy ones were in the collective with it, and silent too
+        named = culprits(gone or refused or silent) or "no server names an error"
         raise WeightSyncError(f"{transfer.what}: {named} (error of the collective: {collective_error})")
+
+    def _withdraw_requests(self) -> None:
+        """Give up the requests that are under way: one that a server has not begun with would meet a group that is
+        broken, in the session of the next attempt."""
+        for call in self._requests:
+            call.answer.cancel()
+        self._requests = []
 
 
 def _destroy(name: str) -> Callable[[ServerControl], Awaitable[None]]:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.checksum import checksum, server_parameters, server_tensor
 from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.plan import Plan, Source
-from megatron_dapo.weight_sync.sender import Sender, Transfer
+from megatron_dapo.weight_sync.sender import BUCKETS_IN_FLIGHT, Sender, Transfer
 
 Checksums = Mapping[str, Sequence[Mapping[str, str]]]
 """URL -> of each tensor-parallel rank of the server, parameter name -> checksum."""
@@ -153,34 +154,52 @@ class StageSource(Gatherer):
             self._sender.join(server_sizes, deadline)
 
     def send(self, stage: int, version: int, deadline: Deadline) -> StageTotals | None:
-        """Gather bucket k+1 while bucket k is sent."""
+        """Gather, copy and announce the next bucket while one is broadcast.
+
+        Two buckets are in flight (BUCKETS_IN_FLIGHT): the group begins with the next broadcast where the last one ends,
+        without the servers' answers. This is sound because no server takes part in the broadcasts in another order.
+        SGLang's handler of a request receives and loads its bucket before it answers; it holds a lock meanwhile, and
+        its scheduler has one thread. It takes up the requests as they arrive, and they arrive in order because each
+        server gets them over one connection (RequestPipeline). That a broadcast has ended on this side would not tell
+        that all servers have begun with it: other servers forward it, and NCCL has buffers.
+
+        The last bucket waits for the answers to all others. It brings the version, which no server may take that
+        refused a bucket: it would receive this one's bytes for the next.
+        """
         if stage != self._stage:
             return None
         watch = Stopwatch()
-        transfer: Transfer | None = None
         failure: WeightSyncError | None = None
+        in_flight: deque[Transfer] = deque()
         num_buckets = len(self._plan.buckets)
         for index, bucket in enumerate(self._plan.buckets):
             tensors = self._source.gather(list(bucket.specs))
             if failure is not None:  # goes on gathering: its peers are in the same collectives
                 continue
+            watch.lap("gather")
+            what = f"send (stage {stage}, bucket {index + 1} of {num_buckets})"
+            is_last = stage == self._num_stages - 1 and index == num_buckets - 1
             try:
+                self._settle(in_flight, BUCKETS_IN_FLIGHT - 1, deadline)  # frees a buffer
+                watch.lap("send")
                 payload = self._sender.pack(index, bucket, _whole(tensors))
                 watch.lap("gather")
-                if transfer is not None:
-                    self._sender.settle(transfer, deadline)
-                what = f"send (stage {stage}, bucket {index + 1} of {num_buckets})"
-                is_last = stage == self._num_stages - 1 and index == num_buckets - 1
-                transfer = self._sender.start(what, bucket, payload, version, is_last, deadline)
+                if is_last:
+                    self._settle(in_flight, 0, deadline)
+                in_flight.append(self._sender.start(what, bucket, payload, version, is_last, deadline))
             except WeightSyncError as error:
                 failure = error
             watch.lap("send")
         if failure is not None:
             raise failure
-        if transfer is not None:
-            self._sender.settle(transfer, deadline)
+        self._settle(in_flight, 0, deadline)
         watch.lap("send")
         return StageTotals(watch.seconds, self._plan.num_bytes, self._plan.num_tensors, num_buckets)
+
+    def _settle(self, in_flight: deque[Transfer], num_left: int, deadline: Deadline) -> None:
+        """Wait until all but the last num_left of these buckets have arrived, and take the others out."""
+        while len(in_flight) > num_left:
+            self._sender.settle(in_flight.popleft(), deadline)
 
     def compare(self, version: int, sums: Checksums) -> int:
         wrong: list[str] = []

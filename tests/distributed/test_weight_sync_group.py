@@ -139,3 +139,53 @@ def test_ranks_that_plan_differently_or_do_not_come_are_named():
             trainer.order("open")
             ((error, _),) = trainer.order(1, ranks=[0])
             assert "Ranks 1" in error or "rank 1" in error.lower(), error
+
+
+IN_FLIGHT = {"num_large": 4, "bucket_size_mb": 1}  # five buckets, four of one size: bytes in a wrong one would fit
+
+
+def test_buckets_in_flight_arrive_each_in_its_turn_and_phases_sum_up():
+    with Server() as one, Server() as other, Trainer([one.url, other.url], pp=2, timeout_s=60, **IN_FLIGHT) as trainer:
+        trainer.order("open")
+        for version in (1, 2):
+            start = time.monotonic()
+            answers = trainer.order(version)
+            assert [status for status, _ in answers] == ["ok", "ok"], answers
+            report = answers[0][1]
+            assert report.num_buckets == 6 + 5 and 0 < sum(report.seconds.values()) < time.monotonic() - start
+            for server in (one, other):
+                assert server.seen()["sha256"] == expected_sha256(2, version, num_large=4)
+                assert server.seen()["version"] == str(version)
+
+
+@pytest.mark.parametrize("fault", ["die_at_update", "freeze_at_update"])
+def test_a_server_that_is_lost_while_the_next_bucket_is_in_flight_is_left_out(fault: str):
+    with (
+        Server() as steady,
+        Server(**{fault: 2}) as lost,
+        Trainer([lost.url, steady.url], timeout_s=30, **IN_FLIGHT) as trainer,
+    ):
+        trainer.order("open")
+        ((status, report),) = trainer.order(1)
+        assert status == "ok" and report.num_servers == 1 and "recover" in report.seconds
+        assert steady.seen()["sha256"] == expected_sha256(1, 1, num_large=4)
+        steady.wait_until_seen(num_groups=1, paused=False, open=False, version="1")
+
+
+def test_a_refusal_while_the_next_bucket_is_in_flight_is_named_and_no_server_takes_the_version():
+    with (
+        Server() as steady,
+        Server(refuse_at_update=2) as stubborn,
+        Trainer([steady.url, stubborn.url], timeout_s=20, **IN_FLIGHT) as trainer,
+    ):
+        trainer.order("open")
+        ((error, _),) = trainer.order(1)
+        assert (
+            stubborn.url in error and steady.url not in error and "out of order" in error and "bucket 2 of 6" in error
+        )
+        for server in (steady, stubborn):
+            server.wait_until_seen(paused=False, version="-1")
+        ((status, _),) = trainer.order(2)
+        assert status == "ok"
+        for server in (steady, stubborn):
+            assert server.seen()["sha256"] == expected_sha256(1, 2, num_large=4)

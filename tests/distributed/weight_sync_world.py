@@ -40,14 +40,16 @@ class Spec:
     dtype: torch.dtype
 
 
-def model_specs(stage: int, pp: int) -> list[Spec]:
-    """Two layers per stage, embeddings at the ends; two dtypes, and one tensor above the flat limit (1 MiB)."""
+def model_specs(stage: int, pp: int, num_large: int = 0) -> list[Spec]:
+    """Two layers per stage, embeddings at the ends; two dtypes, and one tensor above the flat limit (1 MiB). num_large:
+    further ones of the same size on each stage, which are buckets of their own."""
     specs = [Spec("model.embed_tokens.weight", (128, 2304), torch.float32)] if stage == 0 else []
     for layer in range(2 * stage, 2 * stage + 2):
         for module in ("q_proj", "k_proj", "v_proj"):
             specs.append(Spec(f"model.layers.{layer}.self_attn.{module}.weight", (32, 64), torch.float32))
         specs.append(Spec(f"model.layers.{layer}.input_layernorm.weight", (63,), torch.bfloat16))
         specs.append(Spec(f"model.layers.{layer}.self_attn.o_proj.weight", (64, 32), torch.float32))
+    specs += [Spec(f"model.large.{stage}.{number}", (128, 2304), torch.float32) for number in range(num_large)]
     return specs + ([Spec("lm_head.weight", (128, 64), torch.float32)] if stage == pp - 1 else [])
 
 
@@ -60,18 +62,19 @@ def sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
-def expected_sha256(pp: int, version: int) -> dict[str, str]:
-    return {spec.name: sha256(full_tensor(spec, version)) for stage in range(pp) for spec in model_specs(stage, pp)}
+def expected_sha256(pp: int, version: int, num_large: int = 0) -> dict[str, str]:
+    specs = [spec for stage in range(pp) for spec in model_specs(stage, pp, num_large)]
+    return {spec.name: sha256(full_tensor(spec, version)) for spec in specs}
 
 
 class ShardedModel:
     """A weight source: every tensor is cut along its rows over the tensor-parallel ranks (uneven rows are not cut)."""
 
-    def __init__(self, layout: ParallelLayout) -> None:
-        self.layout, self.version = layout, 0
+    def __init__(self, layout: ParallelLayout, num_large: int) -> None:
+        self.layout, self.version, self.num_large = layout, 0, num_large
 
     def specs(self) -> list[Spec]:
-        return model_specs(self.layout.pp_rank, self.layout.pp)
+        return model_specs(self.layout.pp_rank, self.layout.pp, self.num_large)
 
     def gather(self, specs: list[Spec]) -> list[torch.Tensor] | None:
         full = []
@@ -98,7 +101,7 @@ def _layout(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
         rank=rank, world_size=tp * pp * dp, tp=tp, pp=pp, vpp=None, dp=dp, sp=False,
         tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=dp_rank,
         tp_group=tp_groups[rank // tp], pp_group=everyone, dp_group=everyone, cpu_group=everyone,
-        agreement=Agreement(everyone, WAIT_S),
+        agreement=Agreement(everyone, WAIT_S), replicas=(), cpu_model_group=everyone,
     )  # fmt: skip
 
 
@@ -132,6 +135,7 @@ def _sharded_rank(
     port: int,
     sizes: tuple[int, int, int],
     urls: list[str],
+    num_large: int,
     odd_rank: int | None,
     run: RunFolder | None,
     config: dict,
@@ -144,7 +148,7 @@ def _sharded_rank(
         rank=rank,
         timeout=timedelta(seconds=WAIT_S),
     )
-    model = ShardedModel(_layout(rank, *sizes))
+    model = ShardedModel(_layout(rank, *sizes), num_large)
     if rank == odd_rank:
         model.specs = lambda: model_specs(model.layout.pp_rank, model.layout.pp)[::-1]
 
@@ -187,7 +191,8 @@ class Ranks:
 
 
 class Trainer(Ranks):
-    """Trainer ranks of a sharded random model. run: where they leave notes about servers that did not answer."""
+    """Trainer ranks of a sharded random model. num_large: of its tensors, as in `model_specs`. run: where they leave
+    notes about servers that did not answer."""
 
     def __init__(
         self,
@@ -195,11 +200,13 @@ class Trainer(Ranks):
         tp: int = 1,
         pp: int = 1,
         dp: int = 1,
+        num_large: int = 0,
         odd_rank: int | None = None,
         run: RunFolder | None = None,
         **config: object,
     ) -> None:
-        super().__init__(_sharded_rank, tp * pp * dp, free_port(), (tp, pp, dp), list(urls), odd_rank, run, config)
+        arguments = ((tp, pp, dp), list(urls), num_large, odd_rank, run, config)
+        super().__init__(_sharded_rank, tp * pp * dp, free_port(), *arguments)
 
 
 # ---------------------------------------------------------------------------------------------------- servers

@@ -119,8 +119,8 @@ def push_in_flight(
 def gap(model_path: Path, generations: Sequence[Generation], offset: int = 0) -> torch.Tensor:
     """[responses, tokens]: by how much the servers' log-probs differ from those of the weights of each token's version;
     with an offset, of an earlier version's."""
-    served = torch.tensor([generation.log_probs for generation in generations])
-    labels = torch.tensor([generation.weight_versions for generation in generations])
+    served = torch.tensor([generation.log_probs.tolist() for generation in generations])
+    labels = torch.tensor([generation.weight_versions.tolist() for generation in generations])
     expected = torch.full_like(served, torch.nan)
     for version in labels.unique().tolist():
         of_version = log_probs(model_path, version - offset, *(generation.tokens for generation in generations))
@@ -183,7 +183,7 @@ def check_retracted(model_path: Path, generations: Sequence[Generation]) -> None
 def check_in_place(model_path: Path, generations: Sequence[Generation]) -> None:
     """What the weights before the push wrote is exact; what came after was written from their keys and values."""
     difference = gap(model_path, generations)
-    after = torch.tensor([generation.weight_versions for generation in generations]) == 12
+    after = torch.tensor([generation.weight_versions.tolist() for generation in generations]) == 12
     assert after.any(1).all() and not after.all(1).any(), "the push was in flight"
     print(f"in_place: before the push at most {difference[~after].max():.1e}, after {difference[after].max():.1e}")
     assert difference[~after].max() < BOUND < difference[after].max()

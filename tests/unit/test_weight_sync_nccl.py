@@ -96,6 +96,26 @@ def test_a_group_is_left_at_once_though_nccl_takes_long_to_abort_it(made):
     group.close()  # harmless
 
 
+def test_a_group_that_is_left_begins_with_no_broadcast_that_still_waits(made):
+    group = BroadcastGroup("weights-0", "127.0.0.1", 2, CUDA, 7.0)
+    group.ready.result(WAIT_S)
+    is_under_way = threading.Event()
+    may_end = made[0].may_end
+
+    def wait(limit: timedelta) -> None:
+        made[0].limits.append(limit)
+        is_under_way.set()
+        assert may_end.wait(WAIT_S)
+
+    made[0].wait = wait
+    first, second = (group.broadcast([torch.zeros(2)], limit) for limit in (11.0, 12.0))
+    assert is_under_way.wait(WAIT_S)
+    group.close()
+    may_end.set()
+    first.result(WAIT_S)
+    assert second.cancelled() and made[0].limits == [timedelta(seconds=11)]
+
+
 @pytest.mark.parametrize(("name", "device"), [("nccl", CUDA), ("gloo", torch.device("cpu"))])
 def test_trainer_and_servers_meet_under_the_keys_of_torchs_own_helper(made, monkeypatch, name, device):
     """SGLang joins through torch, which puts the first device of the backend into the keys."""

@@ -1,0 +1,177 @@
+"""Requests that a server takes up in the order in which they were sent, though they do not wait for one another."""
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import urlsplit
+
+import h11
+
+_NO_LINGERING = struct.pack("ii", 1, 0)  # struct linger: on, for 0 seconds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """status: of HTTP. content_type: "" where the server names none."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class RequestPipeline:
+    """POST requests over one connection (HTTP/1.1 pipelining, RFC 9112, section 9.3.2). Use it inside one event loop.
+
+    A server answers the requests of a connection in order, and begins with one only when the answer before it is out,
+    since a POST may change what the next one finds. On two connections the later request can overtake the earlier one.
+    uvicorn, which SGLang runs on, and aiohttp keep the next requests unread until then.
+
+    The connection lasts as long as an answer is awaited. So no request meets one that the server closes as idle.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        """Prepare requests to the server at `url`, each with these headers. No connection is opened yet."""
+        self._url = urlsplit(url)
+        self._headers = headers
+        self._connection: _Connection | None = None
+        self._turn = asyncio.Lock()  # lets its waiters in as they came
+        self._num_failed_connections = 0
+
+    async def post(self, route: str, body: bytes) -> Answer:
+        """Send a JSON document and return the answer. Requests go out in the order of the calls.
+
+        Raises OSError where there is no connection or it ends early, and h11.RemoteProtocolError where the answer is
+        not HTTP. A call that is cancelled ends the connection, and with it the calls that are under way: the server
+        does not take up what it has not begun with, unless its answer to the one before is on the way already. Where
+        no connection can be made, the calls that wait for it fail too.
+        """
+        num_failed = self._num_failed_connections
+        async with self._turn:
+            if num_failed != self._num_failed_connections:
+                raise ConnectionError("the request before it was not sent")
+            if self._connection is None or self._connection.has_ended:
+                try:
+                    self._connection = await self._connect()
+                except BaseException:
+                    self._num_failed_connections += 1
+                    raise
+            connection = self._connection
+            answer = connection.send(self._request(route, body), body)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+
+    def close(self) -> None:
+        """End the connection; calls that are under way fail."""
+        if self._connection is not None:
+            self._connection.abort()
+
+    async def _connect(self) -> "_Connection":
+        is_secure = self._url.scheme == "https"
+        port = self._url.port or (443 if is_secure else 80)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            _Connection, self._url.hostname or "", port, ssl=True if is_secure else None
+        )
+        return connection
+
+    def _request(self, route: str, body: bytes) -> h11.Request:
+        host = self._url.netloc.rpartition("@")[2]
+        headers = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(body))}
+        headers |= self._headers
+        return h11.Request(method="POST", target=self._url.path + route, headers=list(headers.items()))
+
+
+@dataclass
+class _Exchange:
+    """One request and what has come of its answer."""
+
+    answer: asyncio.Future[Answer]
+    parser: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
+    response: h11.Response | None = None
+    body: bytearray = field(default_factory=bytearray)
+
+    def receive(self, data: bytes) -> bytes | None:
+        """Take in bytes of the answer; return those after its end, None while it is not whole."""
+        self.parser.receive_data(data)
+        while True:
+            event = self.parser.next_event()
+            if isinstance(event, h11.Response):
+                self.response = event
+            elif isinstance(event, h11.Data):
+                self.body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                self._finish()
+                return self.parser.trailing_data[0]
+            elif event is h11.NEED_DATA:
+                return None
+
+    def _finish(self) -> None:
+        assert self.response is not None, "the end of a message comes after its beginning"
+        content_type = dict(self.response.headers).get(b"content-type", b"").decode("latin-1")
+        if not self.answer.done():
+            self.answer.set_result(Answer(self.response.status_code, content_type, bytes(self.body)))
+
+
+class _Connection(asyncio.Protocol):
+    """A connection with the requests that are not answered yet."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self._transport: asyncio.Transport
+        self._exchanges: deque[_Exchange] = deque()
+
+    def send(self, request: h11.Request, body: bytes) -> asyncio.Future[Answer]:
+        """Write a request behind those that were sent; return its answer to come."""
+        exchange = _Exchange(asyncio.get_running_loop().create_future())
+        head = exchange.parser.send(request) or b""
+        data = exchange.parser.send(h11.Data(data=body)) or b""
+        end = exchange.parser.send(h11.EndOfMessage()) or b""
+        self._exchanges.append(exchange)
+        self._transport.write(head + data + end)
+        return exchange.answer
+
+    def abort(self) -> None:
+        """End the connection at once, so that the server cannot answer any more and begins with nothing that it has not
+        read yet."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        if (sock := self._transport.get_extra_info("socket")) is not None:
+            # a reset and not an orderly end, which a server does not see while it works on a request
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of a class of their own
+
+    def data_received(self, data: bytes) -> None:
+        rest: bytes | None = data
+        try:
+            while rest and self._exchanges:
+                rest = self._exchanges[0].receive(rest)
+                if rest is not None:
+                    self._exchanges.popleft()
+        except h11.RemoteProtocolError as error:
+            self._fail(error)
+            self.abort()
+            return
+        if not self._exchanges:
+            self.has_ended = True
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.has_ended = True
+        self._fail(error or ConnectionResetError("the connection ended before the answer"))
+
+    def _fail(self, error: Exception) -> None:
+        while self._exchanges:
+            exchange = self._exchanges.popleft()
+            if not exchange.answer.done():
+                exchange.answer.set_exception(error)

@@ -1,0 +1,44 @@
+"""What the benchmark of the weight sync is for, held over the committed numbers; and how it comes to them."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.bench_weight_sync import Weights, summary
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_push_takes_at_most_a_ninth_longer_than_a_raw_broadcast_to_a_receiver_that_allocates():
+    content = json.loads((REPOSITORY / "benchmarks" / "results" / "weight_sync_cpu.json").read_text())
+    now, before = (
+        {(result["receiver"], result["num_buckets"]): result for result in results}
+        for results in (content["results"], content["before"]["results"])
+    )
+    assert now.keys() == before.keys() and {receiver for receiver, _ in now} == {"a stand-in", "SGLang"}
+    for (receiver, _), result in now.items():
+        assert result["num_bytes"] > 100e6
+        if receiver == "a stand-in":
+            assert result["share_of_raw"]["raw, fresh"] >= 0.9
+
+
+def test_a_share_is_of_a_raw_broadcast_in_the_same_round():
+    """The machine is ten times slower in the second round, and twice in the third."""
+
+    def taken(*totals: float) -> list[dict[str, float]]:
+        return [{"total": total, "send": total / 2} for total in totals]
+
+    samples = {"raw, kept": taken(1, 10, 2), "raw, fresh": taken(1.5, 15, 3), "push": taken(2, 20, 4)}
+    result = summary("any", 10**6, 5, 3, samples)
+    assert result["share_of_raw"] == {"raw, kept": 0.5, "raw, fresh": 0.75}
+    assert result["seconds"] == {"raw, kept": 2, "raw, fresh": 3, "push": 4}
+    assert result["push_s"] == {"total": 4, "send": 2}
+
+
+def test_a_source_gives_what_it_lists():
+    weights = Weights({"a": torch.zeros(2, 3), "b": torch.ones(4)})
+    specs = weights.specs()
+    assert [(spec.name, spec.shape) for spec in specs] == [("a", (2, 3)), ("b", (4,))]
+    assert [tensor.sum() for tensor in weights.gather(specs)] == [0, 4]
