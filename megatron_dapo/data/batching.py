@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
+from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, Dtype, joined
 from megatron_dapo.data.types import Group, Sample
 
 
@@ -26,13 +28,13 @@ class TrainSample:
 
     sample_id: int  # place in the rollout step: results find their way back by it
     uid: str  # the group's
-    tokens: np.ndarray  # int64
-    loss_mask: np.ndarray  # float32, 0 or 1
+    tokens: np.ndarray  # int32
+    loss_mask: np.ndarray  # uint8, 0 or 1
     rollout_log_probs: np.ndarray  # float32, by the server; 0 where token t + 1 is not the response's
     reward: float  # after shaping
     advantage: float  # the same for every token of the response
     correct: bool
-    weight_versions: np.ndarray  # int64, of the weights that wrote token t + 1; 0 where it is not the response's
+    weight_versions: np.ndarray  # int32, of the weights that wrote token t + 1; 0 where it is not the response's
     exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
     baseline_reward: float | None = None  # the group's, as is `keep`: see SampleReward
     keep: bool = True
@@ -163,11 +165,11 @@ def shard_over_data_parallel(
     """
     cost = cost or CostModel()
     shards: list[list[TrainSample]] = [[] for _ in range(dp_size)]
-    loads = [0.0] * dp_size
+    loads = [(0.0, rank) for rank in range(dp_size)]  # a heap: of equal loads the lowest rank comes first
     for sample in longest_first(samples):
-        rank = loads.index(min(loads))
+        load, rank = loads[0]
         shards[rank].append(sample)
-        loads[rank] += cost(sample.length)
+        heapreplace(loads, (load + cost(sample.length), rank))
     return shards
 
 
@@ -184,14 +186,14 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
 
 
 def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bool) -> TrainSample:
-    assert sample.prompt_tokens, f"sample {sample.uid}: without a prompt nothing predicts the first token"
+    assert len(sample.prompt_tokens), f"sample {sample.uid}: without a prompt nothing predicts the first token"
     num_prompt = len(sample.prompt_tokens)
     num_response = len(sample.response_tokens)
     lengths = {len(sample.loss_mask), len(sample.rollout_log_probs), len(sample.weight_versions)}
     assert lengths == {num_response}, f"sample {sample.uid}: lengths differ"
 
-    def aligned(response_values: Sequence[float], dtype: type = np.float32) -> np.ndarray:
-        row: np.ndarray = np.zeros(num_prompt + num_response, dtype=dtype)
+    def aligned(response_values: np.ndarray, dtype: Dtype) -> np.ndarray:
+        row = np.zeros(num_prompt + num_response, dtype=dtype)
         row[num_prompt - 1 : num_prompt - 1 + num_response] = response_values
         return row
 
@@ -199,13 +201,13 @@ def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bo
     return TrainSample(
         sample_id=index,
         uid=sample.uid,
-        tokens=np.array(sample.prompt_tokens + sample.response_tokens, dtype=np.int64),
-        loss_mask=aligned(sample.loss_mask if counts else [0] * num_response),
-        rollout_log_probs=aligned(sample.rollout_log_probs),
+        tokens=joined(TOKEN, sample.prompt_tokens, sample.response_tokens),
+        loss_mask=aligned(sample.loss_mask if counts else np.zeros_like(sample.loss_mask), MASK),
+        rollout_log_probs=aligned(sample.rollout_log_probs, LOG_PROB),
         reward=sample.reward,
         advantage=0.0,
         correct=sample.correct,
-        weight_versions=aligned(sample.weight_versions, np.int64),
+        weight_versions=aligned(sample.weight_versions, VERSION),
         exp_mask=sample.exp_mask,
         baseline_reward=group.baseline_reward,
         keep=group.keep,

@@ -1,4 +1,4 @@
-"""The way from data-parallel shards to micro-batches: bins under a hard token cap, the tensors of one micro-batch."""
+"""The way from a mini-batch to micro-batches: who computes what under a hard token cap, the tensors of one of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,9 +12,10 @@ from torch import Tensor
 from megatron_dapo.algorithms.rollout_correction import Corrected
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import round_up
-from megatron_dapo.data.batching import CostModel, TrainSample, longest_first, shard_over_data_parallel
+from megatron_dapo.data.batching import CostModel, TrainSample, shard_over_data_parallel
+from megatron_dapo.data.bins import Bins, balanced, first_fit_decreasing, halved, usable_tokens
+from megatron_dapo.data.token_arrays import Dtype
 
-Bins = list[list[TrainSample]]
 ACTOR_CAP = "actor_rollout_ref.actor.max_tokens_per_microbatch"
 
 
@@ -65,12 +66,12 @@ def schedule_shards(
     cost = cost or CostModel()
     bins_of_rank = [first_fit_decreasing(shard, max_tokens, pad_multiple, packed) for shard in shards]
     num_bins = round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
-    capacity = max_tokens // pad_multiple * pad_multiple
+    capacity = usable_tokens(max_tokens, pad_multiple)
 
     def spread(shard: Sequence[TrainSample], bins: Bins) -> Bins:
         # In a rectangle, mixing lengths costs more padding than balance wins: there the bins stay sorted by length.
-        balanced = _balance(shard, num_bins, capacity, cost) if packed else None
-        return sorted(balanced or _split(bins, num_bins, cost), key=lambda bin_: -_cost(bin_, cost))
+        even = balanced(shard, num_bins, capacity, cost) if packed else None
+        return sorted(even or halved(bins, num_bins, cost), key=lambda bin_: -_cost(bin_, cost))
 
     return [spread(shard, bins) for shard, bins in zip(shards, bins_of_rank, strict=True)]
 
@@ -85,53 +86,6 @@ def check_lengths(
             f"A sample of {longest} tokens does not fit into {cap_key}={max_tokens}: raise it to at least "
             f"{round_up(longest, pad_multiple)}, or lower data.max_prompt_length or data.max_response_length."
         )
-
-
-def first_fit_decreasing(
-    samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1, packed: bool = True
-) -> Bins:
-    """Return bins: the longest sample first, each in the first bin where it fits. No sample is longer than the cap."""
-    bins: Bins = []
-    sizes: list[int] = []
-    for sample in longest_first(samples):
-        # Bins are sorted by falling length, so a rectangle is as wide as its first sample.
-        news = (size + (sample if packed else bin_[0]).length for bin_, size in zip(bins, sizes, strict=True))
-        place = next((i for i, new in enumerate(news) if round_up(new, pad_multiple) <= max_tokens), len(bins))
-        if place == len(bins):
-            bins.append([])
-            sizes.append(0)
-        bins[place].append(sample)
-        sizes[place] += sample.length if packed else round_up(bins[place][0].length, pad_multiple)
-    return bins
-
-
-def _balance(samples: Sequence[TrainSample], num_bins: int, capacity: int, cost: CostModel) -> Bins | None:
-    """Return num_bins bins of about equal cost, the costliest sample first into the cheapest bin with room for it.
-
-    None if it does not work out: the cap is hard, and only first-fit-decreasing is known to need no more bins.
-    """
-    bins: Bins = [[] for _ in range(num_bins)]
-    tokens = [0] * num_bins
-    costs = [0.0] * num_bins
-    for sample in longest_first(samples):
-        with_room = [i for i in range(num_bins) if tokens[i] + sample.length <= capacity]
-        if not with_room:
-            return None
-        place = min(with_room, key=costs.__getitem__)
-        bins[place].append(sample)
-        tokens[place] += sample.length
-        costs[place] += cost(sample.length)
-    return bins
-
-
-def _split(bins: Bins, num_bins: int, cost: CostModel) -> Bins:
-    """Return num_bins bins made by halving the costliest; empty ones once every sample has its own."""
-    bins = list(bins)
-    while len(bins) < num_bins and any(len(bin_) > 1 for bin_ in bins):
-        largest = max((bin_ for bin_ in bins if len(bin_) > 1), key=lambda bin_: _cost(bin_, cost))
-        half = next(i for i in range(1, len(largest)) if 2 * _cost(largest[: i + 1], cost) > _cost(largest, cost))
-        bins = [bin_ for bin_ in bins if bin_ is not largest] + [largest[:half], largest[half:]]
-    return bins + [[] for _ in range(num_bins - len(bins))]
 
 
 def _cost(samples: Iterable[TrainSample], cost: CostModel) -> float:
@@ -244,10 +198,8 @@ def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bo
     else:
         width = round_up(max([1, *(sample.length for sample in samples)]), pad_multiple)
         widths = [width] * max(1, len(samples))
-    owners = [*samples, *[None] * (len(widths) - len(samples))]
-    rows = [_row(owner, width, i) for i, (owner, width) in enumerate(zip(owners, widths, strict=True))]
     shape = (1, -1) if packed else (len(widths), -1)
-    tensors = {name: torch.from_numpy(np.concatenate([row[name] for row in rows])).view(shape) for name in rows[0]}
+    tensors = {name: torch.from_numpy(row).view(shape) for name, row in _rows(samples, widths).items()}
     return MicroBatch(
         **tensors,
         cu_seqlens=torch.tensor([0, *accumulate(widths)], dtype=torch.int32) if packed else None,
@@ -260,24 +212,34 @@ def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bo
     )
 
 
-def _row(sample: TrainSample | None, width: int, segment: int) -> dict[str, np.ndarray]:
-    """Return one segment of `width` tokens: a sample padded at its right, or nothing but padding."""
+_DTYPES: dict[str, Dtype] = {
+    "tokens": np.int64,
+    "position_ids": np.int64,
+    "targets": np.int64,
+    "loss_mask": np.float32,
+    "advantages": np.float32,
+    "rollout_log_probs": np.float32,
+    "weight_versions": np.int64,
+    "exp_mask": np.float32,
+    "segment_ids": np.int64,
+}
 
-    def padded(values: np.ndarray, dtype: type) -> np.ndarray:
-        row: np.ndarray = np.zeros(width, dtype=dtype)
-        row[: len(values)] = values
-        return row
 
-    nothing = np.zeros(0)
-    tokens = sample.tokens if sample else nothing
-    return {
-        "tokens": padded(tokens, np.int64),
-        "position_ids": np.arange(width, dtype=np.int64),
-        "targets": padded(tokens[1:], np.int64),
-        "loss_mask": padded(sample.loss_mask if sample else nothing, np.float32),
-        "advantages": padded(np.full(len(tokens), sample.advantage if sample else 0.0), np.float32),
-        "rollout_log_probs": padded(sample.rollout_log_probs if sample else nothing, np.float32),
-        "weight_versions": padded(sample.weight_versions if sample else nothing, np.int64),
-        "exp_mask": np.full(width, sample.exp_mask if sample else 0, dtype=np.float32),
-        "segment_ids": np.full(width, segment, dtype=np.int64),
-    }
+def _rows(samples: Sequence[TrainSample], widths: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the segments one after the other: as many tokens as `widths` says, each with one of the samples padded at
+    its right, those beyond the samples with nothing but padding."""
+    rows = {name: np.zeros(sum(widths), dtype=dtype) for name, dtype in _DTYPES.items()}
+    positions = np.arange(max(widths), dtype=np.int64)
+    rows["position_ids"] = np.concatenate([positions[:width] for width in widths])
+    rows["segment_ids"] = np.repeat(np.arange(len(widths), dtype=np.int64), widths)
+    start = 0
+    for sample, width in zip(samples, widths, strict=False):
+        end = start + sample.length
+        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
+            rows[name][start:end] = getattr(sample, name)
+        rows["targets"][start : end - 1] = sample.tokens[1:]
+        rows["advantages"][start:end] = sample.advantage
+        if sample.exp_mask:  # few are: memory that nobody writes costs nothing
+            rows["exp_mask"][start : start + width] = 1
+        start += width
+    return rows

@@ -52,7 +52,7 @@ def test_a_sample_is_aligned_to_the_position_that_predicts():
     assert sample.weight_versions.tolist() == [0, 0, 4, 4, 3, 0]
     assert sample.length == 6 and sample.correct and sample.uid == "a"
     dtypes = (sample.tokens.dtype, sample.loss_mask.dtype, sample.weight_versions.dtype)
-    assert dtypes == (np.int64, np.float32, np.int64)
+    assert dtypes == (np.int32, np.uint8, np.int32)
 
 
 def test_an_empty_response_counts_for_nothing():

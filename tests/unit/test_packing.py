@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, assemble
-from megatron_dapo.data.packing import MicroBatch, collate, first_fit_decreasing, schedule, schedule_shards
+from megatron_dapo.data.bins import first_fit_decreasing
+from megatron_dapo.data.packing import MicroBatch, collate, schedule, schedule_shards
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
@@ -126,29 +127,15 @@ def test_a_second_cut_leaves_every_sample_on_its_rank(lengths, layout, offset):
     assert schedule_shards([sum(rank, []) for rank in first], **cut) == first
 
 
-def test_first_fit_decreasing_fills_the_first_bin_with_room():
-    bins = first_fit_decreasing(make_samples([4, 8, 1, 4, 2, 1]), 10)
-    assert [lengths_of(bin_) for bin_ in bins] == [[8, 2], [4, 4, 1, 1]]
-
-
-def test_unpacked_bins_count_the_rectangle():
-    bins = first_fit_decreasing(make_samples([5, 5, 2, 2, 2]), 12, packed=False)
-    assert [lengths_of(bin_) for bin_ in bins] == [[5, 5], [2, 2, 2]]
-    padded = first_fit_decreasing(make_samples([5, 5, 2, 2, 2]), 16, pad_multiple=4, packed=False)
-    assert [lengths_of(bin_) for bin_ in padded] == [[5, 5], [2, 2, 2]]  # rows of 8, then of 4
-
-
-def test_packed_bins_count_the_padding_of_the_whole():
-    # 5 + 4 = 9 is padded to 12, over the cap of 11; without padding both fit.
-    assert len(first_fit_decreasing(make_samples([5, 4]), 11, pad_multiple=4)) == 2
-    assert len(first_fit_decreasing(make_samples([5, 4]), 11, pad_multiple=1)) == 1
-    assert len(schedule(make_samples([5, 4]), dp_size=1, max_tokens=11, pad_multiple=4)[0]) == 2
-
-
 def test_a_full_rank_keeps_first_fit_decreasing_when_balancing_does_not_fit():
     # Greedy balance in 2 bins of 10: 6 | 5, then 5+4 | 6+3, and 2 fits nowhere. First-fit-decreasing: 6+4 | 5+3+2.
     (plan,) = schedule(make_samples([6, 5, 4, 3, 2]), dp_size=1, max_tokens=10)
     assert [lengths_of(bin_) for bin_ in plan] == [[6, 4], [5, 3, 2]]
+
+
+def test_the_number_of_micro_batches_counts_the_padding():
+    # 5 + 4 = 9 is padded to 12, over the cap of 11.
+    assert len(schedule(make_samples([5, 4]), dp_size=1, max_tokens=11, pad_multiple=4)[0]) == 2
 
 
 def test_balancing_counts_the_padding():
