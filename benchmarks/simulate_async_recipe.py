@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.async_simulation import Lengths, Machines, Recipe, Simulation, mean_age, random_draws
 from benchmarks.report import plain_table, written
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
+from megatron_dapo.forecast.simulation import Machines, Recipe, Simulation, mean_age, random_draws
+from megatron_dapo.planner.lengths import Lengths
 
 CONFIG = load_config(recipe("dapo_32b_async"), [])
 ROLLOUT = CONFIG.actor_rollout_ref.rollout

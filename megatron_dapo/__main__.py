@@ -13,12 +13,14 @@ from megatron_dapo.common.child_environment import set_rank_defaults
 from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import SharedUserError, UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.large_imports import large_imports
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
 from megatron_dapo.config.derived import has_given_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.reference import config_reference
 from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.command import add_plan_arguments, plan
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.storage.run_folder import RunFolder
@@ -57,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
     train.set_defaults(run=_train, takes_overrides=True)
 
+    plan_parser = commands.add_parser(
+        "plan",
+        help="show the memory and the time that a run will need; starts nothing",
+        usage="python -m megatron_dapo plan (--config FILE | --config-name NAME) [options] [key=value ...]",
+        description="Estimate memory and time of a run before it starts. docs/plan.md has the source of every formula.",
+        epilog="key=value sets any key of the config, as for train.",
+    )
+    add_plan_arguments(plan_parser)
+    plan_parser.set_defaults(run=_plan, takes_overrides=True)
+
     reference = commands.add_parser("config-reference", help="print every config key, as docs/config.md")
     reference.set_defaults(run=_config_reference, takes_overrides=False)
     return parser
@@ -88,8 +100,9 @@ def _train(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
 
     set_rank_defaults(os.environ)
-    from megatron_dapo.rollout.errors import RolloutError  # a dry run must not wait for torch
-    from megatron_dapo.trainer import train
+    with large_imports():  # here, because a dry run must not wait for torch
+        from megatron_dapo.rollout.errors import RolloutError
+        from megatron_dapo.trainer import train
 
     try:
         is_done = train(config)
@@ -122,6 +135,15 @@ def _checked_config(path: str | None, overrides: list[str], num_processes: int |
             "use `python -m launch.local`, which starts them."
         )
     return config
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    try:
+        plan(arguments, arguments.overrides)
+    except UserError as error:
+        print(error.report(), file=sys.stderr, flush=True)
+        return USER_ERROR_EXIT_CODE
+    return 0
 
 
 def _config_reference(arguments: argparse.Namespace) -> int:

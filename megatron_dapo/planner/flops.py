@@ -14,8 +14,8 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) ->
 
     Two operations per parameter of a product and token, and causal attention over the keys that a token sees, itself
     and those before it (PaLM's 12 L H Q T counts those after it too; Megatron-LM's num_floating_point_operations halves
-    that as we do). Experts count as far as a token passes through them. num_answered: tokens whose logits are computed,
-    which are those that the loss counts.
+    that as we do). Experts count as far as a token passes through them. num_answered: tokens whose logits, of a critic
+    values, are computed, which are those that the loss counts.
     """
     lengths = list(lengths)
     hidden = spec.hidden_size
@@ -25,4 +25,5 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) ->
     products = 2 * (projections + router + 3 * hidden * spec.active_ffn_size)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = 2 * 2 * width * pairs  # queries with keys, weights with values
-    return spec.num_layers * (products * sum(lengths) + attention) + 2 * hidden * spec.vocab_size * num_answered
+    columns = 1 if spec.value_head else spec.vocab_size
+    return spec.num_layers * (products * sum(lengths) + attention) + 2 * hidden * columns * num_answered

@@ -182,7 +182,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     layers = spec.num_layers // sizes.pp
     number = megatron.recompute_num_layers
     entry = spec.hidden_size * width / part
-    attention, mlp, rest = _kept_per_token(spec, sizes, width, part)
+    attention, mlp, rest = kept_per_token(spec, sizes, width, part)
     whole = attention + mlp + rest
     if megatron.recompute_granularity == "full" and megatron.recompute_method == "uniform":
         kept = layers / number * entry
@@ -203,7 +203,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     return round(tokens * (kept * _in_flight(sizes, stage) + computed))
 
 
-def _kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int) -> tuple[float, float, float]:
+def kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int) -> tuple[float, float, float]:
     """Return the bytes per token that one layer keeps for backward: (attention, MLP, norms and the inputs of the two
     blocks). part: number of ranks that share a sequence."""
     heads = spec.num_heads + spec.num_kv_heads

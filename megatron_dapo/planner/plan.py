@@ -23,6 +23,7 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema import Config
+from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.memory import server_memory, trainer_memory
 from megatron_dapo.planner.model_checks import read_model_specs
 from megatron_dapo.storage.run_folder import RunFolder
@@ -253,11 +254,16 @@ def _critic(config: Config) -> Iterator[str]:
 
 
 def _memory(config: Config) -> Iterator[str]:
-    """Yield lines that say what the trainer's and the servers' GPUs need, by the estimate."""
     path = config.actor_rollout_ref.model.path
     if (specs := read_model_specs(config)) is None:
         yield f"not estimated: the model's config.json is not in {path or 'actor_rollout_ref.model.path'}"
         return
+    yield from memory_lines(config, specs)
+
+
+def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> Iterator[str]:
+    """Yield lines that say what the trainer's and the servers' GPUs need, by the estimate. specs: of the actor and,
+    where it is of another size, of the critic."""
     parts = trainer_memory(config, *specs)
     sizes = ", ".join(f"{name} {format_gb(size)}" for name, size in parts.by_name.items())
     fits = parts.total <= config.trainer.gpu_memory_gb * GB

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_async, simulate_async_recipe
-from benchmarks.async_simulation import (
+from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
+from megatron_dapo.data.types import Group
+from megatron_dapo.forecast.simulation import (
     Draw,
-    Lengths,
     Machines,
     Recipe,
-    Request,
+    SimulatedRequest,
     SimulatedServer,
     Simulation,
     mean_age,
     random_draws,
 )
-from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import server_memory
 from megatron_dapo.rollout.group_queue import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics
@@ -123,7 +123,7 @@ def test_an_answer_has_as_many_tokens_of_each_version_as_were_written_between_th
     """Two responses of 10 and 30 tokens of 0.1 s; pushes after 1.5 and 2.5 s."""
     server = SimulatedServer(Machines(1, 2, token_s=0.1, train_s=0.0, push_s=0.0))
     for number, length in enumerate((10, 30)):
-        server.add(Request(number, "a", length, is_correct=True))
+        server.add(SimulatedRequest(number, "a", length, is_correct=True))
     server.advance(1.0)
     assert server.pop()[1] == {0: 10}
     for seconds in (0.5, 1.0):
@@ -132,7 +132,7 @@ def test_an_answer_has_as_many_tokens_of_each_version_as_were_written_between_th
     server.advance(server.seconds_to_next_end())
     request, num_tokens = server.pop()
     assert (request.number, num_tokens, list(num_tokens)) == (1, {0: 15, 1: 10, 2: 5}, [0, 1, 2])
-    server.add(Request(2, "a", 4, is_correct=True))
+    server.add(SimulatedRequest(2, "a", 4, is_correct=True))
     server.advance(0.4)
     assert server.pop()[1] == {2: 4}
 

@@ -12,7 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing
 from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import Account, FilterReason, GroupQueue, QueueLimits
 
@@ -28,30 +32,12 @@ class Draw:
 Draws = Callable[[int], Draw]  # number of the draw -> what the servers will answer
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Log-normal lengths of responses, in tokens: exp(normal(log median, sigma)), at most `longest`."""
-
-    median: float
-    sigma: float
-    longest: int
-
-    def sample(self, source: random.Random) -> int:
-        """Return one length, at least 1."""
-        return min(max(round(source.lognormvariate(math.log(self.median), self.sigma)), 1), self.longest)
-
-    def mean(self, number: int = 100_000, seed: int = 0) -> float:
-        """Return the mean of that many samples."""
-        source = random.Random(seed)
-        return sum(self.sample(source) for _ in range(number)) / number
-
-
 def random_draws(lengths: Lengths, acceptance: float, n: int, seed: int) -> Draws:
     """Return draws that depend on their number and the seed alone: each run that is compared gets the same ones.
 
-    acceptance: share of groups that carry signal, above 0; n: responses of a group, at least 2.
+    acceptance: share of groups that carry signal, above 0; n: responses of a group, at least 2 where some carry none.
     """
-    assert acceptance > 0 and n >= 2, "no group would ever carry signal"
+    assert acceptance == 1 or (acceptance > 0 and n >= 2), "no group would ever carry signal"
 
     def draw(number: int) -> Draw:
         source = random.Random(seed * 1_000_003 + number)
@@ -112,7 +98,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Request:
+class SimulatedRequest:
     """One response that is asked for. Requests that end together are ordered by their number."""
 
     number: int
@@ -120,7 +106,7 @@ class Request:
     length: int
     is_correct: bool
 
-    def __lt__(self, other: "Request") -> bool:
+    def __lt__(self, other: "SimulatedRequest") -> bool:
         return self.number < other.number
 
 
@@ -133,7 +119,7 @@ class SimulatedServer:
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
         self._written = 0.0  # tokens that a request would have that began first of all
-        self._running: list[tuple[float, Request]] = []  # (written at its end, request)
+        self._running: list[tuple[float, SimulatedRequest]] = []  # (written at its end, request)
         self._written_before = [0.0]  # version -> written when it was pushed
 
     @property
@@ -151,7 +137,7 @@ class SimulatedServer:
             return math.inf
         return max(self._running[0][0] - self._written, 0.0) * self._seconds_per_token
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         """Begin a request."""
         heapq.heappush(self._running, (self._written + request.length, request))
 
@@ -163,7 +149,7 @@ class SimulatedServer:
         """Write tokens for that long, which is at most `seconds_to_next_end`."""
         self._written += seconds / self._seconds_per_token
 
-    def pop(self) -> tuple[Request, dict[int, int]]:
+    def pop(self) -> tuple[SimulatedRequest, dict[int, int]]:
         """End the request that is next; return it with the number of its tokens by the version that wrote them."""
         self._written, request = heapq.heappop(self._running)
         began = self._written - request.length
@@ -201,7 +187,7 @@ class Simulation:
         self._version = 0  # that the servers hold
         self._confirmed = 0  # that the controller knows of: it learns when the next step is asked for
         self._servers = [SimulatedServer(machines) for _ in range(machines.num_servers)]
-        self._waiting: deque[Request] = deque()  # without a slot
+        self._waiting: deque[SimulatedRequest] = deque()  # without a slot
         self._numbers = itertools.count()
         self._groups: dict[str, Group] = {}  # uid -> open group with the samples that are done
         self._now = 0.0
@@ -270,7 +256,7 @@ class Simulation:
         self._now += seconds
         self._slot_seconds += seconds * self._num_in_flight
 
-    def _end(self, request: Request, num_tokens: Mapping[int, int]) -> None:
+    def _end(self, request: SimulatedRequest, num_tokens: Mapping[int, int]) -> None:
         """Take in an answer; its slot takes the request that waits longest."""
         self._num_in_flight -= 1
         group = self._groups[request.uid]
@@ -299,7 +285,7 @@ class Simulation:
         self._groups[group.uid] = group
         for position, length in enumerate(draw.lengths):
             is_correct = position > 0 or not draw.has_signal
-            self._waiting.append(Request(next(self._numbers), group.uid, length, is_correct))
+            self._waiting.append(SimulatedRequest(next(self._numbers), group.uid, length, is_correct))
         self._fill_slots()
 
     def _has_free_slot(self) -> bool:
@@ -322,25 +308,22 @@ def mean_age(groups: Iterable[Group], weight_version: int) -> float:
     num_tokens = 0
     age = 0
     for sample in (sample for group in groups for sample in group.samples):
-        num_tokens += sum(sample.loss_mask)
-        age += sum(
-            (weight_version - version) * number
-            for version, number in zip(sample.weight_versions, sample.loss_mask, strict=True)
-        )
+        num_tokens += sample.num_written_tokens
+        age += int(((weight_version - sample.weight_versions) * sample.loss_mask).sum())
     return age / num_tokens
 
 
-def _sample(request: Request, num_tokens: Mapping[int, int]) -> Sample:
+def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
     """Return an answer as far as the queue looks at it: length, correctness, and one entry per version that wrote some
     of its tokens, whose entry in the loss mask is their number."""
     return Sample(
         uid=request.uid,
-        prompt_tokens=(0,),
-        response_tokens=range(request.length),  # a tuple of so many tokens, without their memory
+        prompt_tokens=np.zeros(1, TOKEN),
+        response_tokens=np.broadcast_to(TOKEN(0), request.length),  # so many tokens, without their memory
         response_text="",
-        rollout_log_probs=(),
-        loss_mask=tuple(num_tokens.values()),  # its sum counts
-        weight_versions=tuple(num_tokens),
+        rollout_log_probs=nothing(LOG_PROB),
+        loss_mask=np.fromiter(num_tokens.values(), np.int64),  # its sum counts
+        weight_versions=np.fromiter(num_tokens, np.int64),
         finish_reason="stop",
         raw_reward=float(request.is_correct),
         correct=request.is_correct,

@@ -1,0 +1,180 @@
+"""`python -m megatron_dapo plan`: memory and time of a run, before anything starts."""
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.sizes import GB
+from megatron_dapo.common.standard_streams import print_line
+from megatron_dapo.config.derived import replaces_groups
+from megatron_dapo.config.recipes import add_config_arguments
+from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.report import time_plan
+from megatron_dapo.forecast.search import ConfigSource, search_report
+from megatron_dapo.forecast.step_time import HAND_OVER_S, Assumptions, run_time
+from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named
+from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.memory import shortage
+from megatron_dapo.planner.model_checks import model_json_of, read_model_json
+from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
+from megatron_dapo.planner.plan import memory_lines
+from megatron_dapo.planner.training_time import Efficiency
+from megatron_dapo.planner.validation import load_and_validate, validate
+
+MEAN_SHARE = 0.3  # of the longest response that is allowed
+SPREAD = 0.9
+PROMPT = 170
+ACCEPTANCE = 0.45
+HAND_OVER_US = HAND_OVER_S * 1e6
+STALENESS = (0, 1, 2)
+_EFFICIENCY = Efficiency()
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command. Where each default comes from: docs/plan.md."""
+    add_config_arguments(parser)
+    parser.add_argument("--model", metavar="NAME", help="a published model's shape, such as qwen2.5-32b")
+    parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(HARDWARE)}; h100 without it")
+    parser.add_argument(
+        "--staleness", metavar="K,...", type=_staleness, help="max_staleness to compare; 0,1,2 and the config's own"
+    )
+    parser.add_argument(
+        "--search", action="store_true", help="also the ten fastest layouts and splits of as many nodes"
+    )
+    lengths = parser.add_argument_group("what the run will meet")
+    lengths.add_argument("--mean-length", metavar="TOKENS", type=_positive, help="of responses; 0.3 of the longest")
+    lengths.add_argument("--spread", type=_positive, default=SPREAD, help="deviation of the logarithm of lengths; 0.9")
+    lengths.add_argument("--prompt-length", metavar="TOKENS", type=_positive, default=PROMPT, help="on average; 170")
+    lengths.add_argument(
+        "--acceptance", metavar="SHARE", type=_share, help="groups with signal; 0.45 where others are replaced, else 1"
+    )
+    speeds = parser.add_argument_group("speeds, in place of the estimate's")
+    speeds.add_argument(
+        "--server-tokens-s", metavar="RATE", type=_positive, help="of one server at full load; a roofline without it"
+    )
+    speeds.add_argument("--link-gb-s", metavar="RATE", type=_positive, help="between GPUs of a node, one direction")
+    speeds.add_argument("--network-gb-s", metavar="RATE", type=_positive, help="of a GPU to other nodes, one direction")
+    speeds.add_argument(
+        "--hand-over-us",
+        metavar="TIME",
+        type=_positive,
+        default=HAND_OVER_US,
+        help=f"per token; {HAND_OVER_US:g}",
+    )
+    for name, value in vars(_EFFICIENCY).items():
+        speeds.add_argument(
+            f"--{name}-efficiency", metavar="SHARE", type=_share, default=value, help=f"of the data sheet; {value:g}"
+        )
+
+
+def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Check the config and print memory and time. Raises UserError, also where the GPUs have too little memory."""
+    if arguments.config is None:
+        raise UserError("plan needs a config: give --config FILE, or --config-name NAME.")
+    hardware = hardware_of(arguments)
+    if arguments.hardware:  # the config's own value is of GPUs that it was written for
+        overrides = [f"trainer.gpu_memory_gb={hardware.memory / GB:g}", *overrides]
+    config = load_and_validate(arguments.config, overrides, check_files=False)
+    name, model_json = model_of(config, arguments.model)
+    validate(config, model_json, check_files=False)
+    if config.trainer.replay:
+        raise UserError(
+            f"trainer.replay is {config.trainer.replay}, whose batches are there already, so there is no sampling to "
+            f"plan; leave it out."
+        )
+    spec = model_spec(model_json, source=name)
+    critic = critic_of(config)
+    assumed = assumptions(config, arguments, hardware)
+    print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
+    staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})
+    print_line(time_plan(config, name, assumed, run_time(config, spec, assumed, staleness, critic)))
+    if arguments.search:
+        source = ConfigSource(Path(arguments.config), tuple(overrides), model_json)
+        print_line("\n" + search_report(source, config, assumed, staleness))
+    if sentences := shortage(config, spec, critic):
+        raise UserError(sentences)
+
+
+def model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
+    """Return a model's name and its config.json: of the option, else of the checkpoint, else of the published model
+    that the checkpoint's folder is named after. Raises UserError."""
+    if name is not None:
+        return name.lower(), model_json_named(name)
+    path = config.actor_rollout_ref.model.path
+    if (content := read_model_json(config)) is not None:
+        return Path(path).name, content
+    known = Path(path).name.lower()
+    if known in MODEL_SHAPES:
+        return known, model_json_named(known)
+    raise UserError(
+        f"actor_rollout_ref.model.path is {path or 'empty'}, where no config.json can be read; give --model NAME, one "
+        f"of {', '.join(MODEL_SHAPES)}."
+    )
+
+
+def critic_of(config: Config) -> ModelSpec | None:
+    """Return the spec of a critic whose own checkpoint is here, or none: then it is taken to be of the actor's size."""
+    path = config.critic.model.path
+    content = model_json_of(path) if path else None
+    return None if content is None else model_spec(content, source=path or "")
+
+
+def hardware_of(arguments: argparse.Namespace) -> Hardware:
+    """Return the GPU that the options describe."""
+    row = hardware_named(arguments.hardware or "h100")
+    changes = {"link_bandwidth": arguments.link_gb_s, "network_bandwidth": arguments.network_gb_s}
+    return replace(row, **{name: value * GB for name, value in changes.items() if value is not None})
+
+
+def assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardware) -> Assumptions:
+    """Return what the options, or their defaults, say of the run. Raises UserError."""
+    longest = config.data.max_response_length
+    mean = arguments.mean_length or MEAN_SHARE * longest
+    if mean >= longest:
+        raise UserError(f"--mean-length is {mean:g}, but data.max_response_length is {longest}; give less.")
+    acceptance = arguments.acceptance
+    if acceptance is None:
+        acceptance = ACCEPTANCE if replaces_groups(config) else 1.0
+    if acceptance < 1 and not replaces_groups(config):
+        raise UserError(f"--acceptance is {acceptance:g}, but the config replaces no groups; leave it out.")
+    if acceptance < 1 and config.actor_rollout_ref.rollout.n < 2:
+        raise UserError("actor_rollout_ref.rollout.n is 1: no group of one response carries signal; raise it.")
+    return Assumptions(
+        hardware,
+        Lengths.with_mean(mean, arguments.spread, longest),
+        round(min(arguments.prompt_length, config.data.max_prompt_length)),
+        acceptance,
+        Efficiency(**{name: getattr(arguments, f"{name}_efficiency") for name in vars(_EFFICIENCY)}),
+        arguments.server_tokens_s,
+        arguments.hand_over_us / 1e6,
+    )
+
+
+def _positive(text: str) -> float:
+    if not 0 < (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    if not 0 < (value := _number(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+
+
+def _staleness(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of whole numbers from 0 on, such as 0,1,2")
+    return sorted({int(part) for part in parts})

@@ -1,0 +1,103 @@
+"""The plan of time in words: what was assumed, and a table of the parts of a step for each K."""
+
+from collections.abc import Iterator, Sequence
+
+from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.derived import parallel_sizes
+from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.step_time import Assumptions, RunTime
+
+LABEL_WIDTH = 14
+COLUMN = 12
+
+
+def time_plan(config: Config, model: str, assumed: Assumptions, run: RunTime) -> str:
+    """Return the plan as aligned lines: layout, assumptions, seconds per step by part, cost."""
+    sections = [("layout", list(_layout(config, model, assumed, run))), ("assumed", list(_assumed(assumed, run)))]
+    lines = ["Plan of time: an estimate (docs/plan.md), without validation and saves"]
+    for label, texts in sections:
+        for i, text in enumerate(texts):
+            lines.append(f"  {label if i == 0 else '':<{LABEL_WIDTH}}{text}")
+    return "\n".join([*lines, "", *table(config, run)])
+
+
+def _layout(config: Config, model: str, assumed: Assumptions, run: RunTime) -> Iterator[str]:
+    sizes = parallel_sizes(config)
+    parts = run.parts
+    yield f"{model} on {run.num_gpus} {assumed.hardware.name.upper()}"
+    yield (
+        f"{sizes.world} train (TP {sizes.tp}, PP {sizes.pp}, DP {sizes.dp}), {run.num_gpus - sizes.world} sample "
+        f"({parts.num_servers} server{'' if parts.num_servers == 1 else 's'} x TP {parts.server_tp})"
+    )
+
+
+def _assumed(assumed: Assumptions, run: RunTime) -> Iterator[str]:
+    lengths = assumed.responses
+    speed = run.parts.server
+    hardware = assumed.hardware
+    yield (
+        f"responses of {lengths.mean:.0f} tokens on average (spread {lengths.sigma:g}, {lengths.cut_share:.0%} are cut "
+        f"at {lengths.longest}), prompts of {assumed.prompt}"
+    )
+    yield f"{assumed.acceptance:.0%} of the groups carry signal"
+    yield f"a server decodes {speed.slots} requests at once, {speed.tokens_per_s:.0f} tokens/s then"
+    yield (
+        f"per GPU {hardware.flops / 1e12:.0f} TFLOP/s, memory {hardware.memory_bandwidth / 1e12:.2f} TB/s, links "
+        f"{hardware.link_bandwidth / GB:.0f} GB/s, network {hardware.network_bandwidth / GB:.0f} GB/s; of these "
+        f"{assumed.efficiency.matmul:.0%}, {assumed.efficiency.memory:.0%}, {assumed.efficiency.link:.0%} and "
+        f"{assumed.efficiency.link:.0%}"
+    )
+
+
+def table(config: Config, run: RunTime) -> list[str]:
+    """Return the lines of the table: a row per part, a column per K."""
+    steps = run.steps
+    parts = run.parts
+    training = parts.training
+    same = len(steps)
+    rows = [
+        ("max_staleness K", [str(step.max_staleness) for step in steps]),
+        ("sampling, as long as the trainer waits", _seconds([step.sampling for step in steps])),
+        ("  with slots free (the tail)", _seconds([step.tail for step in steps])),
+        ("hand-over of the batch", _seconds([parts.hand_over] * same)),
+        ("old log-probs", _seconds([parts.score] * same)),
+        ("reference", _seconds([parts.reference] * same)),
+        ("critic", _seconds([parts.critic] * same)),
+        (f"update, MFU {training.mfu:.0%}", _seconds([training.update] * same)),
+        ("  collectives in the layers", _seconds([training.tensor] * same)),
+        ("  pipeline bubble", _seconds([training.bubble] * same)),
+        ("  gradients over DP, Adam, weights", _seconds([training.optimizer] * same)),
+        ("weight sync", _seconds([step.push for step in steps])),
+        ("step", _seconds([step.step for step in steps])),
+        ("", [""] * same),
+        ("trained tokens/s per GPU", [f"{value:.0f}" for value in run.tokens_per_s]),
+        ("trainer idle", [f"{step.trainer_idle:.0%}" for step in steps]),
+        ("servers idle", [f"{max(step.servers_idle, 0.0):.0%}" for step in steps]),
+        ("oldest token, in optimizer steps", [str(step.max_staleness * run.num_optimizer_steps) for step in steps]),
+        (
+            f"GPU-hours of {config.trainer.total_training_steps} steps",
+            [f"{hours:.0f}" if hours >= 10 else f"{hours:.2g}" for hours in run.gpu_hours],
+        ),
+    ]
+    unused = {
+        name
+        for name, value in (("old log-probs", parts.score), ("reference", parts.reference), ("critic", parts.critic))
+        if not value
+    }
+    width = max(len(label) for label, _ in rows) + 2
+    return [
+        (f"  {label:<{width}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells)).rstrip()
+        for label, cells in rows
+        if label not in unused
+    ]
+
+
+def _seconds(values: Sequence[float | None]) -> list[str]:
+    """Return seconds with three digits, and none below a millisecond; "-" for None."""
+    return ["-" if value is None else f"{value:.{_digits(value)}f} s" for value in values]
+
+
+def _digits(seconds: float) -> int:
+    if seconds >= 100 or seconds < 0.0005:
+        return 0
+    return 1 if seconds >= 10 else 2 if seconds >= 1 else 3

@@ -1,0 +1,235 @@
+"""Which layouts and splits of a config's nodes are fastest, among those that fit into memory."""
+
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
+from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.step_time import Assumptions, Halves, StepTime, halves, server_of, step_recipe, step_time
+from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.planner.memory import server_memory, trainer_memory
+from megatron_dapo.planner.training_time import trainer_layout, training_time, training_work
+from megatron_dapo.planner.validation import load_and_validate, validate
+
+NUM_SHOWN = 10
+SIZES = (1, 2, 4, 8)
+LAYOUTS_PER_SPLIT = 2  # the fastest ones; a slower layout of the same nodes is of no use
+# From the fastest to the one that needs least memory.
+RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {"recompute_granularity": "none"},
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+)
+SERVER = f"{ROLLOUT}.server"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and split, with what it changes in the config, and the least that its step can take."""
+
+    keys: dict[str, Any]
+    config: Config
+    parts: Halves
+    max_staleness: int
+    bound_s: float
+
+
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Return a copy of a config with other values at these dotted keys; nothing is checked."""
+    for key, value in keys.items():
+        config = _with_key(config, key.split("."), value)
+    return config
+
+
+def _with_key(section: Any, names: Sequence[str], value: object) -> Any:
+    name, *rest = names
+    return section.model_copy(update={name: _with_key(getattr(section, name), rest, value) if rest else value})
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """Where a config came from, so that its checks can be asked of other values."""
+
+    path: Path
+    overrides: tuple[str, ...]
+    model_json: dict[str, Any]
+
+    def accepts(self, config: Config, keys: Mapping[str, Any]) -> bool:
+        """Return whether a run would accept these values: sizes that divide each other, rules of the keys."""
+        try:
+            changed = load_and_validate(
+                self.path, [*self.overrides, *changed_overrides(config, keys)], check_files=False
+            )
+            validate(changed, self.model_json, check_files=False)
+        except UserError:
+            return False
+        return True
+
+
+def search(
+    source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]
+) -> list[tuple[Candidate, StepTime]]:
+    """Return the fastest candidates that a run would accept, the fastest first; at most NUM_SHOWN.
+
+    Exact among the candidates: they are simulated in the order of a lower bound of their step, until no other can be
+    faster than the last one that is shown.
+    """
+    ordered = sorted(candidates(source, config, assumed, staleness), key=lambda candidate: candidate.bound_s)
+    best: list[tuple[Candidate, StepTime]] = []
+    for candidate in ordered:
+        if len(best) == NUM_SHOWN and candidate.bound_s >= best[-1][1].step:
+            break
+        recipe = step_recipe(candidate.config, candidate.max_staleness)
+        time = step_time(candidate.parts, recipe, assumed.responses, assumed.acceptance)
+        best = sorted([*best, (candidate, time)], key=lambda pair: pair[1].step)[:NUM_SHOWN]
+    return best
+
+
+def candidates(
+    source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]
+) -> Iterator[Candidate]:
+    """Yield layouts and splits that fit into memory: for each number of trainer nodes the fastest layouts, the fastest
+    servers, and each K."""
+    spec = model_spec(source.model_json)
+    num_nodes = config.trainer.nnodes + config.actor_rollout_ref.rollout.server.nnodes
+    for nodes in range(1, num_nodes):
+        split = {"trainer.nnodes": nodes, f"{SERVER}.nnodes": num_nodes - nodes}
+        servers = _fastest_servers(with_keys(config, split), spec, assumed)
+        if servers is None:
+            continue
+        layouts = sorted(_layouts(with_keys(config, split | servers), spec, assumed), key=lambda layout: layout[0])
+        accepted = (keys for _, layout in layouts if source.accepts(config, keys := split | servers | layout))
+        for keys in itertools.islice(accepted, LAYOUTS_PER_SPLIT):
+            changed = with_keys(config, keys)
+            parts = halves(changed, spec, assumed)
+            for age in staleness:
+                keys_of_age = keys | _staleness_keys(config, age)
+                if source.accepts(config, keys_of_age):
+                    yield Candidate(keys_of_age, changed, parts, age, _bound(changed, parts, assumed, age))
+
+
+def _staleness_keys(config: Config, max_staleness: int) -> dict[str, Any]:
+    keys: dict[str, Any] = {f"{ROLLOUT}.max_staleness": max_staleness}
+    correction = config.algorithm.rollout_correction
+    if max_staleness and correction.rollout_is == correction.rollout_rs == "none" and not correction.bypass_mode:
+        keys["algorithm.rollout_correction.rollout_is"] = "token"  # older tokens are not trained on without
+    return keys
+
+
+def _bound(config: Config, parts: Halves, assumed: Assumptions, max_staleness: int) -> float:
+    """Return seconds below which no step can be: of the trainer, and of servers all of whose slots are always used;
+    their sum where they take turns."""
+    num_responses = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / assumed.acceptance
+    writing = num_responses * assumed.responses.mean / (parts.num_servers * parts.server.tokens_per_s)
+    training = parts.train_s + parts.push
+    return max(training, writing + parts.push) if max_staleness else training + writing
+
+
+def _fastest_servers(config: Config, spec: ModelSpec, assumed: Assumptions) -> dict[str, Any] | None:
+    """Return the keys of the servers that write most tokens per second, all together; none where none fits."""
+    num_gpus = config.trainer.n_procs_per_node
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rates: list[tuple[float, dict[str, Any]]] = []
+    for tp in SIZES:
+        if num_gpus % tp or spec.num_heads % tp or (spec.moe and spec.ffn_size % tp):
+            continue
+        num_servers = config.actor_rollout_ref.rollout.server.nnodes * num_gpus // tp
+        keys = {f"{SERVER}.num_servers": num_servers, f"{SERVER}.tensor_model_parallel_size": tp}
+        changed = with_keys(config, keys)
+        if server_memory(changed, spec).num_tokens >= longest:
+            rates.append((num_servers * server_of(changed, spec, assumed).tokens_per_s, keys))
+    return max(rates, key=lambda rate: rate[0])[1] if rates else None
+
+
+def _layouts(config: Config, spec: ModelSpec, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield layouts of the trainer that fit, each with the seconds that its update and log-probs take; with the least
+    recomputation that fits."""
+    num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
+    work = training_work(config, assumed.responses, assumed.prompt)
+    for tp in SIZES:
+        for pp in SIZES:
+            if num_gpus % (tp * pp) or tp > config.trainer.n_procs_per_node or not _divides(spec, tp, pp):
+                continue
+            for recompute in RECOMPUTE:
+                keys = {
+                    f"{MEGATRON}.tensor_model_parallel_size": tp,
+                    f"{MEGATRON}.pipeline_model_parallel_size": pp,
+                    f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
+                    f"{MEGATRON}.sequence_parallel": tp > 1,
+                    **{f"{MEGATRON}.{name}": value for name, value in recompute.items()},
+                }
+                changed = with_keys(config, keys)
+                if trainer_memory(changed, spec).total > config.trainer.gpu_memory_gb * GB:
+                    continue
+                time = training_time(spec, trainer_layout(changed, spec), work, assumed.hardware, assumed.efficiency)
+                yield time.update + time.score, keys
+                break
+
+
+def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
+    return not (spec.num_heads % tp or spec.num_kv_heads % tp or spec.num_layers % pp)
+
+
+def changed_overrides(config: Config, keys: Mapping[str, Any]) -> list[str]:
+    """Return those keys whose values differ from a config's, as a command line has them."""
+    return [f"{key}={_as_text(value)}" for key, value in keys.items() if _value_of(config, key) != value]
+
+
+def _value_of(config: Config, key: str) -> object:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _as_text(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
+
+
+def search_report(source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]) -> str:
+    """Return the best candidates as a table, and each as keys to paste. Raises UserError where there is nothing to
+    divide."""
+    server = config.actor_rollout_ref.rollout.server
+    if not server.nnodes:
+        raise UserError(
+            "--search divides nodes between trainer and servers, but actor_rollout_ref.rollout.server.nnodes is 0; set "
+            "it to the number of server nodes."
+        )
+    best = search(source, config, assumed, staleness)
+    if not best:
+        return "No layout of these nodes fits into the memory of their GPUs."
+    num_gpus = (config.trainer.nnodes + server.nnodes) * config.trainer.n_procs_per_node
+    lines = [
+        f"The fastest of {num_gpus} GPUs, within memory",
+        "  no    K  nodes train:sample  TP  PP  recompute  servers    GB      step  trainer idle  servers idle",
+    ]
+    commands = []
+    spec = model_spec(source.model_json)
+    for number, (candidate, time) in enumerate(best, start=1):
+        lines.append(_line(number, candidate, time, trainer_memory(candidate.config, spec).total))
+        words = [f"--config={source.path}", *source.overrides, *changed_overrides(config, candidate.keys)]
+        commands.append(f"{number}: python -m megatron_dapo train --dry-run {shlex.join(words)}")
+    note = "As commands; the same key=value follow `sbatch slurm/...` or `python -m launch.local`:"
+    return "\n".join([*lines, "", note, *commands])
+
+
+def _line(number: int, candidate: Candidate, time: StepTime, num_bytes: int) -> str:
+    keys = candidate.keys
+    nodes = f"{keys['trainer.nnodes']}:{keys[f'{SERVER}.nnodes']}"
+    servers = f"{keys[f'{SERVER}.num_servers']}xTP{keys[f'{SERVER}.tensor_model_parallel_size']}"
+    return (
+        f"  {number:>2}  {candidate.max_staleness:>3}  {nodes:>18}  {keys[f'{MEGATRON}.tensor_model_parallel_size']:>2}"
+        f"  {keys[f'{MEGATRON}.pipeline_model_parallel_size']:>2}  {keys[f'{MEGATRON}.recompute_granularity']:>9}"
+        f"  {servers:>7}  {num_bytes / GB:>4.0f}  {time.step:>6.0f} s  {time.trainer_idle:>12.0%}"
+        f"  {max(time.servers_idle, 0.0):>12.0%}"
+    )

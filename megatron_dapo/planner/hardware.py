@@ -1,0 +1,93 @@
+"""What the data sheets say of GPUs: the one table of peaks, for MFU and for plans, and their memory and links."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.sizes import GB
+
+# Dense bfloat16 tensor-core TFLOP/s, by the name that the driver gives; the first that fits. Sources are NVIDIA's data
+# sheets, which name twice as much where sparsity doubles it.
+PEAK_TFLOPS = {
+    "GB200": 2500.0,  # GB200 NVL72: 360 PFLOP/s with sparsity on 72 GPUs
+    "B200": 2250.0,  # HGX B200: 36 PFLOP/s with sparsity on 8 GPUs
+    "H200 NVL": 835.5,  # H200: 1671 with sparsity
+    "H200": 989.5,  # H200: 1979 with sparsity
+    "H100 PCIe": 756.5,  # H100: 1513 with sparsity
+    "H100 NVL": 835.5,  # H100: 1671 with sparsity
+    "H100": 989.5,  # H100: 1979 with sparsity
+    "H800 PCIe": 756.5,  # H800: 1513 with sparsity
+    "H800": 989.5,  # H800: 1979 with sparsity
+    "H20": 148.0,  # H20: 148, dense
+    "A100": 312.0,  # A100: 312, dense
+    "A800": 312.0,  # A800: 312, dense
+}
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    """Return the GPU's peak in FLOP per second, in bfloat16, or None for a GPU that is not in the table."""
+    words = gpu_name.replace("-", " ").split()
+    return next((peak * 1e12 for name, peak in PEAK_TFLOPS.items() if _follows(name.split(), words)), None)
+
+
+def _follows(name: Sequence[str], words: Sequence[str]) -> bool:
+    """Return whether a name's words are all there in this order. Others may stand between them: A100 80GB PCIe is an
+    A100 PCIe."""
+    rest = iter(words)
+    return all(word in rest for word in name)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU and its links.
+
+    flops: dense bfloat16, per second. memory: bytes. memory_bandwidth, link_bandwidth (to GPUs of the same node, one
+    direction) and network_bandwidth (to other nodes, the GPU's share of its node's adapters, one direction): bytes per
+    second.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+
+
+def _row(name: str, memory_gb: float, memory_tb_s: float, link_gb_s: float, network_gb_s: float) -> Hardware:
+    return Hardware(
+        name.lower(),
+        PEAK_TFLOPS[name] * 1e12,
+        memory_gb * GB,
+        memory_tb_s * 1e12,
+        link_gb_s * GB,
+        network_gb_s * GB,
+    )
+
+
+# The SXM versions. A data sheet's NVLink figure is both directions together, so half of it stands here. Network: one
+# adapter per GPU, as in NVIDIA's DGX of that generation (200 Gbit/s beside A100, 400 beside the later ones).
+HARDWARE = {
+    row.name: row
+    for row in (
+        # NVIDIA A100 data sheet (2021): 80 GB SXM, 2039 GB/s, NVLink 600 GB/s; DGX A100: 8 x ConnectX-6
+        _row("A100", 80, 2.039, 300, 25),
+        # NVIDIA H100 data sheet (2023): SXM5, 80 GB, 3.35 TB/s, NVLink 900 GB/s; DGX H100: 8 x ConnectX-7
+        _row("H100", 80, 3.35, 450, 50),
+        # NVIDIA H200 data sheet (2024): SXM, 141 GB, 4.8 TB/s, NVLink 900 GB/s
+        _row("H200", 141, 4.8, 450, 50),
+        # NVIDIA H20 (2023, as resellers quote its brief; NVIDIA has none on its site): 96 GB, 4.0 TB/s, NVLink 900 GB/s
+        _row("H20", 96, 4.0, 450, 50),
+        # NVIDIA DGX B200 data sheet (2024): 8 GPUs with 1440 GB and 64 TB/s together, NVLink 14.4 TB/s
+        _row("B200", 180, 8.0, 900, 50),
+        # NVIDIA GB200 NVL72 (2024): 72 GPUs with 13.4 TB and 576 TB/s together, NVLink 130 TB/s
+        _row("GB200", 186, 8.0, 900, 50),
+    )
+}
+
+
+def hardware_named(name: str) -> Hardware:
+    """Return the GPU of this name, however its letters are written. Raises UserError, which names those there are."""
+    if (row := HARDWARE.get(name.lower())) is None:
+        raise UserError(f"--hardware is {name}, which is not in the table; known are {', '.join(HARDWARE)}.")
+    return row

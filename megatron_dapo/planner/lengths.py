@@ -1,0 +1,76 @@
+"""How long responses are, as a distribution: log-normal, cut at the longest that a response may be.
+
+Lengths of reasoning models have a long tail on one side, which a log-normal fits in the middle; what would be longer
+than `longest` is cut off there and counts as that long, as on a server.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from statistics import NormalDist
+
+_NORMAL = NormalDist()
+_STEPS = 60  # of the bisection: the median is exact to the last digits of a float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """min(exp(N(log median, sigma)), longest), in tokens; with sigma 0 all have the same length."""
+
+    median: float
+    sigma: float
+    longest: int
+
+    @classmethod
+    def with_mean(cls, mean: float, sigma: float, longest: int) -> "Lengths":
+        """Return the distribution whose mean, after the cut, is this one. Needs 0 < mean < longest, or mean = longest
+        with sigma 0."""
+        if not sigma:
+            return cls(mean, 0.0, longest)
+        low = math.log(mean) - sigma**2 / 2  # the median whose mean without the cut is this one
+        high = math.log(longest) + 8 * sigma + math.log(2)
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            if cls(math.exp(middle), sigma, longest).mean < mean:
+                low = middle
+            else:
+                high = middle
+        return cls(math.exp((low + high) / 2), sigma, longest)
+
+    def sample(self, source: random.Random) -> int:
+        """Return one length, at least 1."""
+        return min(max(round(source.lognormvariate(math.log(self.median), self.sigma)), 1), self.longest)
+
+    @property
+    def mean(self) -> float:
+        """Return the mean number of tokens."""
+        return self._moment(1)
+
+    @property
+    def mean_square(self) -> float:
+        """Return the mean of the squared number of tokens: attention and caches grow with it."""
+        return self._moment(2)
+
+    @property
+    def cut_share(self) -> float:
+        """Return the share of responses that are as long as may be."""
+        return 1.0 - self._below(0) if self.sigma else float(self.median >= self.longest)
+
+    def quantiles(self, number: int) -> tuple[int, ...]:
+        """Return that many lengths, one for the middle of each equal share of all responses."""
+        if not self.sigma:
+            return (max(round(min(self.median, self.longest)), 1),) * number
+        normal = NormalDist(math.log(self.median), self.sigma)
+        values = (math.exp(normal.inv_cdf((i + 0.5) / number)) for i in range(number))
+        return tuple(min(max(round(value), 1), self.longest) for value in values)
+
+    def _moment(self, order: int) -> float:
+        """Return E[X^order] of the cut log-normal: exp(k mu + k^2 sigma^2 / 2) Phi((log c - mu - k sigma^2) / sigma) of
+        what is below the cut c, and c^k for the rest (the partial expectation of a log-normal)."""
+        if not self.sigma:
+            return min(self.median, self.longest) ** order
+        whole = math.exp(order * math.log(self.median) + (order * self.sigma) ** 2 / 2)
+        return whole * self._below(order) + self.longest**order * (1.0 - self._below(0))
+
+    def _below(self, order: int) -> float:
+        return _NORMAL.cdf(math.log(self.longest / self.median) / self.sigma - order * self.sigma)

@@ -1,0 +1,75 @@
+"""Shapes of published models by name, so that a plan needs no download: the fields of their public config.json."""
+
+from typing import Any
+
+from megatron_dapo.common.errors import UserError
+
+
+def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> dict[str, Any]:
+    # embeddings of 7B and more are padded further than those of the small ones
+    vocab_size = 151936 if tied else 152064
+    return _decoder("Qwen2ForCausalLM", hidden, layers, heads, kv_heads, ffn, vocab_size, tied=tied)
+
+
+def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> dict[str, Any]:
+    return _decoder("Qwen3ForCausalLM", hidden, layers, heads, kv_heads, ffn, 151936, tied=tied) | {"head_dim": 128}
+
+
+def _llama3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+    return _decoder("LlamaForCausalLM", hidden, layers, heads, kv_heads, ffn, 128256, tied=False)
+
+
+def _decoder(
+    architecture: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab_size: int, *, tied: bool
+) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 131072,  # what rotary settings allow does not change the time
+        "rms_norm_eps": 1e-6,
+    }
+
+
+MODEL_SHAPES: dict[str, dict[str, Any]] = {
+    # Qwen/Qwen2.5-*: technical report arXiv 2412.15115, table 1
+    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, tied=True),
+    "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 8960, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 36, 16, 2, 11008, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 28, 28, 4, 18944),
+    "qwen2.5-14b": _qwen2(5120, 48, 40, 8, 13824),
+    "qwen2.5-32b": _qwen2(5120, 64, 40, 8, 27648),
+    "qwen2.5-72b": _qwen2(8192, 80, 64, 8, 29568),
+    # Qwen/Qwen3-*: technical report arXiv 2505.09388, tables 1 and 2
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 8, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 8, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 8, 25600),
+    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 4, 6144)
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
+    "llama-3.1-8b": _llama3(4096, 32, 32, 8, 14336),
+    "llama-3.1-70b": _llama3(8192, 80, 64, 8, 28672),
+}
+
+
+def model_json_named(name: str) -> dict[str, Any]:
+    """Return config.json of a published model as far as its shape goes. Raises UserError, which names those there
+    are."""
+    if (shape := MODEL_SHAPES.get(name.lower())) is None:
+        raise UserError(f"--model is {name}, which is not in the table; known are {', '.join(MODEL_SHAPES)}.")
+    return shape

@@ -1,0 +1,248 @@
+"""How long the trainer works on a rollout step, by a roofline: products, memory traffic, communication, bubble.
+
+A roofline in the plain sense: every kernel runs after the last one, and takes what its products need at the rate that
+products reach, or what its bytes need at the rate that memory reaches. Nothing is fitted to a run; `Efficiency` has the
+shares of the data sheets' figures that are reached, the same for all models, layouts and GPUs. Left out: sending
+activations between pipeline stages, differences between ranks, the host.
+"""
+
+from dataclasses import dataclass
+
+from megatron_dapo.config.derived import (
+    ParallelSizes,
+    num_mini_batches,
+    parallel_sizes,
+    samples_per_rollout_step,
+)
+from megatron_dapo.config.schema import Config
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.planner.hardware import Hardware
+from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.memory import kept_per_token, num_parameters
+
+NUM_QUANTILES = 400  # lengths that stand for all: the mean of their squares is right to 1 %
+WIDTH = 2  # bytes of bfloat16
+GRADIENT = 4  # bytes: Megatron adds gradients up in float32
+# Bytes per parameter that Adam reads (gradient, two moments, main weight: 4 each) and writes (moments, main weight, and
+# 2 for the model's own).
+ADAM_TRAFFIC = 16 + 14
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of what the data sheets promise that are reached.
+
+    matmul: of the products' peak, 0.65: Llama 3 405B trained at 38 to 43 % of it with all communication (arXiv
+    2407.21783, table 4), cuBLAS alone reaches 0.6 to 0.8 on an H100, which lowers its clock under load. memory: of the
+    HBM's bandwidth, 0.7. link: of NVLink's and the adapters', 0.75, as nccl-tests' bus bandwidth on a DGX H100.
+    """
+
+    matmul: float = 0.65
+    memory: float = 0.7
+    link: float = 0.75
+
+
+@dataclass(frozen=True)
+class TrainerLayout:
+    """How a trainer is cut over GPUs, and what it recomputes.
+
+    recompute: forward passes that are repeated in backward, 0 to 1, of all layers. max_tokens: of a micro-batch.
+    """
+
+    sizes: ParallelSizes
+    gpus_per_node: int
+    sequence_parallel: bool
+    recompute: float
+    max_tokens: int
+    overlap_grad_reduce: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingWork:
+    """What a rollout step asks of the trainer.
+
+    num_samples: per rollout step; prompt: mean tokens of one; mini_batches: optimizer steps of one pass; epochs:
+    passes.
+    """
+
+    num_samples: int
+    responses: Lengths
+    prompt: int
+    mini_batches: int
+    epochs: int = 1
+
+    @property
+    def num_tokens(self) -> float:
+        """Return the tokens of a rollout step, prompts included."""
+        return self.num_samples * (self.prompt + self.responses.mean)
+
+    def forward_flops(self, spec: ModelSpec) -> tuple[float, float]:
+        """Return the operations of one forward pass over all samples: (layers, head)."""
+        lengths = self.responses.quantiles(NUM_QUANTILES)
+        scale = self.num_samples / NUM_QUANTILES
+        layers = forward_flops(spec, [self.prompt + length for length in lengths], 0)
+        return layers * scale, forward_flops(spec, [], sum(lengths)) * scale
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    """Seconds of a rollout step on the trainer's GPUs.
+
+    update: all of it. Of the update: tensor (collectives of tensor and expert parallel ranks), bubble (of the
+    pipeline), optimizer (gradients over data-parallel ranks, Adam, weights back). score: one pass for log-probs. mfu:
+    of the update, model FLOPs without recomputation over the peak (PaLM, arXiv 2204.02311, appendix B).
+    """
+
+    update: float
+    tensor: float
+    bubble: float
+    optimizer: float
+    score: float
+    mfu: float
+
+
+def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
+    """Return the layout that a config asks for."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    return TrainerLayout(
+        parallel_sizes(config),
+        config.trainer.n_procs_per_node,
+        megatron.sequence_parallel,
+        recomputed_share(config, spec),
+        config.actor_rollout_ref.actor.max_tokens_per_microbatch,
+        megatron.overlap_grad_reduce,
+    )
+
+
+def recomputed_share(config: Config, spec: ModelSpec) -> float:
+    """Return how much of a forward pass through the layers is repeated in backward: all of it with full recompute by
+    the method uniform, the share of the layers with block, and the part of a layer's parameters with selective (of
+    core_attn nothing: its products are few beside a layer's at the lengths that packing leaves it)."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.recompute_granularity == "none":
+        return 0.0
+    if megatron.recompute_granularity == "selective":
+        mlp = 3 * spec.active_ffn_size
+        attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        return mlp / (mlp + attention) if "mlp" in megatron.recompute_modules else 0.0
+    if megatron.recompute_method == "uniform":
+        return 1.0
+    return min(1.0, megatron.recompute_num_layers * parallel_sizes(config).pp / spec.num_layers)
+
+
+def training_work(config: Config, responses: Lengths, prompt: int) -> TrainingWork:
+    """Return what a config's rollout step asks of its trainer."""
+    return TrainingWork(
+        samples_per_rollout_step(config),
+        responses,
+        prompt,
+        num_mini_batches(config),
+        config.actor_rollout_ref.actor.ppo_epochs,
+    )
+
+
+def training_time(
+    spec: ModelSpec, layout: TrainerLayout, work: TrainingWork, hardware: Hardware, efficiency: Efficiency
+) -> TrainingTime:
+    """Return how long the trainer takes for a rollout step.
+
+    The last pipeline stage has the head besides its layers, so that it is the slowest, and the others wait for it. Of m
+    micro-batches a pipeline of P stages in V chunks takes m + (P - 1) / V times one (arXiv 2104.04473, section 2.2).
+    """
+    sizes = layout.sizes
+    tokens = work.num_tokens / sizes.dp
+    layers_flops, head_flops = work.forward_flops(spec)
+    rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.dp
+    layers_s = layers_flops / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
+    head_s = head_flops / rate
+    collective_s = _collective_s(spec, layout, tokens, hardware, efficiency)
+
+    num_micro_batches = max(tokens / layout.max_tokens, 1.0)
+    weights_s = _weights_s(spec, sizes, WIDTH, hardware, efficiency) * num_micro_batches
+    score_s = layers_s + head_s + collective_s + weights_s
+    score_s *= 1 + (sizes.pp - 1) / (sizes.vpp or 1) / num_micro_batches
+
+    # backward: twice the products and the traffic; with sequence parallelism inputs are gathered once more
+    passes = TRAINING_PASSES + layout.recompute
+    tensor_s = collective_s * (2.0 + layout.recompute + (0.5 if layout.sequence_parallel else 0.0))
+    weights_s += _weights_s(spec, sizes, WIDTH + 2 * GRADIENT, hardware, efficiency) * num_micro_batches
+    worked_s = passes * layers_s + TRAINING_PASSES * head_s + tensor_s + weights_s
+    per_step = max(num_micro_batches / work.mini_batches, 1.0)  # micro-batches of an optimizer step
+    micro_batch_s = worked_s / (per_step * work.mini_batches)
+    bubble_s = micro_batch_s * (sizes.pp - 1) / (sizes.vpp or 1) * work.mini_batches
+    optimizer_s = optimizer_step_s(spec, layout, micro_batch_s * 2 / 3, hardware, efficiency) * work.mini_batches
+    update_s = (worked_s + bubble_s + optimizer_s) * work.epochs
+    model_flops = TRAINING_PASSES * (layers_flops + head_flops) * work.epochs
+    return TrainingTime(
+        update=update_s,
+        tensor=tensor_s * work.epochs,
+        bubble=bubble_s * work.epochs,
+        optimizer=optimizer_s * work.epochs,
+        score=score_s,
+        mfu=model_flops / (update_s * sizes.world * hardware.flops),
+    )
+
+
+def _traffic_s(
+    spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency
+) -> float:
+    """Return the seconds for which the layers of a stage read and write activations in a forward pass: what backward
+    needs later (arXiv 2205.05198, section 4) is written once, and read once by the next operation."""
+    part = layout.sizes.tp if layout.sequence_parallel else 1
+    num_bytes = 2 * sum(kept_per_token(spec, layout.sizes, WIDTH, part)) * spec.num_layers / layout.sizes.pp
+    return tokens * num_bytes / (hardware.memory_bandwidth * efficiency.memory)
+
+
+def _weights_s(
+    spec: ModelSpec, sizes: ParallelSizes, bytes_each: int, hardware: Hardware, efficiency: Efficiency
+) -> float:
+    """Return the seconds for which a micro-batch reads a rank's weights, or reads and writes their gradients."""
+    num_bytes = sum(num_parameters(spec, sizes, sizes.pp - 1)) * bytes_each
+    return num_bytes / (hardware.memory_bandwidth * efficiency.memory)
+
+
+def _collective_s(
+    spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency
+) -> float:
+    """Return the seconds of the collectives of a stage in a forward pass.
+
+    Tensor parallel ranks: two all-reduces per layer, or with sequence parallelism two all-gathers and two
+    reduce-scatters, which is the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank (arXiv 2205.05198,
+    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls).
+    """
+    sizes = layout.sizes
+    layers = spec.num_layers / sizes.pp
+    wide = spec.hidden_size * WIDTH
+    tensor = 4 * (sizes.tp - 1) / sizes.tp * wide / _bandwidth(sizes.tp, layout, hardware)
+    experts = 0.0
+    if spec.moe and sizes.ep > 1:
+        copies = spec.moe.experts_per_token * (sizes.ep - 1) / sizes.ep
+        part = sizes.tp if layout.sequence_parallel else 1
+        experts = 2 * copies * wide / part / _bandwidth(sizes.ep, layout, hardware)
+    return tokens * layers * (tensor + experts) / efficiency.link
+
+
+def optimizer_step_s(
+    spec: ModelSpec, layout: TrainerLayout, backward_s: float, hardware: Hardware, efficiency: Efficiency
+) -> float:
+    """Return the seconds between the last backward pass of an optimizer step and the next forward pass.
+
+    With the distributed optimizer gradients are reduced and scattered in float32, and weights gathered in bfloat16:
+    (DP - 1) / DP x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7). Adam goes over its share in
+    between. backward_s: of one micro-batch, behind which the gradients' part hides with `overlap_grad_reduce`.
+    """
+    sizes = layout.sizes
+    parameters = sum(num_parameters(spec, sizes, sizes.pp - 1))
+    bandwidth = _bandwidth(sizes.tp * sizes.dp, layout, hardware) * efficiency.link
+    share = (sizes.dp - 1) / sizes.dp
+    gradients_s = share * parameters * GRADIENT / bandwidth
+    if layout.overlap_grad_reduce:
+        gradients_s = max(0.0, gradients_s - backward_s)
+    adam_s = parameters / sizes.dp * ADAM_TRAFFIC / (hardware.memory_bandwidth * efficiency.memory)
+    return gradients_s + adam_s + share * parameters * WIDTH / bandwidth
+
+
+def _bandwidth(num_adjacent: int, layout: TrainerLayout, hardware: Hardware) -> float:
+    """Return the bytes per second between that many ranks which stand side by side: NVLink within a node."""
+    return hardware.link_bandwidth if num_adjacent <= layout.gpus_per_node else hardware.network_bandwidth

@@ -1,0 +1,182 @@
+"""A step's time by simulation, the search over layouts, and the command."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.__main__ import main
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.forecast import search, step_time
+from megatron_dapo.forecast.search import ConfigSource, candidates, changed_overrides, with_keys
+from megatron_dapo.forecast.simulation import Machines, Recipe
+from megatron_dapo.forecast.step_time import Assumptions, Halves, halves, run_time, simulated
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.planner.hardware import HARDWARE
+from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.memory import shortage
+from megatron_dapo.planner.model_shapes import model_json_named
+from megatron_dapo.planner.server_time import ServerSpeed
+from megatron_dapo.planner.training_time import TrainingTime
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = Lengths(median=60, sigma=0.9, longest=280)
+RECIPE = Recipe(train_batch_size=16, gen_batch_size=48, n=4, max_staleness=0, num_steps=4, warm_up=3)
+
+
+def parts(update: float, num_servers: int = 4) -> Halves:
+    training = TrainingTime(update, tensor=0.0, bubble=0.0, optimizer=0.0, score=1.0, mfu=0.4)
+    return Halves(
+        ServerSpeed(0.008, 0.0001, slots=16, prefill_s=0.0),
+        num_servers,
+        server_tp=1,
+        training=training,
+        score=1.0,
+        reference=0.0,
+        critic=0.0,
+        hand_over=0.5,
+        push=0.25,
+        prefill_s=0.125,
+    )
+
+
+def test_without_staleness_a_step_is_the_sum_of_its_parts():
+    its_parts = parts(update=2.0)
+    time = step_time.step_time(its_parts, RECIPE, LENGTHS, 0.5)
+    assert its_parts.train_s == 3.5
+    assert time.step == pytest.approx(time.sampling + its_parts.train_s + its_parts.push)
+    assert 0 < time.tail < time.sampling
+    assert time.trainer_idle == pytest.approx(time.sampling / time.step)
+
+
+def test_a_slow_trainer_that_never_waits_takes_its_own_time_and_the_prefill():
+    its_parts = parts(update=60.0)
+    time = step_time.step_time(its_parts, replace(RECIPE, max_staleness=2), LENGTHS, 0.5)
+    assert time.sampling == pytest.approx(0.0, abs=1e-6)
+    assert time.step == pytest.approx(61.5 + 0.25 + 0.125)
+    assert time.servers_idle > 0.5 and time.tail is None
+
+
+def test_a_part_of_the_servers_is_as_fast_as_all_with_all_groups(monkeypatch):
+    # 16 servers with 2048 requests a step, and a quarter of both; the rest is chance: about 700 lengths of spread 0.9
+    machines = Machines(16, 16, 0.008, train_s=2.0, push_s=0.1, token_s_per_request=0.0001)
+    for age in (0, 2):
+        whole_recipe = Recipe(256, 256 * 3, 4, age, num_steps=4, warm_up=3)
+        speeds = []
+        for limit in (10**9, 512):
+            monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", limit)
+            speeds.append(simulated(machines, whole_recipe, LENGTHS, 0.5).steps_per_s)
+        assert speeds[1] == pytest.approx(speeds[0], rel=0.1)
+
+
+def assumptions(acceptance: float = 0.45) -> Assumptions:
+    return Assumptions(HARDWARE["h100"], Lengths.with_mean(2000, 0.9, 20480), 170, acceptance)
+
+
+def test_a_run_costs_its_steps_times_its_gpus():
+    config = load_config(recipe("dapo_7b"), ["trainer.total_training_steps=100", "data.train_batch_size=64"])
+    run = run_time(config, model_spec(model_json_named("qwen2.5-7b")), assumptions(), (0,))
+    (step,), (hours,), (rate,) = run.steps, run.gpu_hours, run.tokens_per_s
+    assert run.num_gpus == 16 and run.num_trainer_gpus == 8
+    assert hours == pytest.approx(step.step * 100 * 16 / 3600)
+    assert rate == pytest.approx(64 * 16 * (170 + 2000) / step.step / 16)
+    assert run.num_optimizer_steps == 2
+
+
+@pytest.fixture
+def small_search(monkeypatch):
+    """Four nodes, 64 groups: seconds in place of a minute."""
+    monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
+    monkeypatch.setattr(step_time, "MEASURED_STEPS", 1)
+    overrides = ("trainer.nnodes=2", "actor_rollout_ref.rollout.server.nnodes=2", "data.train_batch_size=64")
+    overrides += ("actor_rollout_ref.rollout.server.num_servers=16", "data.gen_batch_size=192")
+    source = ConfigSource(Path(recipe("dapo_7b")), overrides, model_json_named("qwen2.5-7b"))
+    return source, load_config(source.path, list(overrides))
+
+
+def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypatch):
+    source, config = small_search
+    spec = model_spec(source.model_json)
+    monkeypatch.setattr(search, "NUM_SHOWN", 4)
+    best = search.search(source, config, assumptions(), (0, 1, 2))
+    every = [
+        step_time.step_time(
+            candidate.parts,
+            step_time.step_recipe(candidate.config, candidate.max_staleness),
+            assumptions().responses,
+            assumptions().acceptance,
+        ).step
+        for candidate in candidates(source, config, assumptions(), (0, 1, 2))
+    ]
+    assert len(every) > 4
+    assert [time.step for _, time in best] == sorted(every)[:4]
+    for candidate, time in best:
+        assert candidate.bound_s <= time.step * 1.000001
+        overrides = [*source.overrides, *changed_overrides(config, candidate.keys)]
+        pasted = load_config(source.path, overrides)
+        assert not shortage(pasted, spec)
+        assert pasted.trainer.nnodes + pasted.actor_rollout_ref.rollout.server.nnodes == 4
+        assert pasted.actor_rollout_ref.rollout.max_staleness == candidate.max_staleness
+
+
+def test_the_command_shows_memory_time_and_what_it_assumed(capsys):
+    arguments = ["plan", "--config", recipe("dapo_7b"), "--mean-length", "2000", "data.train_batch_size=64"]
+    assert main([*arguments, "--staleness", "0,1", "--hardware", "H200"]) == 0
+    shown = capsys.readouterr().out
+    assert "of 141 GB per GPU" in shown and "qwen2.5-7b on 16 H200" in shown
+    assert "responses of 2000 tokens on average (spread 0.9" in shown
+    assert "max_staleness K                                    0           1\n" in shown
+
+
+def test_servers_that_keep_their_caches_at_a_push_prefill_nothing_again():
+    config = load_config(recipe("dapo_7b"), [])
+    spec = model_spec(model_json_named("qwen2.5-7b"))
+    kept = with_keys(config, {"weight_sync.pause_mode": "in_place"})
+    assert halves(config, spec, assumptions()).prefill_s > halves(kept, spec, assumptions()).prefill_s == 0
+
+
+def test_groups_that_are_masked_are_not_sampled_anew(capsys):
+    masked = ["algorithm.dapo.dynamic_sampling.form=mask", "data.train_batch_size=64", "data.gen_batch_size=64"]
+    arguments = ["plan", "--config", recipe("dapo_7b"), "--staleness", "0", *masked]
+    assert main(arguments) == 0
+    assert "100% of the groups carry signal" in capsys.readouterr().out
+    assert main([*arguments, "--acceptance", "0.5"]) == 2
+    assert "the config replaces no groups" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "plan needs a config"),
+        (["--config", recipe("dapo_7b"), "--model", "gpt-9"], "--model is gpt-9"),
+        (["--config", recipe("dapo_7b"), "--hardware", "abacus"], "--hardware is abacus"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", recipe("dapo_7b"), "--mean-length", "30000"], "--mean-length is 30000"),
+        (["--config", recipe("dapo_7b"), "actor_rollout_ref.model.path=models/mine"], "models/mine"),
+        (["--config", recipe("dapo_7b"), "--model", "llama-3.1-70b"], "A trainer GPU would need"),
+        (["--config", recipe("grpo_baseline"), "--model", "qwen2.5-7b", "--acceptance", "0.5"], "--acceptance is 0.5"),
+        (["--config", recipe("demo"), "--search"], "--search divides nodes"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_exit_code_2(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 50)
+    assert main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--acceptance=0", "--spread=x", "--staleness=0,-1", "--mean-length=nan"])
+def test_an_option_that_makes_no_sense_is_refused(option, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--config", recipe("dapo_7b"), option])
+    assert end.value.code == 2
+    assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_a_plan_waits_for_no_import_of_torch():
+    code = "import sys; import megatron_dapo.forecast.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

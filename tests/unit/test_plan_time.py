@@ -1,0 +1,209 @@
+"""The arithmetic of the plan of time: each formula against numbers worked out by hand, or published."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import ParallelSizes
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named
+from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.memory import num_parameters
+from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
+from megatron_dapo.planner.server_time import (
+    HOST_S,
+    ServerSpeed,
+    active_parameters,
+    mean_context,
+    num_all_parameters,
+    push_s,
+    server_speed,
+)
+from megatron_dapo.planner.training_time import (
+    Efficiency,
+    TrainerLayout,
+    TrainingWork,
+    optimizer_step_s,
+    recomputed_share,
+    training_time,
+)
+
+pytestmark = pytest.mark.unit
+
+# of the checkpoints' model.safetensors.index.json, or of the model cards
+PUBLISHED_PARAMETERS = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+}
+ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
+SMALL = model_spec(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+    }
+)
+# per second, with the efficiencies below: 10^4 operations, 10^4 bytes of memory, 10^3 over links, 10^2 over the network
+SLOW = Hardware("slow", 2e4, 1e9, 2e4, 2e3, 2e2)
+HALF = Efficiency(matmul=0.5, memory=0.5, link=0.5)
+THREE_TOKENS = Lengths(median=3, sigma=0.0, longest=8)
+ALONE = TrainerLayout(ONE_RANK, 8, sequence_parallel=False, recompute=0.0, max_tokens=64)
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_a_models_shape_by_name_has_as_many_parameters_as_its_checkpoint(name):
+    assert sum(num_parameters(model_spec(model_json_named(name)), ONE_RANK, 0)) == PUBLISHED_PARAMETERS[name]
+
+
+def test_a_token_of_a_mixture_goes_through_its_own_experts_alone():
+    # "30.5B total, 3.3B activated" (model card); without the embedding's 0.31 B rows, which are looked up
+    spec = model_spec(model_json_named("qwen3-30b-a3b"))
+    assert active_parameters(spec) + spec.vocab_size * spec.hidden_size == pytest.approx(3.35e9, rel=0.01)
+
+
+@pytest.mark.parametrize("look_up", [model_json_named, hardware_named])
+def test_an_unknown_name_is_one_sentence_that_names_those_there_are(look_up):
+    with pytest.raises(UserError) as error:
+        look_up("nonesuch")
+    (sentence,) = error.value.sentences
+    known = MODEL_SHAPES if look_up is model_json_named else HARDWARE
+    assert all(name in sentence for name in known)
+
+
+@settings(max_examples=50)
+@example(share=0.02, sigma=1.5, longest=100)  # a median below one token
+@given(st.floats(0.02, 0.9), st.floats(0.1, 1.5), st.integers(100, 30000))
+def test_lengths_have_the_mean_that_was_asked_for_after_the_cut(share, sigma, longest):
+    assert Lengths.with_mean(share * longest, sigma, longest).mean == pytest.approx(share * longest, rel=1e-6)
+
+
+def test_moments_and_quantiles_of_lengths_are_those_of_many_samples():
+    lengths = Lengths.with_mean(6000, 0.9, 20480)
+    source = random.Random(0)
+    samples = [lengths.sample(source) for _ in range(50_000)]
+    # five standard errors: deviations of a length below its mean, of a square below twice its mean
+    assert sum(samples) / len(samples) == pytest.approx(lengths.mean, rel=5 / len(samples) ** 0.5)
+    assert sum(x * x for x in samples) / len(samples) == pytest.approx(
+        lengths.mean_square, rel=10 / len(samples) ** 0.5
+    )
+    assert sum(x == 20480 for x in samples) / len(samples) == pytest.approx(lengths.cut_share, abs=0.005)
+    quantiles = lengths.quantiles(400)
+    assert sum(quantiles) / 400 == pytest.approx(lengths.mean, rel=0.002)
+    assert sum(x * x for x in quantiles) / 400 == pytest.approx(lengths.mean_square, rel=0.01)
+
+
+def test_training_takes_what_was_worked_out_by_hand():
+    """One sample of 1 + 3 tokens on one rank.
+
+    Layers: projections 8 x (8 + 8) + 8 x 8 = 192 and MLP 3 x 8 x 16 = 384 parameters, 1152 operations per token, 4608
+    for 4; attention 4 x 8 x (1 + 2 + 3 + 4) = 320; two layers 9856. Head: 2 x 8 x 32 x 3 = 1536. Activations per token
+    and layer: attention 72, MLP 128, the rest 128 bytes, written and read in two layers: 1312 for a token, 5248 for 4.
+    Parameters: 2 x (576 + 16) + 2 x 256 + 8 = 1704.
+    """
+    time = training_time(SMALL, ALONE, TrainingWork(1, THREE_TOKENS, 1, mini_batches=1), SLOW, HALF)
+    layers, head, weights = 0.9856 + 0.5248, 0.1536, 0.3408
+    assert time.score == pytest.approx(layers + head + weights)
+    assert time.optimizer == pytest.approx(1704 * 30 / 1e4)
+    worked = 3 * (layers + head) + weights + 1704 * (2 + 8) / 1e4
+    assert time.update == pytest.approx(worked + 5.112) == pytest.approx(12.1488)
+    assert time.mfu == pytest.approx(3 * (9856 + 1536) / (12.1488 * 2e4))
+    assert time.tensor == time.bubble == 0.0
+
+
+def test_recomputation_adds_forward_passes_of_the_layers_alone():
+    work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
+    less, more = (training_time(SMALL, replace(ALONE, recompute=x), work, SLOW, HALF) for x in (0.0, 1.0))
+    assert more.update - less.update == pytest.approx(0.9856 + 0.5248)
+    assert more.score == less.score and more.mfu < less.mfu
+
+
+@pytest.mark.parametrize(("sequence_parallel", "passes"), [(False, 2.0), (True, 2.5)])
+def test_tensor_parallel_ranks_exchange_what_was_worked_out_by_hand(sequence_parallel, passes):
+    """4 tokens, 2 layers, 4 x 1/2 x 8 x 2 bytes each: 256 bytes a pass, at 1000 per second inside a node. Backward as
+    much, and half as much again to gather inputs. Between nodes of one GPU: at 100 per second."""
+    layout = TrainerLayout(ParallelSizes(2, 1, None, 2), 2, sequence_parallel, 0.0, 64)
+    work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
+    assert training_time(SMALL, layout, work, SLOW, HALF).tensor == pytest.approx(0.256 * passes)
+    apart = replace(layout, gpus_per_node=1)
+    assert training_time(SMALL, apart, work, SLOW, HALF).tensor == pytest.approx(2.56 * passes)
+
+
+def test_gradients_are_reduced_and_weights_gathered_over_data_parallel_ranks():
+    """TP 2: 2 x (576 / 2 + 16) + 2 x 16 x 8 + 8 = 872 parameters. DP 2: half of 4 + 2 bytes each over the link, and
+    Adam over half of them."""
+    layout = TrainerLayout(ParallelSizes(2, 1, None, 4), 8, True, 0.0, 64)
+    adam = 872 / 2 * 30 / 1e4
+    assert optimizer_step_s(SMALL, layout, 0.0, SLOW, HALF) == pytest.approx(872 * (2 + 1) / 1e3 + adam)
+    hidden = replace(layout, overlap_grad_reduce=True)
+    assert optimizer_step_s(SMALL, hidden, 1.0, SLOW, HALF) == pytest.approx((872 * 2 / 1e3 - 1) + 0.872 + adam)
+    assert optimizer_step_s(SMALL, hidden, 9.0, SLOW, HALF) == pytest.approx(0.872 + adam)
+
+
+@pytest.mark.parametrize(("vpp", "chunks"), [(None, 1), (2, 2)])
+def test_a_pipeline_idles_for_all_but_one_of_its_stages_in_micro_batches(vpp, chunks):
+    """32 samples of 4 tokens at 16 tokens per micro-batch and 2 optimizer steps: 4 micro-batches each, and PP - 1 = 1
+    more is waited for."""
+    layout = TrainerLayout(ParallelSizes(1, 2, vpp, 2), 8, False, 0.0, max_tokens=16)
+    time = training_time(SMALL, layout, TrainingWork(32, THREE_TOKENS, 1, mini_batches=2), SLOW, HALF)
+    worked = time.update - time.bubble - time.optimizer
+    assert time.bubble == pytest.approx(worked / 8 * 2 / chunks)
+
+
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [
+        (("recompute_granularity=none",), 0.0),
+        (("recompute_granularity=full",), 1.0),
+        (("recompute_granularity=full", "recompute_method=block", "recompute_num_layers=12"), 12 * 2 / 64),
+        # MLP 3 x 27648, attention 2 x (40 + 8) x 128 wide
+        (("recompute_granularity=selective", "recompute_modules=[mlp]"), 82944 / (82944 + 12288)),
+        (("recompute_granularity=selective", "recompute_modules=[core_attn]"), 0.0),
+    ],
+)
+def test_what_is_recomputed_follows_from_the_config(keys, share):
+    config = load_config(recipe("dapo_32b"), [f"actor_rollout_ref.actor.megatron.{key}" for key in keys])
+    assert recomputed_share(config, model_spec(model_json_named("qwen2.5-32b"))) == pytest.approx(share)
+
+
+def test_a_server_writes_as_fast_as_was_worked_out_by_hand():
+    """A request of 1 + 4 tokens has 1 + 16 / 8 = 3 in the cache on average, of 2 x 2 layers x 4 x 2 = 32 bytes; 1448 of
+    the parameters are multiplied."""
+    responses = Lengths(median=4, sigma=0.0, longest=8)
+    assert mean_context(responses, 1) == 3
+    assert (num_all_parameters(SMALL), active_parameters(SMALL)) == (1704, 1448)
+    speed = server_speed(SMALL, 1, 10, responses, 1, SLOW, HALF)
+    assert speed.token_s == pytest.approx(3408 / 1e4 + HOST_S)
+    assert speed.token_s_per_request == pytest.approx(96 / 1e4 + 2896 / 1e4)
+    assert speed.tokens_per_s == pytest.approx(10 / (0.3418 + 10 * 0.2992))
+    assert speed.scaled_to(100.0).tokens_per_s == pytest.approx(100.0)
+    assert push_s(SMALL, 1, SLOW, HALF) == pytest.approx(3408 / 1e2 + 0.005)
+
+
+def test_a_server_with_nothing_to_share_gains_nothing_from_more_requests():
+    assert ServerSpeed(0.0, 0.5, 4, 0.0).tokens_per_s == ServerSpeed(0.0, 0.5, 8, 0.0).tokens_per_s == 2.0

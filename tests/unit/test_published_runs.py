@@ -1,0 +1,42 @@
+"""Published runs beside the estimate: what docs/plan.md says of them is computed anew."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.forecast.published import RUNS, planned
+
+pytestmark = pytest.mark.unit
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+CLAIMED = 0.25
+
+
+@pytest.fixture(scope="module")
+def table():
+    """The rows of docs/plan.md, computed anew: (run, part) -> line."""
+    rows = {}
+    for run in RUNS:
+        estimate = planned(run)
+        for part, seconds in run.published.items():
+            if run.total_length is None and part == "score":
+                continue  # the length was chosen so that this part is right
+            ratio = estimate[part] / seconds
+            rows[run.name, part] = (
+                f"| {run.name} | {part} | {seconds:g} | {estimate[part]:.0f} | {ratio:.2f} |",
+                ratio,
+            )
+    return rows
+
+
+def test_the_page_has_the_published_runs_as_they_are_estimated_today(table):
+    missing = [line for line, _ in table.values() if line not in PAGE]
+    assert not missing, "\n".join(missing)
+
+
+def test_what_the_page_claims_is_within_a_quarter(table):
+    within, beyond = PAGE.split("### Within a quarter")[1].split("### Not within a quarter")
+    claimed = [ratio for line, ratio in table.values() if line in within]
+    assert len(claimed) >= 7
+    assert all(abs(ratio - 1) <= CLAIMED for ratio in claimed)
+    assert all(abs(ratio - 1) > CLAIMED for line, ratio in table.values() if line in beyond)
