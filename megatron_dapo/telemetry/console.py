@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 STEPS_PER_HEADER = 20
 STEPS_FOR_ETA = 10
@@ -83,6 +84,49 @@ class StepTable:
         if not self._recent:
             return "-"
         return duration((self._total - step) * sum(self._recent) / len(self._recent))
+
+
+@dataclass(frozen=True)
+class RunFigure:
+    """One figure of the whole run: how it reads, its metric, and what becomes of the steps' values."""
+
+    text: str
+    metric: str
+    over_steps: Callable[[list[float]], float]
+
+
+RUN_FIGURES = (
+    RunFigure("MFU {:.1%}", "perf/mfu/actor", fmean),
+    RunFigure("{:.0f} tokens/s/rank trained", "perf/update_tokens_per_s_per_gpu", fmean),
+    RunFigure("{:.0f} sampled", "perf/rollout_tokens_per_s_per_gpu", fmean),
+    RunFigure("memory {:.1f} GiB", "perf/max_memory_allocated_gb", max),
+    RunFigure("reserved {:.1f} GiB", "perf/max_memory_reserved_gb", max),
+    RunFigure("KV cache {:.0%}", "rollout/kv_used_max", max),
+    RunFigure("{:.0f} retractions", "rollout/num_retractions", sum),
+    RunFigure("{:.0f} cached tokens", "rollout/num_cached_tokens", sum),
+    RunFigure("servers wait {:.0%}", "rollout/servers_waiting", fmean),
+    RunFigure("trainer waits {:.0%}", "perf/trainer_waiting", fmean),
+    RunFigure("longest response {:.0f}", "response_length/max", max),
+)
+
+
+class RunLine:
+    """Makes the last line of a run: how well its steps used their machines."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Count a step."""
+        for figure in RUN_FIGURES:
+            if figure.metric in metrics:
+                self._values.setdefault(figure.metric, []).append(metrics[figure.metric])
+
+    def line(self) -> str | None:
+        """Return the figures that steps reported, or None where there are none."""
+        figures = [figure for figure in RUN_FIGURES if figure.metric in self._values]
+        texts = [figure.text.format(figure.over_steps(self._values[figure.metric])) for figure in figures]
+        return "all steps: " + "   ".join(texts) if texts else None
 
 
 def validation_line(step: int, metrics: dict[str, float]) -> str:

@@ -1,71 +1,104 @@
-"""How well a step used its GPUs: memory, MFU, tokens per second and GPU. What is not known is left out."""
+"""How well a step used its ranks: memory, MFU, tokens per second, waiting. What is not known is left out.
+
+A rank has one GPU, or is a process on a CPU.
+"""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from megatron_dapo.common.sizes import GIB
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.planner.flops import forward_flops
 
-# Dense bfloat16 tensor-core TFLOP/s of NVIDIA's data sheets, by the name that the driver gives; the first that fits.
-PEAK_TFLOPS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200 NVL": 835.5,
-    "H200": 989.5,
-    "H100 PCIe": 756.5,
-    "H100 NVL": 835.5,
-    "H100": 989.5,
-    "H800 PCIe": 756.5,
-    "H800": 989.5,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-}
+WAITING = ("start", "rollout")
+"""Phases in which the trainer has nothing to do but wait for servers and samples."""
 
 
-def peak_flops(gpu_name: str) -> float | None:
-    """Return the GPU's peak in FLOP per second, in bfloat16, or None for a GPU that is not in the table."""
-    words = gpu_name.replace("-", " ").split()
-    return next((peak * 1e12 for name, peak in PEAK_TFLOPS.items() if _follows(name.split(), words)), None)
+class RankPeak(NamedTuple):
+    """The most bytes of GPU memory that one trainer rank used, and the pipeline stage that it computes."""
+
+    stage: int
+    allocated: int
+    reserved: int
 
 
-def _follows(name: Sequence[str], words: Sequence[str]) -> bool:
-    """Return whether a name's words are all there in this order. Others may stand between them: A100 80GB PCIe is an
-    A100 PCIe."""
-    rest = iter(words)
-    return all(word in rest for word in name)
+class PhaseWork(NamedTuple):
+    """What one phase computed: so many times the operations of a forward pass over the step's samples."""
+
+    num_forwards: int
+    seconds: float
 
 
-def memory_metrics(allocated_and_reserved: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Return the highest allocated and the highest reserved peak in GiB, from every rank's peaks in bytes."""
-    allocated, reserved = map(max, zip(*allocated_and_reserved, strict=True))
-    return {"perf/max_memory_allocated_gib": allocated / GIB, "perf/max_memory_reserved_gib": reserved / GIB}
-
-
-def trainer_metrics(
-    spec: ModelSpec, groups: Sequence[Group], num_passes: int, seconds: float, num_gpus: int, peak: float | None
-) -> dict[str, float]:
-    """Return the metrics of the update alone, which goes num_passes times (epochs) over the samples as they are, in
-    `seconds` seconds. `peak` is the FLOP/s of one GPU in the model's dtype, where it is known. Steps without an update
-    have no such metrics."""
-    if not seconds or not num_passes:
-        return {}
-    samples = [sample for group in groups for sample in group.samples]
-    lengths = [sample.num_tokens for sample in samples]
-    metrics = {"perf/update_tokens_per_s_per_gpu": num_passes * sum(lengths) / seconds / num_gpus}
-    if peak is not None:
-        num_answered = sum(sum(sample.loss_mask) for sample in samples)
-        flops = num_passes * TRAINING_PASSES * forward_flops(spec, lengths, num_answered)
-        metrics["perf/mfu"] = flops / (seconds * num_gpus * peak)
+def memory_metrics(peaks: Sequence[RankPeak]) -> dict[str, float]:
+    """Return the highest allocated and the highest reserved peak in GiB, of all ranks and, where there are several
+    pipeline stages, of the ranks of each."""
+    metrics = {
+        "perf/max_memory_allocated_gb": max(peak.allocated for peak in peaks) / GIB,
+        "perf/max_memory_reserved_gb": max(peak.reserved for peak in peaks) / GIB,
+    }
+    stages = sorted({peak.stage for peak in peaks})
+    if len(stages) > 1:
+        for stage in stages:
+            of_stage = memory_metrics([peak for peak in peaks if peak.stage == stage])
+            metrics |= {f"{name}/pp{stage}": value for name, value in of_stage.items()}
     return metrics
 
 
-def server_metrics(config: Config, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the servers' metrics, computed from the rollout's. The number of GPUs per server is that of the config. A
-    replay has no servers and therefore no such metrics."""
-    if config.trainer.replay or not metrics.get("rollout/num_servers"):
+def mfu_metrics(
+    spec: ModelSpec, groups: Sequence[Group], works: Mapping[str, PhaseWork], num_gpus: int, peak: float
+) -> dict[str, float]:
+    """Return each phase's model FLOPs / (seconds x GPUs x peak), by the metric's name; a phase without work has none.
+
+    The FLOPs are those of the samples as they are, see `forward_flops`. peak: FLOP/s of one GPU in the model's dtype.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    num_answered = sum(sample.num_written_tokens for sample in samples)
+    flops = forward_flops(spec, [sample.num_tokens for sample in samples], num_answered)
+    return {
+        name: work.num_forwards * flops / (work.seconds * num_gpus * peak)
+        for name, work in works.items()
+        if work.num_forwards and work.seconds
+    }
+
+
+def update_metrics(groups: Sequence[Group], num_epochs: int, seconds: float, num_ranks: int) -> dict[str, float]:
+    """Return the speed of the update alone, which goes num_epochs times over the samples, in `seconds` seconds. Steps
+    without an update have none."""
+    if not seconds or not num_epochs:
         return {}
-    gpus = metrics["rollout/num_servers"] * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
-    return {"perf/rollout_tokens_per_s_per_gpu": metrics["rollout/tokens_per_s"] / gpus}
+    return {"perf/update_tokens_per_s_per_gpu": num_epochs * _num_tokens(groups) / seconds / num_ranks}
+
+
+def step_metrics(
+    groups: Sequence[Group], step_s: float, waiting_s: float, num_trainer_ranks: int, num_server_ranks: int
+) -> dict[str, float]:
+    """Return the whole step's metrics. step_s: seconds since the last record; waiting_s: of these, what the trainer
+    waited for servers and samples."""
+    num_tokens = _num_tokens(groups)
+    return {
+        "perf/total_num_tokens": num_tokens,
+        "perf/throughput": num_tokens / step_s / (num_trainer_ranks + num_server_ranks),
+        "perf/trainer_waiting": waiting_s / step_s,
+    }
+
+
+def server_metrics(metrics: Mapping[str, float], num_server_ranks: int) -> dict[str, float]:
+    """Return the speed of sampling, from the rollout's metrics. A replay has no servers and therefore none."""
+    if not num_server_ranks:
+        return {}
+    return {"perf/rollout_tokens_per_s_per_gpu": metrics["rollout/tokens_per_s"] / num_server_ranks}
+
+
+def server_ranks(config: Config, metrics: Mapping[str, float]) -> int:
+    """Return the number of the servers' ranks: servers, as the rollout counted them, times ranks per server, as the
+    config says. A replay has none."""
+    if config.trainer.replay:
+        return 0
+    per_server = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    return int(metrics.get("rollout/num_servers", 0)) * per_server
+
+
+def _num_tokens(groups: Sequence[Group]) -> int:
+    return sum(sample.num_tokens for group in groups for sample in group.samples)

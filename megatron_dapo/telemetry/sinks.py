@@ -15,7 +15,7 @@ from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import mute, print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.console import StepTable, progress, validation_line
+from megatron_dapo.telemetry.console import RunLine, StepTable, progress, validation_line
 from megatron_dapo.telemetry.metrics_file import MetricsFile
 
 
@@ -37,10 +37,11 @@ class Sink(Protocol):
 
 
 class Console:
-    """One line per step on stdout and, on a terminal, a progress bar below them."""
+    """One line per step on stdout, one about all of them at the end and, on a terminal, a progress bar below them."""
 
     def __init__(self, total_steps: int) -> None:
         self._table = StepTable(total_steps)
+        self._run_line = RunLine()
         # none: closed by whoever started us
         self._progress = progress(total_steps) if sys.stdout is not None and sys.stdout.isatty() else None
 
@@ -49,10 +50,13 @@ class Console:
             self._print(validation_line(record.step, record.metrics))
             return
         self._print(self._table.line(record.step, record.metrics))
+        self._run_line.add(record.metrics)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record.step)
 
     def close(self) -> None:
+        if line := self._run_line.line():
+            self._print(line)
         if self._progress is not None:
             try:
                 self._progress.stop()

@@ -38,6 +38,10 @@ class Telemetry:
         """Return the seconds of a phase since the last record."""
         return self._timers.seconds(name)
 
+    def step_seconds(self) -> float:
+        """Return the seconds since the first phase after the last record began."""
+        return self._timers.step_seconds()
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Report one rollout step. metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN."""
         self._write(Record(step, {**metrics, **self._timers.take()}, is_validation=False))
@@ -74,6 +78,9 @@ class NullTelemetry:
         return watchdog.phase(name)
 
     def seconds(self, name: str) -> float:
+        return 0.0
+
+    def step_seconds(self) -> float:
         return 0.0
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -32,9 +32,13 @@ class PhaseTimers:
         """Return the seconds of a phase so far, or 0 where there was none."""
         return self._seconds.get(name, 0.0)
 
+    def step_seconds(self) -> float:
+        """Return the seconds since the first phase began, or 0 where there was none."""
+        return 0.0 if self._start is None else self._clock() - self._start
+
     def take(self) -> dict[str, float]:
         """Return {"time/PHASE": seconds ..., "time/step": seconds since the first phase began}, and start anew."""
-        step = {} if self._start is None else {"time/step": self._clock() - self._start}
+        step = {} if self._start is None else {"time/step": self.step_seconds()}
         taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | step
         self._seconds, self._start = {}, None
         return taken

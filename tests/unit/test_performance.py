@@ -1,5 +1,6 @@
 """MFU and its kin: operations counted by hand and by torch, what is left out where it is not known."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,9 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.model_spec import model_spec, read_model_spec
 from megatron_dapo.job import Job
 from megatron_dapo.planner.flops import forward_flops
+from megatron_dapo.planner.hardware import peak_flops
 from megatron_dapo.telemetry import performance
+from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
 from tests.model_json import MODEL_JSON
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
@@ -35,6 +38,11 @@ def test_a_case_by_hand():
     attention = 2 * (2 * 4) * 2 * (1 + 2 + 3 + 1 + 2)  # 2 heads of 4: with the keys, and with the values
     logits = 2 * 8 * 10 * 4
     assert forward_flops(model_spec(SMALL), [3, 2], 4) == 2 * (products + attention) + logits == 12736
+
+
+def test_a_critic_computes_one_number_in_the_place_of_the_logits():
+    spec = model_spec(SMALL)
+    assert forward_flops(spec, [3, 2], 4) - forward_flops(spec.as_critic(), [3, 2], 4) == 2 * 8 * (10 - 1) * 4
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -71,52 +79,106 @@ def test_experts_count_as_far_as_a_token_passes_through_them():
     ],
 )
 def test_a_gpus_peak_is_found_by_its_name_or_not_at_all(name, tflops):
-    assert performance.peak_flops(name) == (None if tflops is None else tflops * 1e12)
+    assert peak_flops(name) == (None if tflops is None else tflops * 1e12)
 
 
-def test_the_update_is_measured_by_the_samples_as_they_are():
+def test_each_phase_is_measured_by_the_samples_as_they_are():
     spec, groups = model_spec(SMALL), synthetic_groups(10, num_groups=2)
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.prompt_tokens) + len(sample.response_tokens) for sample in samples]
-    flops = 3 * forward_flops(spec, lengths, sum(sum(sample.loss_mask) for sample in samples))
-    got = performance.trainer_metrics(spec, groups, num_passes=2, seconds=4.0, num_gpus=8, peak=flops / 8)
-    assert got == {"perf/mfu": pytest.approx(0.5), "perf/update_tokens_per_s_per_gpu": 2 * sum(lengths) / 4 / 8}
-    assert "perf/mfu" not in performance.trainer_metrics(spec, groups, 2, 4.0, 8, peak=None)
-    assert performance.trainer_metrics(spec, groups, 0, 0.0, 8, peak=1.0) == {}  # while the critic warms up
+    flops = forward_flops(spec, lengths, sum(sum(sample.loss_mask.tolist()) for sample in samples))
+    works = {"update": PhaseWork(2 * 3, 4.0), "score": PhaseWork(1, 2.0), "none": PhaseWork(0, 1.0)}
+    got = performance.mfu_metrics(spec, groups, works, num_gpus=8, peak=flops)
+    assert got == pytest.approx({"update": 6 / (4 * 8), "score": 1 / (2 * 8)})
+    speed = performance.update_metrics(groups, num_epochs=2, seconds=4.0, num_ranks=8)
+    assert speed == {"perf/update_tokens_per_s_per_gpu": 2 * sum(lengths) / 4 / 8}
+    assert performance.update_metrics(groups, 0, 0.0, 8) == {}  # while the critic warms up
+    assert performance.step_metrics(groups, 10.0, 4.0, num_trainer_ranks=3, num_server_ranks=2) == {
+        "perf/total_num_tokens": sum(lengths),
+        "perf/throughput": pytest.approx(sum(lengths) / 10 / 5),
+        "perf/trainer_waiting": 0.4,
+    }
 
 
-def test_servers_are_measured_by_their_gpus_and_a_replay_has_none():
+def test_servers_are_measured_by_their_ranks_and_a_replay_has_none():
     two = "actor_rollout_ref.rollout.server.tensor_model_parallel_size=2"
     rollout = {"rollout/num_servers": 4.0, "rollout/tokens_per_s": 800.0}
-    assert performance.server_metrics(load_config(None, [two]), rollout) == {"perf/rollout_tokens_per_s_per_gpu": 100.0}
-    assert performance.server_metrics(load_config(None, [two, "trainer.replay=batches"]), rollout) == {}
+    assert performance.server_ranks(load_config(None, [two]), rollout) == 8
+    assert performance.server_ranks(load_config(None, [two, "trainer.replay=batches"]), rollout) == 0
+    assert performance.server_metrics(rollout, 8) == {"perf/rollout_tokens_per_s_per_gpu": 100.0}
+    assert performance.server_metrics(rollout, 0) == {}
+
+
+def test_memory_is_told_of_the_fullest_rank_of_all_and_of_each_stage():
+    def gib(*peaks: tuple[int, int, int]) -> dict[str, float]:
+        return performance.memory_metrics([RankPeak(stage, a * 2**30, r * 2**30) for stage, a, r in peaks])
+
+    allocated, reserved = "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"
+    assert gib((0, 3, 5), (0, 4, 4)) == {allocated: 4.0, reserved: 5.0}
+    assert gib((0, 3, 9), (0, 4, 4), (1, 6, 7), (1, 5, 8)) == {
+        **{allocated: 6.0, f"{allocated}/pp0": 4.0, f"{allocated}/pp1": 6.0},
+        **{reserved: 9.0, f"{reserved}/pp0": 9.0, f"{reserved}/pp1": 8.0},
+    }
 
 
 @pytest.fixture
 def job() -> SimpleNamespace:
-    """What `Job.performance` asks of a job, on a GPU whose peaks are 3 and 5 GiB; another rank's are 4 and 4."""
+    """What `Job.performance` asks of a job, on a GPU whose peaks are 3 and 5 GiB; another rank's are 4 and 4. A step of
+    10 seconds, 4 of which were spent waiting."""
     config = SimpleNamespace(params_dtype=torch.bfloat16)
-    return SimpleNamespace(
+    seconds = {"start": 1.0, "rollout": 3.0, "update": 2.0, "old_log_probs": 0.5}
+    job = SimpleNamespace(
         config=load_config(None, []),
-        layout=SimpleNamespace(world_size=2, gather=lambda own: [own, (4 * 2**30, 4 * 2**30)]),
+        layout=SimpleNamespace(world_size=2, pp_rank=0, gather=lambda own: [own, RankPeak(0, 4 * 2**30, 4 * 2**30)]),
         policy=SimpleNamespace(model=SimpleNamespace(config=config, spec=model_spec(SMALL))),
-        telemetry=SimpleNamespace(seconds={"update": 2.0}.get),
+        telemetry=SimpleNamespace(seconds=seconds.__getitem__, step_seconds=lambda: 10.0),
     )
+    job._mfu = partial(Job._mfu, job)
+    return job
 
 
-def test_a_step_on_gpus_reports_memory_of_the_fullest_rank_and_mfu_on_rank_0(job, monkeypatch):
-    metrics = {"actor/num_optimizer_steps": 1.0, "rollout/num_servers": 1.0, "rollout/tokens_per_s": 10.0}
-    groups = synthetic_groups(10, num_groups=2)
-    assert Job.performance(job, groups, metrics) == {}  # on a CPU
+STEP = {"actor/num_optimizer_steps": 1.0, "rollout/num_servers": 1.0, "rollout/tokens_per_s": 10.0}
+
+
+@pytest.fixture
+def on_h100(monkeypatch):
+    """Yields how often the peaks of memory began anew."""
+    resets = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5 * 2**30)
-    resets = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    got = Job.performance(job, groups, metrics)
-    assert got["perf/max_memory_allocated_gib"] == 4.0 and got["perf/max_memory_reserved_gib"] == 5.0
-    assert got["perf/mfu"] > 0 and got["perf/rollout_tokens_per_s_per_gpu"] == 10.0 and resets == [1]
+    return resets
+
+
+def test_a_step_on_gpus_reports_memory_of_the_fullest_rank_and_mfu_on_rank_0(job, on_h100):
+    groups = synthetic_groups(10, num_groups=2)
+    got = Job.performance(job, groups, STEP)
+    assert got["perf/max_memory_allocated_gb"] == 4.0 and got["perf/max_memory_reserved_gb"] == 5.0
+    assert got["perf/mfu/actor"] > 0 and got["perf/rollout_tokens_per_s_per_gpu"] == 10.0 and on_h100 == [1]
+    assert "perf/mfu/actor_infer" not in got  # one optimizer step per rollout step: no old log-probs
     assert Job.performance(job, None, {}) == {}  # another rank takes part, and reports nothing
+    warming_up = Job.performance(job, groups, STEP | {"actor/num_optimizer_steps": 0.0})
+    assert not {"perf/mfu/actor", "perf/update_tokens_per_s_per_gpu"} & warming_up.keys()
     job.policy.model.config.params_dtype = torch.float32
-    assert "perf/mfu" not in Job.performance(job, groups, metrics)
+    assert not {name for name in Job.performance(job, groups, STEP) if "mfu" in name}
+
+
+def test_old_log_probs_have_an_mfu_where_they_are_computed(job, on_h100):
+    job.config = load_config(None, ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
+    got = Job.performance(job, synthetic_groups(10), STEP)
+    # a third of the work of the update, in a quarter of its time
+    assert got["perf/mfu/actor_infer"] == pytest.approx(got["perf/mfu/actor"] * 4 / 3)
+
+
+def test_a_step_on_cpus_reports_tokens_per_rank_and_waiting_but_neither_memory_nor_mfu(job):
+    groups = synthetic_groups(10, num_groups=2)
+    num_tokens = sum(sample.num_tokens for group in groups for sample in group.samples)
+    assert Job.performance(job, groups, STEP) == {
+        "perf/total_num_tokens": num_tokens,
+        "perf/throughput": pytest.approx(num_tokens / 10 / 3),
+        "perf/trainer_waiting": 0.4,
+        "perf/update_tokens_per_s_per_gpu": num_tokens / 2 / 2,
+        "perf/rollout_tokens_per_s_per_gpu": 10.0,
+    }

@@ -18,7 +18,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.validation import validate
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry import report
-from megatron_dapo.telemetry.console import StepTable, duration
+from megatron_dapo.telemetry.console import RUN_FIGURES, RunLine, StepTable, duration
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 from megatron_dapo.telemetry.sinks import SINKS
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
@@ -61,8 +61,9 @@ def test_seconds_of_nested_phases_are_counted_once():
     clock.now += 1
     with timers.phase("rollout"):
         clock.now += 4
+    assert timers.step_seconds() == 10.0
     assert timers.take() == {"time/rollout": 6.0, "time/weight_sync": 3.0, "time/step": 10.0}
-    assert timers.take() == {}
+    assert timers.take() == {} and timers.step_seconds() == 0.0
 
 
 def test_a_phase_that_raises_is_still_timed():
@@ -296,6 +297,31 @@ def test_console_lines_stay_aligned_and_show_missing_values_as_dashes():
     assert len(header) == len(line) == len(bare)
     assert "-0.500" in line and "512/1024" in line and "nan" in line and "50m" not in bare
     assert line.endswith("49m57s") and bare.split()[1:3] == ["-", "-"]
+
+
+def test_the_console_ends_with_one_line_about_all_steps(tmp_path, capsys):
+    log = telemetry(tmp_path, "console", steps=2)
+    gpu = {"perf/mfu/actor": 0.3, "perf/max_memory_allocated_gb": 40.0, "perf/max_memory_reserved_gb": 60.0}
+    speed = {"perf/update_tokens_per_s_per_gpu": 500.0, "perf/rollout_tokens_per_s_per_gpu": 100.0}
+    counts = {"rollout/num_retractions": 2.0, "rollout/num_cached_tokens": 7.0, "response_length/max": 90.0}
+    waits = {"rollout/servers_waiting": 0.5, "perf/trainer_waiting": 0.25}
+    first = {**gpu, **speed, **counts, **waits, "rollout/kv_used_max": 0.8}
+    assert first.keys() == {figure.metric for figure in RUN_FIGURES}
+    log.log(1, first)
+    log.log(2, {name: 1.1 * value for name, value in first.items() if name != "rollout/kv_used_max"})  # no look at it
+    log.log_validation(2, {"val/accuracy": 0.75, "response_length/max": 1000.0})
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "all steps: MFU 31.5%   525 tokens/s/rank trained   105 sampled   memory 44.0 GiB   reserved 66.0 GiB   "
+        "KV cache 80%   4 retractions   15 cached tokens   servers wait 52%   trainer waits 26%   longest response 99"
+    )
+
+
+def test_the_last_line_leaves_out_what_no_step_reported():
+    line = RunLine()
+    assert line.line() is None
+    line.add({"reward/mean": 1.0, "response_length/max": 12.0})
+    assert line.line() == "all steps: longest response 12"
 
 
 def test_the_header_comes_again():
