@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_dapo.models.rotary import Rotary
+from megatron_dapo.models.segments import segments_by_length
 
 
 def mark(parameter: torch.nn.Parameter, **marks: bool) -> None:
@@ -44,7 +45,8 @@ class PackedAttention(MegatronModule):
     [T, heads, dim].
 
     Packed, on a GPU, in half precision: torch's variable-length flash attention in one launch, and nothing is read back
-    to the host. Elsewhere: one scaled_dot_product_attention per segment.
+    to the host. Elsewhere: one scaled_dot_product_attention for all segments of one length, which gives each of them
+    the bits that it would have alone. Segments padded to one length would not.
     """
 
     def __init__(
@@ -86,12 +88,13 @@ class PackedAttention(MegatronModule):
             )
         if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        parts = [
-            self._causal(*(t[start:end].transpose(0, 1)[None] for t in (query, key, value)))
-            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        segments = segments_by_length(tuple(packed_seq_params.cu_seqlens_q.tolist()), query.device)
+        batches = [segments.batches(t.index_select(0, segments.order)) for t in (query, key, value)]
+        attended = [
+            self._causal(*(t.transpose(1, 2) for t in batch)).transpose(1, 2).flatten(0, 1)
+            for batch in zip(*batches, strict=True)
         ]
-        return torch.cat(parts, dim=2)[0].transpose(0, 1).flatten(1)
+        return torch.cat(attended).index_select(0, segments.inverse).flatten(1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend causally; [B, heads, S, dim] each, KV with fewer heads."""

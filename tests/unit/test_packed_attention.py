@@ -1,5 +1,7 @@
 """Rotation and attention see nothing but their own segment; on CUDA the host is never asked where segments begin."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.models.layers import PackedAttention
 from megatron_dapo.models.rotary import Rotary, positions
+from megatron_dapo.models.segments import segments_by_length
 from tests.model_json import MODEL_JSON
 
 # after megatron_dapo.models, which prepares megatron.core for this machine
@@ -101,8 +104,8 @@ def test_the_kept_tables_are_those_of_the_micro_batch_at_hand():
     assert shared(query[:6], key[:6], None)[0].shape == (6, HEADS, DIM)
 
 
-def test_a_packed_pair_is_two_single_runs_bit_for_bit():
-    lengths = [7, 12]
+@pytest.mark.parametrize("lengths", [[7, 12], [5, 9, 5, 1, 9, 5]], ids=["pair", "equal lengths"])
+def test_packed_segments_are_single_runs_bit_for_bit(lengths):
     packed = query_key_value(sum(lengths))
     out = attention()(*packed, packed_seq_params=packing(lengths))
     out.square().sum().backward()
@@ -115,6 +118,29 @@ def test_a_packed_pair_is_two_single_runs_bit_for_bit():
         assert torch.equal(out[part], single[:, 0])
         assert all(torch.equal(a.grad[part], b.grad) for a, b in zip(packed, alone, strict=True))
         start += length
+
+
+def test_segments_of_one_length_share_an_attention_call(monkeypatch):
+    """What the batch saves: three lengths are three calls, whatever the number of segments."""
+    layer, shapes = attention(), []
+    causal = layer._causal
+    monkeypatch.setattr(layer, "_causal", lambda *qkv: shapes.append(qkv[0].shape) or causal(*qkv))
+    lengths = [5, 9, 5, 1, 9, 5]
+    layer(*query_key_value(sum(lengths)), packed_seq_params=packing(lengths))
+    assert shapes == [(1, HEADS, 1, DIM), (3, HEADS, 5, DIM), (2, HEADS, 9, DIM)]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(any))
+def test_segments_stand_together_by_length_and_find_their_way_back(lengths):
+    bounds = tuple(offsets(lengths).tolist())
+    segments = segments_by_length(bounds, torch.device("cpu"))
+    row = torch.arange(sum(lengths))
+    batches = list(segments.batches(row[segments.order]))
+    by_length = sorted((row[a:b].tolist() for a, b in pairwise(bounds) if a < b), key=len)
+    assert [segment for batch in batches for segment in batch.tolist()] == by_length
+    assert [batch.size(1) for batch in batches] == sorted(set(lengths) - {0})
+    assert torch.equal(row[segments.order][segments.inverse], row)
 
 
 def test_attention_is_causal_softmax_of_rotated_products():
@@ -150,5 +176,5 @@ def test_off_the_cpu_nothing_is_read_back_to_the_host():
     assert out.shape == (16, HEADS * DIM) and out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(t.grad.shape == t.shape for t in inputs)
-    with pytest.raises(RuntimeError, match="no data|meta"):  # float32 loops over segments: it would show
+    with pytest.raises(RuntimeError, match="no data|meta"):  # float32 asks for the segments' lengths: it would show
         layer(*query_key_value(16, torch.float32, "meta"), packed_seq_params=packing([7, 9], "meta"))
