@@ -20,6 +20,8 @@ from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.models.hf_io import export_hf
+from megatron_dapo.planner.flops import TRAINING_PASSES
+from megatron_dapo.planner.hardware import peak_flops
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import device, is_gpu, peak_memory, require_usable_gpus
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -35,6 +37,7 @@ from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
+from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
@@ -178,25 +181,39 @@ class Job:
         return report.metrics(num_rejoins)
 
     def performance(self, groups: list[Group] | None, metrics: dict[str, float]) -> dict[str, float]:
-        """Return GPU memory of the fullest rank and, on rank 0, how well trainer and servers used their GPUs so far.
+        """Return, on rank 0, how well trainer and servers used their ranks in the step so far.
 
-        groups, metrics: the rollout's and the update's. Collective over all ranks; nothing on a CPU.
+        groups, metrics: the rollout's and the update's. On GPUs collective over all ranks, for the peaks of memory.
         """
-        if not is_gpu():
-            return {}
-        peaks = self.layout.gather(peak_memory())
+        peaks = self.layout.gather(RankPeak(self.layout.pp_rank, *peak_memory())) if is_gpu() else []
         if groups is None:
             return {}
-        dtype = self.policy.model.config.params_dtype
-        peak = performance.peak_flops(torch.cuda.get_device_name()) if dtype == torch.bfloat16 else None
-        num_passes = self.config.actor_rollout_ref.actor.ppo_epochs if _optimizer_steps(metrics) else 0
-        seconds = self.telemetry.seconds("update")
-        spec = self.policy.model.spec
+        num_ranks = self.layout.world_size
+        num_server_ranks = performance.server_ranks(self.config, metrics)
+        seconds = self.telemetry.seconds
+        num_epochs = self.config.actor_rollout_ref.actor.ppo_epochs if _optimizer_steps(metrics) else 0
+        waiting_s = sum(map(seconds, performance.WAITING))
         return {
-            **performance.memory_metrics(peaks),
-            **performance.trainer_metrics(spec, groups, num_passes, seconds, self.layout.world_size, peak),
-            **performance.server_metrics(self.config, metrics),
+            **(performance.memory_metrics(peaks) if peaks else {}),
+            **self._mfu(groups, num_epochs),
+            **performance.update_metrics(groups, num_epochs, seconds("update"), num_ranks),
+            **performance.server_metrics(metrics, num_server_ranks),
+            **performance.step_metrics(groups, self.telemetry.step_seconds(), waiting_s, num_ranks, num_server_ranks),
         }
+
+    def _mfu(self, groups: list[Group], num_epochs: int) -> dict[str, float]:
+        """Return the MFU of the policy's phases, where the peak of this GPU is known."""
+        model = self.policy.model
+        is_known = is_gpu() and model.config.params_dtype == torch.bfloat16
+        peak = peak_flops(torch.cuda.get_device_name()) if is_known else None
+        if peak is None:
+            return {}
+        num_scores = 1 if needs_old_log_probs(self.config) else 0
+        works = {
+            "perf/mfu/actor": PhaseWork(TRAINING_PASSES * num_epochs, self.telemetry.seconds("update")),
+            "perf/mfu/actor_infer": PhaseWork(num_scores, self.telemetry.seconds("old_log_probs")),
+        }
+        return performance.mfu_metrics(model.spec, groups, works, self.layout.world_size, peak)
 
     def validate(self, step: int) -> None:
         """Answer the held-out prompts with the current weights, where there are any and servers to ask."""

@@ -24,7 +24,7 @@ def train(config: Config) -> bool:
                 critic_metrics = job.update_critic(shard)  # where there is one
                 actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
                 sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
-                perf_metrics = job.performance(groups, metrics | actor_metrics)  # of the GPUs, where there are some
+                perf_metrics = job.performance(groups, metrics | actor_metrics)  # how well the ranks were used
                 metrics = metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics
                 job.telemetry.log(step, metrics | perf_metrics)
                 if _is_validation_step(config, step):

@@ -192,6 +192,7 @@ def fingerprints(config: Config, num_steps: int) -> dict[int, set[float]]:
     for step in range(1, num_steps + 1):
         for group in read_batch(run.batches, step).groups:
             for sample in group.samples:
-                for version, log_prob in zip(sample.weight_versions, sample.rollout_log_probs, strict=True):
+                pairs = zip(sample.weight_versions.tolist(), sample.rollout_log_probs.tolist(), strict=True)
+                for version, log_prob in pairs:
                     by_version.setdefault(version, set()).add(log_prob)
     return by_version

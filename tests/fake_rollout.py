@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -63,6 +64,7 @@ class FakeServer:
     failures: HTTP statuses of the next requests, before it answers again; "abort" = a finished abort.
     hold: while it is not set, answers wait. is_frozen: it does not say how it is, either. is_paused: as SGLang between
     pause and continue; it says so, and requests wait. is_ill: SGLang's word for itself when no token came in time.
+    num_used_tokens: of the 100 of its cache; None: it does not know the question. num_looks: how often it was asked.
     """
 
     def __init__(self, script: Script, version: int = 1) -> None:
@@ -71,6 +73,8 @@ class FakeServer:
         self.hold = asyncio.Event()
         self.hold.set()
         self.is_frozen = self.is_paused = self.is_ill = False
+        self.num_used_tokens: int | None = 0
+        self.num_looks = 0
         self.requests: list[dict] = []
         self.num_open = self.max_open = 0
         self._aborted: dict[str, asyncio.Event] = {}  # request -> set when it is to end
@@ -88,6 +92,7 @@ class FakeServer:
             web.get("/ready", self._ready),
             web.get("/server_info", self._server_info),
             web.get("/model_info", self._model_info),
+            web.get("/v1/loads", self._loads),
             web.get("/health", self._health),
             web.post("/continue_generation", self._continue),
             web.post("/generate", self._generate),
@@ -125,6 +130,13 @@ class FakeServer:
         while self.is_frozen:
             await asyncio.sleep(0.05)
         return web.json_response({"weight_version": str(self.version)})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        self.num_looks += 1
+        if self.num_used_tokens is None:
+            return web.json_response({"error": "scripted"}, status=404)
+        load = {"num_used_tokens": self.num_used_tokens, "max_total_num_tokens": 100}
+        return web.json_response({"loads": [load]})
 
     async def _generate(self, request: web.Request) -> web.Response:
         fields = await request.json()
@@ -207,8 +219,8 @@ def weights_of(version: int) -> float:
 
 def mislabelled(sample: Sample) -> list[tuple[int, float]]:
     """The tokens, each as its version and log-prob, that other weights wrote than those of their version."""
-    pairs = zip(sample.weight_versions, sample.rollout_log_probs, strict=True)
-    return [(version, log_prob) for version, log_prob in pairs if log_prob != -weights_of(version)]
+    pairs = zip(sample.weight_versions.tolist(), sample.rollout_log_probs, strict=True)
+    return [(version, log_prob) for version, log_prob in pairs if log_prob != np.float32(-weights_of(version))]
 
 
 class WritingServer(FakeServer):

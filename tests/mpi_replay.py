@@ -47,7 +47,7 @@ def torchrun(nproc: int, *trainer_arguments: str) -> subprocess.CompletedProcess
 def metrics_of(run_dir: Path) -> list[dict]:
     """By step, but for the seconds that things took."""
     lines = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
-    return [{name: x for name, x in line.items() if name.split("/")[0] != "time"} for line in lines]
+    return [{name: x for name, x in line.items() if name.split("/")[0] not in ("time", "perf")} for line in lines]
 
 
 def model_of(run_dir: Path) -> bytes:

@@ -92,7 +92,7 @@ def log_prob_differences(model: Path, prompts: Sequence[Sequence[int]], generati
 
     reference, differences = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), []
     for prompt, generation in zip(prompts, generations, strict=True):
-        tokens = torch.tensor([[*prompt, *generation.tokens]])
+        tokens = torch.tensor([[*prompt, *generation.tokens.tolist()]])
         with torch.no_grad():
             log_probs = reference(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         expected = log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0]

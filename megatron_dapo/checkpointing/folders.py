@@ -5,7 +5,6 @@ step_000012/            a checkpoint: its manifest was inside before it had this
 .retired_step_000012/   one being deleted: a folder that is half gone never carries a checkpoint's name
 """
 
-import gzip
 import json
 import logging
 import re
@@ -14,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checkpointing.manifest import MANIFEST, file_names, read_manifest, seal, write_manifest
+from megatron_dapo.checkpointing.state_file import OLD_SUFFIX, SUFFIX, read_state, write_state
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import publish_folder, remove_folder, write_whole
 
 log = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer.json"
-CONTROLLER_STATE = "controller.json.gz"
-_LATER_STATE = re.compile(r"controller\.(\d+)\.json\.gz")
+CONTROLLER_STATE = f"controller{SUFFIX}"
+_OLD_CONTROLLER_STATE = f"controller{OLD_SUFFIX}"
+_LATER_STATE = re.compile(rf"controller\.(\d+)({re.escape(SUFFIX)}|{re.escape(OLD_SUFFIX)})")
 
 _STEP = re.compile(r"step_(\d{6,})")
 _STAGING = ".staging_"
 _RETIRED = ".retired_"
-_GZIP_LEVEL = 1  # tokens and log-probs: higher levels cost seconds and save little
 
 
 def step_of(folder: Path) -> int | None:
@@ -123,9 +123,8 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def write_controller_state(folder: Path, state: dict[str, Any], name: str = CONTROLLER_STATE) -> None:
-    """Write plain data. What JSON cannot hold, such as bytes in a prompt's extra_info, is an error and not changed."""
-    content = json.dumps(state, separators=(",", ":")).encode()
-    write_whole(folder / name, gzip.compress(content, _GZIP_LEVEL, mtime=0))
+    """Write plain data with arrays; see `write_state`."""
+    write_state(folder / name, state)
 
 
 def add_controller_state(folder: Path, state: dict[str, Any]) -> None:
@@ -133,7 +132,7 @@ def add_controller_state(folder: Path, state: dict[str, Any]) -> None:
     checkpoint: the state has a file of its own, which counts from the moment that the manifest names it."""
     manifest = read_manifest(folder)
     names = file_names(folder)
-    name = f"controller.{max(map(_number_of, names), default=0) + 1}.json.gz"
+    name = f"controller.{max(map(_number_of, names), default=0) + 1}{SUFFIX}"
     write_controller_state(folder, state, name)
     before = [each for each in names if _number_of(each)]
     files = {each: record for each, record in manifest.files.items() if each not in before}
@@ -143,11 +142,13 @@ def add_controller_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_controller_state(folder: Path) -> dict[str, Any]:
-    """Return the latest. Tuples come back as lists. Raises FileNotFoundError."""
+    """Return the latest, also one of an earlier program; see `read_state`."""
     names: Iterable[str] = read_manifest(folder).files if (folder / MANIFEST).exists() else ()
     later = max(names, key=_number_of, default="")
-    name = later if _number_of(later) else CONTROLLER_STATE
-    return json.loads(gzip.decompress((folder / name).read_bytes()))
+    if _number_of(later):
+        return read_state(folder / later)
+    is_old = (folder / _OLD_CONTROLLER_STATE).exists()
+    return read_state(folder / (_OLD_CONTROLLER_STATE if is_old else CONTROLLER_STATE))
 
 
 def _number_of(name: str) -> int:

@@ -240,6 +240,12 @@ def uses_dynamic_sampling(config: Config) -> bool:
     return uses_filter_mode(config) or config.algorithm.filter_groups.enable
 
 
+def replaces_groups(config: Config) -> bool:
+    """Return whether groups without signal are dropped and others sampled in their place."""
+    is_masked = not config.algorithm.filter_groups.enable and config.algorithm.dapo.dynamic_sampling.form == "mask"
+    return uses_dynamic_sampling(config) and not is_masked
+
+
 def uses_overlong_shaping(config: Config) -> bool:
     """Return whether truncated or over-long responses are punished or filtered."""
     dapo = config.algorithm.dapo

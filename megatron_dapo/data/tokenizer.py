@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import tokenizers
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.chat_template import compile_template
+from megatron_dapo.data.token_arrays import TokenIds
 
 Messages = Sequence[dict[str, Any]]
 
@@ -77,9 +79,10 @@ class Tokenizer:
         is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()  # Llama 2: " </s>"
         return tuple(tokens[end + 1 :] if is_written else tokens)
 
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: TokenIds, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, exactly: no clean-up of spaces."""
-        return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def _rendered(self, messages: Messages) -> str:
         if self._render is None:

@@ -1,6 +1,12 @@
 """What flows from the prompt files to the trainer: prompts, samples, groups, and the batch of one rollout step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, Dtype, TokenRecord
 
 
 @dataclass(frozen=True)
@@ -17,20 +23,28 @@ class Prompt:
     messages: list[dict] | str = ""  # before rendering: an environment's first words may join them
 
 
-@dataclass(frozen=True)
-class Sample:
+@dataclass(frozen=True, eq=False)
+class Sample(TokenRecord):
     """One response, or one trajectory: turns of the model with an environment's tokens between them.
 
-    Per-token tuples have the response's length.
+    Arrays are [L], the response's length, but for prompt_tokens.
     """
 
+    ARRAYS: ClassVar[Mapping[str, Dtype]] = {
+        "prompt_tokens": TOKEN,
+        "response_tokens": TOKEN,
+        "rollout_log_probs": LOG_PROB,
+        "loss_mask": MASK,
+        "weight_versions": VERSION,
+    }
+
     uid: str  # the group's
-    prompt_tokens: tuple[int, ...]
-    response_tokens: tuple[int, ...]
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
     response_text: str
-    rollout_log_probs: tuple[float, ...]  # by the server, at the sampling temperature; 0 for an environment's tokens
-    loss_mask: tuple[int, ...]  # 1 where the model wrote the token, 0 for an environment's
-    weight_versions: tuple[int, ...]  # version of the weights that wrote each token
+    rollout_log_probs: np.ndarray  # by the server, at the sampling temperature; 0 for an environment's tokens
+    loss_mask: np.ndarray  # 1 where the model wrote the token, 0 for an environment's
+    weight_versions: np.ndarray  # version of the weights that wrote each token
     finish_reason: str  # "stop", or what ended it: "length" | "abort" | "turns" | "time" | "environment"
     raw_reward: float  # by the verifier, before shaping
     correct: bool  # raw correctness: what dynamic sampling filters on
@@ -48,19 +62,26 @@ class Sample:
         return len(self.response_tokens)
 
     @property
+    def num_written_tokens(self) -> int:
+        """Return the number of tokens of the response that the model wrote."""
+        return int(self.loss_mask.sum())
+
+    @property
     def num_tokens(self) -> int:
         """Return the number of tokens of prompt and response."""
         return len(self.prompt_tokens) + len(self.response_tokens)
 
 
-@dataclass(frozen=True)
-class PartialResponse:
-    """The beginning of a response of one turn that a stop ended; another request goes on with it. The tuples are per
-    token."""
+@dataclass(frozen=True, eq=False)
+class PartialResponse(TokenRecord):
+    """The beginning of a response of one turn that a stop ended; another request goes on with it. The arrays are [L],
+    its length."""
 
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    weight_versions: tuple[int, ...]
+    ARRAYS: ClassVar[Mapping[str, Dtype]] = {"tokens": TOKEN, "log_probs": LOG_PROB, "weight_versions": VERSION}
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    weight_versions: np.ndarray
     servers: tuple[str, ...]
 
 

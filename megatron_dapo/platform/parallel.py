@@ -1,9 +1,11 @@
 """This rank's place in the parallel layout, and the process groups that go with it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,7 +22,8 @@ class ParallelLayout:
     ep: expert parallelism. The experts of a mixture are spread over ep neighbouring ranks of a stage, of its tp x dp,
     and are the same in each of its expert_dp such groups; none of them is cut.
     tp_group, dp_group, pp_group, ep_group: Megatron's groups. cpu_group: all ranks over gloo, for Python objects and
-    for collectives that wait for the rollout. agreement: of all ranks, over cpu_group.
+    for collectives that wait for the rollout. agreement: of all ranks, over cpu_group. replicas: by data-parallel rank
+    the ranks that hold a model together; cpu_model_group: those that this rank is one of, over gloo.
     """
 
     rank: int
@@ -38,6 +41,8 @@ class ParallelLayout:
     dp_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
     agreement: Agreement
+    replicas: Sequence[Sequence[int]]
+    cpu_model_group: dist.ProcessGroup
     ep: int = 1
     ep_group: dist.ProcessGroup | None = None
 
@@ -112,8 +117,8 @@ class ParallelLayout:
                 nccl.prepare()
                 torch.cuda.set_device(device())
             dist.init_process_group(collective_backend(), timeout=timeout, **stores.rendezvous(timeout))
-        object_timeout_s = object_timeout_s or timeout_s
-        cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=object_timeout_s))
+        object_timeout = timedelta(seconds=object_timeout_s or timeout_s)
+        cpu_group = dist.new_group(backend="gloo", timeout=object_timeout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
@@ -123,6 +128,9 @@ class ParallelLayout:
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,  # only Megatron's older checkpoint formats use them
         )
+        agreement = Agreement(cpu_group, object_timeout.total_seconds())
+        model_ranks = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+        replicas = sorted(set(agreement.gather(tuple(model_ranks))))
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         return cls(
@@ -140,10 +148,36 @@ class ParallelLayout:
             pp_group=parallel_state.get_pipeline_model_parallel_group(),
             dp_group=parallel_state.get_data_parallel_group(),
             cpu_group=cpu_group,
-            agreement=Agreement(cpu_group, object_timeout_s),
+            agreement=agreement,
+            replicas=replicas,
+            cpu_model_group=_own_group(replicas, object_timeout),
             ep=ep,
             ep_group=parallel_state.get_expert_model_parallel_group(),
         )
+
+    def hand_out(self, parts: Sequence[np.ndarray] | None) -> np.ndarray:
+        """Return what rank 0 brings for this data-parallel rank. Collective over all ranks.
+
+        One copy of it goes to the first of the ranks that hold a model together, which broadcasts it to the others.
+
+        parts: on rank 0 bytes for each data-parallel rank, uint8, of any lengths; None elsewhere.
+        """
+        firsts = [ranks[0] for ranks in self.replicas]
+        sizes = torch.tensor([len(part) for part in parts] if parts is not None else [0] * self.dp)
+        dist.broadcast(sizes, src=0, group=self.cpu_group)
+        sends = []
+        if parts is not None:
+            own = torch.from_numpy(parts[0])
+            for part, first in zip(parts[1:], firsts[1:], strict=True):
+                sends.append(dist.isend(torch.from_numpy(part), first, group=self.cpu_group))
+        else:
+            own = torch.empty(int(sizes[self.dp_rank]), dtype=torch.uint8)
+            if self.rank == firsts[self.dp_rank]:
+                dist.recv(own, src=0, group=self.cpu_group)
+        dist.broadcast(own, src=firsts[self.dp_rank], group=self.cpu_model_group)
+        for work in filter(None, sends):
+            work.wait()
+        return own.numpy()
 
     def gather(self, value: Any) -> list:
         """Return every rank's value, in rank order, on all of them. Collective over all ranks."""
@@ -166,3 +200,9 @@ class ParallelLayout:
         ParallelLayout.release()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _own_group(replicas: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """Return a gloo group of the ranks that hold a model together with this one. Collective over all ranks."""
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas], timeout, backend="gloo")
+    return group

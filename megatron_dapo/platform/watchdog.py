@@ -48,6 +48,7 @@ _COLLECTIVES = (
     os.path.join("megatron", "core", "pipeline_parallel"),
     os.path.join("megatron", "core", "tensor_parallel"),
     os.path.join("megatron_dapo", "kernels", "pending.py"),
+    os.path.join("megatron_dapo", "platform", "parallel.py"),  # waits for what it sends
 )
 _REPOSITORY = str(Path(__file__).resolve().parents[2]) + os.sep
 

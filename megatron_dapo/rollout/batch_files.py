@@ -5,6 +5,8 @@ import json
 import zlib
 from pathlib import Path
 
+import numpy as np
+
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import whole_file
 from megatron_dapo.data.types import RolloutBatch
@@ -21,8 +23,7 @@ def write_batch(folder: str | Path, step: int, batch: RolloutBatch) -> None:
     with whole_file(batch_file(folder, step)) as file, gzip.GzipFile("", "wb", _FAST, file, mtime=0) as packed:
         packed.write(f'{json.dumps(head)[:-1]}, "groups": ['.encode())
         for number, group in enumerate(batch.groups):
-            # an extra_info from parquet may hold dates and the like: only reward functions read it, so text will do
-            packed.write(f"{',' if number else ''}\n{json.dumps(group_to_plain(group), default=str)}".encode())
+            packed.write(f"{',' if number else ''}\n{json.dumps(group_to_plain(group), default=_for_json)}".encode())
         packed.write(b"\n]}\n")
 
 
@@ -40,6 +41,12 @@ def read_batch(folder: str | Path, step: int) -> RolloutBatch:
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"Batch {path} cannot be read ({reason}); dump it again, or replay other batches.") from error
+
+
+def _for_json(value: object) -> list | str:
+    """Return an array as a list. An extra_info from parquet may hold dates and the like: only reward functions read it,
+    so text will do."""
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
 def _in_words(steps: list[int]) -> str:

@@ -3,13 +3,18 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import aiohttp
+import h11
+import numpy as np
+import orjson
 
 from megatron_dapo.common.server_health import UNAVAILABLE, HealthCheck
+from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, VERSION, Dtype, TokenIds, TokenRecord, token_array
+from megatron_dapo.rollout.request_pipeline import RequestPipeline
 from megatron_dapo.storage.server_key import CURE, key_header
 
 FOREIGN_VERSION = -1
@@ -18,6 +23,7 @@ FOREIGN_VERSION = -1
 BODY_HEAD = 600
 CALL_TIMEOUT_S = 600.0  # checksums and weights of a large model take minutes; who can wait less says so
 POLL_INTERVAL_S = 0.25
+_LOADS = "/v1/loads?include=core"
 
 
 class ServerError(RuntimeError):
@@ -59,19 +65,21 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Generation:
-    """A server's answer to one request. The per-token tuples have one length; a stop token is part of them.
+@dataclass(frozen=True, eq=False)
+class Generation(TokenRecord):
+    """A server's answer to one request. The arrays are [L]; a stop token is part of them.
 
     log_probs: at the sampling temperature, before top-p and top-k cut the distribution.
     weight_versions: of the weights that wrote each token; FOREIGN_VERSION where it is not an integer.
     server: the URL of the server.
     """
 
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    ARRAYS: ClassVar[Mapping[str, Dtype]] = {"tokens": TOKEN, "log_probs": LOG_PROB, "weight_versions": VERSION}
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
     finish_reason: Literal["stop", "length", "abort"]
-    weight_versions: tuple[int, ...]
+    weight_versions: np.ndarray
     num_retractions: int = 0
     num_cached_tokens: int = 0
     server: str = ""
@@ -87,6 +95,7 @@ class SGLangClient:
         self.url = url.rstrip("/")
         self._headers = key_header(api_key)
         self._session: aiohttp.ClientSession | None = None
+        self._updates: RequestPipeline | None = None
 
     async def __aenter__(self) -> "SGLangClient":
         return self
@@ -99,12 +108,15 @@ class SGLangClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
 
     # ------------------------------------------------------------------------------------------------ generation
 
     async def generate(
         self,
-        prompt_tokens: Sequence[int],
+        prompt_tokens: TokenIds,
         sampling: SamplingParams,
         timeout_s: float,
         request_id: str | None = None,
@@ -116,7 +128,7 @@ class SGLangClient:
         cache_salt: only requests of the same salt share what was read of a common beginning.
         """
         request = {
-            "input_ids": list(prompt_tokens),
+            "input_ids": token_array(prompt_tokens, TOKEN, "token id"),
             "sampling_params": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)},
             "return_logprob": True,
             **({"rid": request_id} if request_id else {}),
@@ -191,6 +203,17 @@ class SGLangClient:
         """Return the server's resolved arguments and its state."""
         return await self._request("GET", HealthCheck.SCHEDULER_ANSWERS, None, timeout_s)
 
+    async def kv_used(self, timeout_s: float = CALL_TIMEOUT_S) -> float:
+        """Return the share of its KV cache that its requests take now. What the cache keeps of earlier requests, to use
+        it again, does not count: it makes room when it is needed."""
+        answer = await self._request("GET", _LOADS, None, timeout_s)
+        try:
+            loads = answer["loads"]
+            capacity = sum(load["max_total_num_tokens"] for load in loads)
+            return sum(load["num_used_tokens"] for load in loads) / capacity
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ServerError(self.url, _LOADS, 200, f"{error!r} in {json.dumps(answer)}") from error
+
     async def weight_version(self, timeout_s: float = CALL_TIMEOUT_S) -> int:
         """Return the version of the weights that the server holds now; FOREIGN_VERSION where we did not set it."""
         info = await self._request("GET", "/model_info", None, timeout_s)
@@ -263,6 +286,9 @@ class SGLangClient:
         """Receive tensors that the group's rank 0 broadcasts in this order. dtypes: torch's names ("float32").
 
         load_format "flattened_bucket": one uint8 broadcast that holds them all. Returns when they are loaded.
+
+        Calls may overlap: the server takes up their requests in the order of the calls, each after its answer to the
+        one before. A call that is cancelled or too late fails those behind it, whose requests are not taken up.
         """
         fields = {
             "names": list(names),
@@ -273,7 +299,17 @@ class SGLangClient:
             "weight_version": str(weight_version),
             **({"load_format": load_format} if load_format else {}),
         }
-        await self.post("/update_weights_from_distributed", fields, timeout_s)
+        route = "/update_weights_from_distributed"
+        if self._updates is None:
+            self._updates = RequestPipeline(self.url, self._headers)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._updates.post(route, orjson.dumps(fields))
+        except TimeoutError as error:
+            raise ServerError(self.url, route, None, f"nothing within {timeout_s:g} s") from error
+        except (h11.RemoteProtocolError, OSError) as error:
+            raise ServerError(self.url, route, None, f"{type(error).__name__}: {error}") from error
+        self._require_success(route, self._content(route, answer.status, answer.content_type, answer.body))
 
     async def checksums(self, timeout_s: float = CALL_TIMEOUT_S) -> tuple[dict[str, str], ...]:
         """Return per tensor-parallel rank: SGLang's tensor name -> checksum of its bytes."""
@@ -286,8 +322,7 @@ class SGLangClient:
         """Return the answer to a request, of a route that has no method here too. Raises ServerError where the answer
         says that it did not succeed."""
         answer = await self._request("POST", route, fields, timeout_s)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise ServerError(self.url, route, 200, json.dumps(answer))
+        self._require_success(route, answer)
         return answer
 
     async def _request(self, method: str, route: str, fields: dict[str, Any] | None, timeout_s: float) -> Any:
@@ -301,21 +336,43 @@ class SGLangClient:
         try:
             # a redirection is not followed: the key is for this server alone
             async with self._session.request(
-                method, self.url + route, json=fields, timeout=timeout, allow_redirects=False
+                method, self.url + route, **_as_json(fields), timeout=timeout, allow_redirects=False
             ) as response:
-                body = await response.text()
-                if response.status in (401, 403):
-                    why = "refuses the key that it was sent" if self._headers else "demands a key, and was sent none"
-                    raise KeyRefused(self.url, route, response.status, why)
-                if response.status != 200:
-                    raise ServerError(self.url, route, response.status, body)
-                return json.loads(body) if "json" in response.content_type else None
+                return self._content(route, response.status, response.content_type, await response.read())
         except TimeoutError as error:
             raise ServerError(self.url, route, None, f"nothing within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(self.url, route, None, f"{type(error).__name__}: {error}") from error
-        except json.JSONDecodeError as error:
-            raise ServerError(self.url, route, 200, f"no JSON: {body}") from error
+
+    def _content(self, route: str, status: int, content_type: str, body: bytes) -> Any:
+        """Return the JSON of an answer, None where its content type is another one. Raises ServerError where the
+        status is not 200."""
+        if status in (401, 403):
+            why = "refuses the key that it was sent" if self._headers else "demands a key, and was sent none"
+            raise KeyRefused(self.url, route, status, why)
+        if status != 200:
+            raise ServerError(self.url, route, status, _head(body))
+        try:
+            return orjson.loads(body) if "json" in content_type else None
+        except orjson.JSONDecodeError as error:
+            raise ServerError(self.url, route, status, f"no JSON: {_head(body)}") from error
+
+    def _require_success(self, route: str, answer: Any) -> None:
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ServerError(self.url, route, 200, json.dumps(answer))
+
+
+def _as_json(fields: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of a request that send the fields, which may be arrays: no list is made of them."""
+    if fields is None:
+        return {}
+    body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+    return {"data": body, "headers": {"Content-Type": "application/json"}}
+
+
+def _head(content: bytes) -> str:
+    """Return the beginning of an answer as text."""
+    return content[: 4 * BODY_HEAD].decode(errors="replace")
 
 
 def _version(name: str | int | None) -> int:
@@ -330,17 +387,16 @@ def generation_of(answer: dict[str, Any]) -> Generation:
     """Return what an answer of `/generate` says. Raises ValueError, KeyError or TypeError where it contradicts
     itself."""
     meta = answer["meta_info"]
-    tokens = tuple(answer["output_ids"])
+    tokens = token_array(answer["output_ids"], TOKEN, "token id")
     scored = meta.get("output_token_logprobs") or []
-    log_probs = tuple(float(entry[0]) for entry in scored)
     finish_reason = meta["finish_reason"]["type"]
-    if tuple(entry[1] for entry in scored) != tokens:
+    if [entry[1] for entry in scored] != answer["output_ids"]:
         raise ValueError(f"{len(tokens)} output ids, but other {len(scored)} ids have log-probs")
     if finish_reason not in ("stop", "length", "abort"):
         raise ValueError(f"unknown finish reason {finish_reason!r}")
     return Generation(
         tokens=tokens,
-        log_probs=log_probs,
+        log_probs=token_array([entry[0] for entry in scored], LOG_PROB, "log-prob"),
         finish_reason=finish_reason,
         weight_versions=_versions_per_token(meta, len(tokens)),
         num_retractions=meta.get("num_retractions") or 0,
@@ -348,13 +404,15 @@ def generation_of(answer: dict[str, Any]) -> Generation:
     )
 
 
-def _versions_per_token(meta: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
+def _versions_per_token(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
     spans = meta.get("weight_versions") or []  # none where a request was aborted before its first token
-    versions: list[int] = []
+    end = 0
     for span in spans:
-        if span["start"] != len(versions):
+        if span["start"] != end:
             raise ValueError(f"weight version spans have a gap or overlap: {spans}")
-        versions += [_version(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != num_tokens:
-        raise ValueError(f"weight version spans cover {len(versions)} of {num_tokens} tokens")
-    return tuple(versions)
+        end = max(end, span["end"])
+    if end != num_tokens:
+        raise ValueError(f"weight version spans cover {end} of {num_tokens} tokens")
+    versions = token_array([_version(span["version"]) for span in spans], VERSION, "weight version")
+    lengths = np.array([span["end"] - span["start"] for span in spans], dtype=np.int64)
+    return np.repeat(versions, lengths)

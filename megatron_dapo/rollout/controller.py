@@ -181,8 +181,11 @@ class Controller:
             "rollout/num_servers": len(self._servers.servers),
             "rollout/num_servers_current": self._servers.mean_num_current(),
             "rollout/slots_used": self._servers.mean_slots_used(),
+            "rollout/servers_waiting": self._servers.mean_without_requests(),
             "rollout/held_s": self._filling.take_held_s(),
         }
+        if kv_used := self._servers.take_kv_used():
+            metrics |= dict(zip(("rollout/kv_used_mean", "rollout/kv_used_max"), kv_used, strict=True))
         if self._drawing.pool is not None:
             metrics |= self._drawing.pool.metrics() | replay_metrics(result.groups, weight_version)
         return metrics

@@ -9,6 +9,8 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_dapo.config.derived import uses_experience_replay
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group, Sample
@@ -54,7 +56,9 @@ class RecordedGroup:
         num_right = sum(sample.correct for sample in group.samples)
         if num_right == len(group.samples):
             return cls(group.prompt.index, num_right, True, ())
-        right = (sample for sample in group.samples if sample.correct and not sample.exp_mask and any(sample.loss_mask))
+        right = (
+            sample for sample in group.samples if sample.correct and not sample.exp_mask and sample.loss_mask.any()
+        )
         return cls(group.prompt.index, num_right, False, tuple(right))
 
     def to_plain(self) -> dict:
@@ -69,8 +73,8 @@ class RecordedGroup:
 
 def mean_entropy(sample: Sample) -> float:
     """Return the mean -log-prob of the tokens that the model wrote, as it wrote them."""
-    own = [x for x, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
-    return -sum(own) / len(own)
+    own = sample.rollout_log_probs[sample.loss_mask != 0]
+    return -float(own.mean(dtype=np.float64))
 
 
 class ExperiencePool:
@@ -165,7 +169,7 @@ class ExperiencePool:
         }
 
     def state_dict(self) -> dict:
-        """Return plain data that survives JSON."""
+        """Return plain data."""
         experiences = [
             {"number": number, "prompt": self._prompt_of[number], "sample": sample_to_plain(sample)}
             for number, sample in self._experiences.items()
@@ -272,6 +276,6 @@ def make_pool(config: Config) -> ExperiencePool | None:
 def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
     """Return how many of the groups have a replayed sample, and the mean age of those in weight versions."""
     samples = [sample for group in groups for sample in group.samples if sample.exp_mask]
-    ages = [weight_version - min(sample.weight_versions) for sample in samples]
+    ages = [weight_version - int(sample.weight_versions.min()) for sample in samples]
     mean = {"replay/age_mean": sum(ages) / len(ages)} if ages else {}
     return {"replay/num_replayed_groups": len(ages), **mean}

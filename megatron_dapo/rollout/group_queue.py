@@ -371,7 +371,7 @@ class GroupQueue:
         return step
 
     def state_dict(self, with_samples: bool = True) -> dict:
-        """Return plain data (dicts, lists, tuples, numbers, strings), of an open step too.
+        """Return plain data (plain_data.py), of an open step too.
 
         with_samples: False leaves out the responses, so that ready groups are open again, in their places.
         """
@@ -486,7 +486,7 @@ def staleness(group: Group, weight_version: int) -> int:
     """Return the versions between the oldest token that was written for the group and weight_version. A replayed
     sample was not written for it."""
     new = (sample.weight_versions for sample in group.samples if not sample.exp_mask)
-    return weight_version - min((min(versions) for versions in new if versions), default=weight_version)
+    return weight_version - min((int(versions.min()) for versions in new if len(versions)), default=weight_version)
 
 
 def _without_samples(group: Group, weight_version: int) -> Group:

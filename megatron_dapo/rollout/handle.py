@@ -22,6 +22,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
 from megatron_dapo.common.signals import SignalReceiver, ignore_signals
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.flat_pickle import receive, send
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import RolloutError
@@ -187,7 +188,7 @@ class RolloutHandle:
                     f"see {self.log_file}."
                 )
         try:
-            kind, answer = self._connection.recv()
+            kind, answer = receive(self._connection)
         except (EOFError, ConnectionResetError):
             raise self._died(command) from None
         if kind == "error":
@@ -283,15 +284,15 @@ async def _answer_commands(
         controller = Controller(config)
         controller.stop_asked = stop_asked
         await controller.start()
-        connection.send(("ok", None))
+        send(connection, ("ok", None))
         while True:
             command, arguments = await commands.get()
             assert command in _COMMANDS, command
-            connection.send(await _answer(getattr(controller, command), arguments, log_file))
+            send(connection, await _answer(getattr(controller, command), arguments, log_file))
     except Exception as error:
         portable = _portable(error, log_file)
         ends.record_end(_end_kind(portable), 0, str(portable))
-        connection.send(("error", portable))
+        send(connection, ("error", portable))
     finally:
         if controller is not None:
             await controller.close()

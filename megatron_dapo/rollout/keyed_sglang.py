@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
+from megatron_dapo.common.large_imports import large_imports
 from megatron_dapo.storage.server_key import read_server_key
 
 Scope = MutableMapping[str, Any]
@@ -43,10 +44,11 @@ class KeyGuard:
 def main() -> int:
     """Run the server until it ends; return the exit code."""
     key_file, *arguments = sys.argv[1:]
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with large_imports():
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
     try:
         key = read_server_key(key_file)
@@ -57,7 +59,8 @@ def main() -> int:
         print(error.report(), file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE
     settings.api_key = key  # a `ServerKey`, which a log of all arguments does not show
-    from sglang.srt.entrypoints.http_server import app
+    with large_imports():
+        from sglang.srt.entrypoints.http_server import app
 
     app.add_middleware(KeyGuard, key=key)
     try:

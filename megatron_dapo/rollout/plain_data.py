@@ -1,12 +1,11 @@
-"""Groups as plain data (dicts, lists, tuples, numbers, strings) and back: what goes into a state or a file."""
+"""Groups as plain data (dicts, lists, tuples, numbers, strings, arrays of a value per token) and back: what goes into a
+state or a file. Where a file held lists in place of arrays, they become arrays."""
 
 from megatron_dapo.data.types import Group, PartialResponse, Prompt, Sample
 
 UNKNOWN_VERSION = -1  # of a group that was saved by a program that did not note the version of its draw
 
-_PER_TOKEN = ("prompt_tokens", "response_tokens", "rollout_log_probs", "loss_mask", "weight_versions")
-
-# vars(), not dataclasses.asdict: asdict copies every token of every tuple.
+# vars(), not dataclasses.asdict: asdict copies every array.
 
 
 def prompt_to_plain(prompt: Prompt) -> dict:
@@ -25,10 +24,8 @@ def sample_to_plain(sample: Sample) -> dict:
 
 
 def sample_from_plain(plain: dict) -> Sample:
-    """Return what `sample_to_plain` described."""
-    return Sample(
-        **{**plain, **{name: tuple(plain[name]) for name in _PER_TOKEN}, "servers": tuple(plain.get("servers", ()))}
-    )
+    """Return what `sample_to_plain` described. Raises ValueError, the end of a sentence, for what no token can have."""
+    return Sample(**{**plain, "servers": tuple(plain.get("servers", ()))})
 
 
 def group_to_plain(group: Group) -> dict:
@@ -44,11 +41,17 @@ def group_to_plain(group: Group) -> dict:
 
 
 def group_from_plain(plain: dict) -> Group:
-    """Return what `group_to_plain` described."""
+    """Return what `group_to_plain` described. Raises ValueError that names the sample with values no token can have."""
+    samples = []
+    for number, sample in enumerate(plain["samples"], 1):
+        try:
+            samples.append(sample_from_plain(sample))
+        except ValueError as error:
+            raise ValueError(f"group {plain['uid']}, sample {number} {error}") from error
     return Group(
         uid=plain["uid"],
         prompt=prompt_from_plain(plain["prompt"]),
-        samples=tuple(sample_from_plain(sample) for sample in plain["samples"]),
+        samples=tuple(samples),
         baseline_reward=plain.get("baseline_reward"),
         keep=plain.get("keep", True),
         version=plain.get("version", UNKNOWN_VERSION),
@@ -75,7 +78,7 @@ def draw_from_plain(plain: dict) -> Group:
         samples=tuple(sample_from_plain(sample) for sample in samples),
         version=plain.get("version", UNKNOWN_VERSION),
         partials=tuple(
-            PartialResponse(**{name: tuple(value) for name, value in partial.items()})
+            PartialResponse(**{**partial, "servers": tuple(partial["servers"])})
             for partial in plain.get("partials", ())
         ),
     )

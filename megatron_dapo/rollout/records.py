@@ -2,6 +2,8 @@
 
 from itertools import groupby
 
+import numpy as np
+
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import Group, Sample
 
@@ -26,9 +28,9 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
         "correct": sample.correct,
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_response_tokens,
-        "weight_versions": sorted(set(sample.weight_versions)),
+        "weight_versions": np.unique(sample.weight_versions).tolist(),
     }
-    if sample.prompt_tokens != group.prompt.tokens:  # an environment's first words joined it
+    if not np.array_equal(sample.prompt_tokens, group.prompt.tokens):  # an environment's first words joined it
         record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
     if 0 in sample.loss_mask or sample.num_turns != 1:
         record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
@@ -41,7 +43,8 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
 
 def turns(sample: Sample, tokenizer: Tokenizer) -> list[dict]:
     """Return what the model wrote and what it read, by turns, with every token: [{"by": "model", "text": ...}, ...]."""
-    parts = groupby(zip(sample.loss_mask, sample.response_tokens, strict=True), key=lambda pair: pair[0])
+    pairs = zip(sample.loss_mask.tolist(), sample.response_tokens.tolist(), strict=True)
+    parts = groupby(pairs, key=lambda pair: pair[0])
     return [
         {
             "by": "model" if own else "environment",

@@ -3,11 +3,14 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from megatron_dapo.data.token_arrays import TOKEN, TokenIds, token_array
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import Group, PartialResponse, Sample
 from megatron_dapo.rewards.pool import RewardPool
@@ -151,9 +154,7 @@ class Sampler:
             raise
         return _to_sample(group.uid, trajectory, text, verdict, shaping)
 
-    async def _generate(
-        self, group: Group, tokens: Sequence[int], params: SamplingParams, budget: Budget
-    ) -> Generation:
+    async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
         """Return what follows the tokens, by the server that the budget names where that one can take it.
 
         While the pool aborts requests what there is of an answer is one too, with the reason "abort".
@@ -183,11 +184,12 @@ class Sampler:
                     if error.status is None:  # no answer: down, or hanging; its next health check tells
                         self._servers.mark_down(server, reason)
             if reason is None:
-                refused = [version for version in generation.weight_versions if not self._accepts(group, version)]
-                if not refused:
+                versions = generation.weight_versions
+                is_refused = ~self._accepts(group, versions)
+                if not is_refused.any():
                     return generation
-                reason = f"it answered with version {refused[-1]}"
-                if refused[-1] == generation.weight_versions[-1]:  # no failure of the request, which is not counted:
+                reason = f"it answered with version {versions[is_refused][-1]}"
+                if is_refused[-1]:  # no failure of the request, which is not counted:
                     self._servers.mark_stale(server, reason)  # a stale server is not asked again, so this ends
                     continue
             failures[server.url] = reason
@@ -211,9 +213,10 @@ class Sampler:
         fault = find_fault(generation.tokens, generation.log_probs, self._vocab_size)
         return f"its answer {fault}" if fault else None
 
-    def _accepts(self, group: Group, version: int) -> bool:
+    def _accepts(self, group: Group, versions: np.ndarray) -> np.ndarray:
+        """Return, per token, whether these weights may write for the group."""
         oldest = self._oldest_allowed(group)
-        return version == oldest if self._exact else version >= oldest
+        return versions == oldest if self._exact else versions >= oldest
 
     def _oldest_allowed(self, group: Group) -> int:
         """Return the oldest weight version that may write for the group."""
@@ -231,12 +234,12 @@ def _to_sample(
     reward, _ = shape(verdict.score, len(trajectory.tokens), not is_terminated, shaping)
     return Sample(
         uid=uid,
-        prompt_tokens=trajectory.prompt_tokens,
-        response_tokens=tuple(trajectory.tokens),
+        prompt_tokens=token_array(trajectory.prompt_tokens, TOKEN),
+        response_tokens=trajectory.tokens,
         response_text=text,
-        rollout_log_probs=tuple(trajectory.log_probs),
-        loss_mask=tuple(trajectory.loss_mask),
-        weight_versions=tuple(trajectory.weight_versions),
+        rollout_log_probs=trajectory.log_probs,
+        loss_mask=trajectory.loss_mask,
+        weight_versions=trajectory.weight_versions,
         finish_reason=trajectory.finish_reason,
         raw_reward=verdict.score,
         correct=verdict.correct,

@@ -2,10 +2,10 @@
 
 import asyncio
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from megatron_dapo.data.token_arrays import TokenIds
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError, SGLangClient
 
 
@@ -48,7 +48,7 @@ class Server:
 
     async def generate(
         self,
-        tokens: Sequence[int],
+        tokens: TokenIds,
         params: SamplingParams,
         timeout_s: float,
         oldest_allowed: int,

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout.client import (
@@ -16,6 +16,7 @@ from megatron_dapo.rollout.client import (
     SGLangClient,
 )
 from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError, ServersLost
+from megatron_dapo.rollout.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.rollout.server import Server, ServerState
 from megatron_dapo.rollout.server_list import ServerList
 
@@ -81,6 +82,8 @@ class ServerPool:
         self._watch: asyncio.Task | None = None
         self._capacity = MeanOverTime()
         self._slots_used = MeanOverTime()
+        self._without_requests = MeanOverTime()
+        self._kv_used = MeanAndMax()
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every listed server is healthy, and for a list with a server; then watch them.
@@ -128,8 +131,18 @@ class ServerPool:
         self._account()
         return self._slots_used.take()
 
+    def mean_without_requests(self) -> float:
+        """Return the share of the servers that answer which had no request: the mean since the last call."""
+        self._account()
+        return self._without_requests.take()
+
+    def take_kv_used(self) -> tuple[float, float] | None:
+        """Return the share of a server's KV cache that its requests took, (mean, largest) of the looks at servers with
+        requests since the last call; None where there was no look."""
+        return self._kv_used.take()
+
     def forget_means(self) -> None:
-        """Begin the means over time anew."""
+        """Begin the means over time of the current servers anew."""
         self.mean_num_current()
         self.mean_slots_used()
 
@@ -268,12 +281,16 @@ class ServerPool:
             self._wake()
 
     def _account(self) -> None:
-        """Note how many servers are current now, how full they are, and since when all are down."""
+        """Note how many servers are current now, how full they are, how many have nothing to do, and since when all
+        are down."""
         current = [server for server in self.servers if server.state is ServerState.CURRENT]
         self._capacity.add(len(current))
         num_slots = len(current) * self._max_concurrency
         self._slots_used.add(sum(server.num_in_flight for server in current) / num_slots if num_slots else 0.0)
-        if any(server.state is not ServerState.DOWN for server in self.servers):
+        there = [server for server in self.servers if server.state is not ServerState.DOWN]
+        num_without = sum(server.num_in_flight == 0 for server in there)
+        self._without_requests.add(num_without / len(there) if there else 0.0)
+        if there:
             self._all_down_since = None
         elif self._all_down_since is None:
             self._all_down_since = time.monotonic()
@@ -368,6 +385,7 @@ class ServerPool:
         while True:
             await asyncio.sleep(self._probe_interval_s)
             await self._look_after(server)
+            await self._note_kv_used(server)
 
     async def _look_after(self, server: Server) -> None:
         """Ask whether it is up, with which weights. One that was up may miss a check.
@@ -407,6 +425,13 @@ class ServerPool:
         if not is_in_push:
             server.drop_requests(version)
 
+    async def _note_kv_used(self, server: Server) -> None:
+        """Note how full its cache is, where it is at work. Whether it is well, other questions tell."""
+        if server.state is not ServerState.CURRENT or server.num_misses or not server.num_in_flight:
+            return
+        with suppress(ServerError):
+            self._kv_used.add(await server.client.kv_used(_PROBE_TIMEOUT_S))
+
     def _is_paused_by_others(self, server: Server, is_paused: bool) -> bool:
         """Return whether it had requests and took none for longer than a push may take."""
         if not (is_paused and server.num_in_flight > 0):
@@ -428,28 +453,3 @@ class ServerPool:
                     f"(actor_rollout_ref.rollout.server.startup_timeout_s): {self._listed}; see their log files."
                 )
                 self._wake()
-
-
-class MeanOverTime:
-    """The mean of a number over time."""
-
-    def __init__(self) -> None:
-        self._value = 0.0
-        self._since = time.monotonic()
-        self._sum = 0.0
-        self._seconds = 0.0
-
-    def add(self, value: float) -> None:
-        """Note that the number is this one from now on."""
-        now = time.monotonic()
-        self._sum += self._value * (now - self._since)
-        self._seconds += now - self._since
-        self._value = value
-        self._since = now
-
-    def take(self) -> float:
-        """Return the mean, and begin anew."""
-        mean = self._sum / self._seconds if self._seconds else self._value
-        self._sum = 0.0
-        self._seconds = 0.0
-        return mean

@@ -1,7 +1,6 @@
 """What one rollout step reports: statistics of all generated samples, and of those handed to the trainer."""
 
 from collections.abc import Iterable, Sequence
-from itertools import compress
 
 from megatron_dapo.data.types import Group
 from megatron_dapo.rollout.group_queue import RolloutStep
@@ -45,12 +44,13 @@ def _age_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, floa
     oldest = weight_version
     span = 0
     for sample in (sample for group in groups for sample in group.samples if not sample.exp_mask):
-        versions = tuple(compress(sample.weight_versions, sample.loss_mask))  # as fast as a loop in C: there are many
-        if versions:
-            total += sum(versions)
+        versions = sample.weight_versions[sample.loss_mask != 0]
+        if len(versions):
+            first = int(versions.min())
+            total += int(versions.sum())
             number += len(versions)
-            oldest = min(oldest, min(versions))
-            span = max(span, max(versions) - min(versions))
+            oldest = min(oldest, first)
+            span = max(span, int(versions.max()) - first)
     return {
         "rollout/staleness_mean": weight_version - total / number if number else 0.0,
         "rollout/staleness_max": weight_version - oldest,

@@ -16,7 +16,7 @@ _COUNTS: dict[str, Callable[[Sample], int]] = {
     "reward/num_crashes": lambda sample: _failed(sample, "crash"),
     "reward/num_exceptions": lambda sample: _failed(sample, "exception"),
     "rollout/num_env_failures": lambda sample: _failed(sample, "environment"),
-    "rollout/num_tokens": lambda sample: sum(sample.loss_mask),  # an environment's tokens cost no sampling
+    "rollout/num_tokens": lambda sample: sample.num_written_tokens,  # an environment's tokens cost no sampling
 }
 # metric -> a generated sample's value, of which the mean is reported; none: the sample does not count
 _MEANS: dict[str, Callable[[Sample], float | None]] = {

@@ -10,8 +10,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import PartialResponse, Prompt
 from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
@@ -61,22 +65,22 @@ class Budget:
             raise
 
 
-Generate = Callable[[Sequence[int], SamplingParams, Budget], Awaitable[Generation]]
+Generate = Callable[[TokenIds, SamplingParams, Budget], Awaitable[Generation]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Trajectory:
-    """One response as it grows. The lists are per response token.
+    """One response as it grows. The arrays are [L], its length so far; they are replaced, never written into.
 
     finish_reason: "stop" = it ended by itself; "length", "turns", "time" = a limit did; "environment" = a failure did.
     verdict: the environment's, None = the reward function is to score the response.
     """
 
     prompt_tokens: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
+    tokens: np.ndarray = field(default_factory=partial(nothing, TOKEN))
+    log_probs: np.ndarray = field(default_factory=partial(nothing, LOG_PROB))
+    loss_mask: np.ndarray = field(default_factory=partial(nothing, MASK))
+    weight_versions: np.ndarray = field(default_factory=partial(nothing, VERSION))
     num_turns: int = 0
     servers: list[str] = field(default_factory=list)  # URLs of those that wrote turns
     finish_reason: str = "stop"
@@ -85,27 +89,19 @@ class Trajectory:
 
     def add_model_turn(self, generation: Generation) -> None:
         """Add what the model wrote."""
-        self.tokens += generation.tokens
-        self.log_probs += generation.log_probs
-        self.loss_mask += [1] * len(generation.tokens)
-        self.weight_versions += generation.weight_versions
+        self._add(generation.tokens, generation.log_probs, 1, generation.weight_versions)
         self.num_turns += 1
         if generation.server not in self.servers:
             self.servers.append(generation.server)
 
     def add_environment_turn(self, tokens: Sequence[int]) -> None:
         """Add what the model reads: no loss, log-prob 0, the weight version of the turn before it."""
-        self.tokens += tokens
-        self.log_probs += [0.0] * len(tokens)
-        self.loss_mask += [0] * len(tokens)
-        self.weight_versions += (self.weight_versions[-1:] or [0]) * len(tokens)
+        version = self.weight_versions[-1] if len(self.weight_versions) else 0
+        self._add(tokens, np.zeros(len(tokens), LOG_PROB), 0, np.full(len(tokens), version, VERSION))
 
     def resume(self, begun: PartialResponse, max_tokens: int) -> None:
         """Take over what there is of a response."""
-        self.tokens += begun.tokens[:max_tokens]
-        self.log_probs += begun.log_probs[:max_tokens]
-        self.loss_mask += [1] * len(self.tokens)
-        self.weight_versions += begun.weight_versions[:max_tokens]
+        self._add(begun.tokens[:max_tokens], begun.log_probs[:max_tokens], 1, begun.weight_versions[:max_tokens])
         self.servers += begun.servers
 
     def partial(self) -> PartialResponse:
@@ -114,9 +110,13 @@ class Trajectory:
         Without its last token, whichever that is: it may be the one that ends the response, also where SGLang says
         "abort", and nothing may be written behind such a one.
         """
-        return PartialResponse(
-            tuple(self.tokens[:-1]), tuple(self.log_probs[:-1]), tuple(self.weight_versions[:-1]), tuple(self.servers)
-        )
+        return PartialResponse(self.tokens[:-1], self.log_probs[:-1], self.weight_versions[:-1], tuple(self.servers))
+
+    def _add(self, tokens: TokenIds, log_probs: np.ndarray, mask: int, weight_versions: np.ndarray) -> None:
+        self.tokens = joined(TOKEN, self.tokens, tokens)
+        self.log_probs = joined(LOG_PROB, self.log_probs, log_probs)
+        self.loss_mask = joined(MASK, self.loss_mask, np.full(len(tokens), mask, MASK))
+        self.weight_versions = joined(VERSION, self.weight_versions, weight_versions)
 
     def add_reward(self, observation: Observation) -> None:
         """Add what a turn earned; the last word on correctness holds."""
@@ -153,7 +153,7 @@ async def single_turn(
         trajectory.num_turns = 1
         trajectory.finish_reason = "length"
         return trajectory
-    so_far = (*prompt.tokens, *trajectory.tokens)
+    so_far = joined(TOKEN, prompt.tokens, trajectory.tokens)
     try:
         generation = await generate(so_far, replace(params, max_new_tokens=rest), Budget())
     except BaseException:  # one that is cancelled too
@@ -162,7 +162,7 @@ async def single_turn(
         raise
     trajectory.add_model_turn(generation)
     if generation.finish_reason == "abort":
-        if trajectory.tokens:
+        if len(trajectory.tokens):
             on_partial(trajectory.partial())
         raise Aborted
     trajectory.finish_reason = generation.finish_reason
@@ -229,7 +229,7 @@ class MultiTurn:
                 return "length"
             turn = replace(params, max_new_tokens=min(room, self.limits.max_tokens_per_turn or room))
             try:
-                so_far = (*trajectory.prompt_tokens, *trajectory.tokens, *environment_tokens)
+                so_far = joined(TOKEN, trajectory.prompt_tokens, trajectory.tokens, environment_tokens)
                 generation = await generate(so_far, turn, budget)
             except OutOfTime:
                 return "time"
@@ -248,7 +248,7 @@ class MultiTurn:
                 return "turns"
             if budget.seconds_left <= 0.0:
                 return "time"
-            last_token = generation.tokens[-1] if generation.tokens else None
+            last_token = int(generation.tokens[-1]) if len(generation.tokens) else None
             with _template_errors():
                 environment_tokens = self.tokenizer.encode_turn(
                     observation.messages, last_token, self.apply_chat_template

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-import torch.distributed as dist
-
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.config.derived import critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.batching import CostModel, SampleReward, TrainSample, assemble, mini_batches
-from megatron_dapo.data.packing import ACTOR_CAP, Bins, MicroBatch, collate, schedule, schedule_shards
+from megatron_dapo.data.bins import Bins
+from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
+from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.platform.device import device
@@ -41,7 +41,6 @@ class StepDistributor:
         self._config = config
         self._layout = layout
         self._pad_multiple = layout.sequence_multiple * tokens_multiple(config)
-        self._dp_rank_of = [rank.dp for rank in layout.all_coordinates()]
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
             ffn_size=spec.active_ffn_size,
@@ -52,10 +51,8 @@ class StepDistributor:
 
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
         """Return this rank's shard of the step. groups: those of the rollout step on rank 0, None on other ranks."""
-        outgoing = self._cut(step, groups) if groups is not None else None
-        received: list = [None]
-        dist.scatter_object_list(received, outgoing, src=0, group=self._layout.cpu_group)
-        actors, critics, rewards = received[0]
+        outgoing = [flat_pickle(part) for part in self._cut(step, groups)] if groups is not None else None
+        actors, critics, rewards = from_flat_pickle(self._layout.hand_out(outgoing))
         return StepShard(self._collated(actors), rewards, self._collated(critics))
 
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
@@ -66,8 +63,8 @@ class StepDistributor:
         ]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
-        """Return, per global rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic, rewards
-        of all samples where needed)."""
+        """Return, per data-parallel rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic,
+        rewards of all samples where needed)."""
         config = self._config
         shaping = config.algorithm.dapo.overlong_reward_shaping
         samples = assemble(
@@ -84,7 +81,7 @@ class StepDistributor:
         critics = self._critic_schedules(samples, schedules, seed) if uses_critic(config) else []
         return [
             ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], rewards)
-            for dp_rank in self._dp_rank_of
+            for dp_rank in range(self._layout.dp)
         ]
 
     def _schedule(self, mini_batch: Sequence[TrainSample]) -> list[Bins]:

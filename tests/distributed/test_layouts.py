@@ -295,7 +295,7 @@ def test_replayed_tokens_are_counted_and_compared_with_the_policy_that_wrote_the
     """By hand: tokens of the first sample of every other group; their ratios are not 1, those of the others are."""
     metrics, first = (results["tp1/replay/whole"][name] for name in ("metrics", "first"))
     groups = with_replayed(synthetic_groups(67))
-    counts = [(sum(sample.loss_mask), sample.exp_mask) for group in groups for sample in group.samples]
+    counts = [(sample.num_written_tokens, sample.exp_mask) for group in groups for sample in group.samples]
     share = sum(tokens for tokens, replayed in counts if replayed) / sum(tokens for tokens, _ in counts)
     assert metrics["exp_mask_ratio"] == pytest.approx(share)
     assert first["actor/on_pg_clipfrac"] == first["actor/on_pg_clipfrac_lower"] == 0.0

@@ -79,7 +79,7 @@ def test_solved_prompts_are_not_replayed(batches):
 
 def test_the_metrics_are_those_of_the_batches(batches, metrics):
     for groups, line in zip(batches, metrics, strict=True):
-        counts = [(sum(sample.loss_mask), sample.exp_mask) for group in groups for sample in group.samples]
+        counts = [(sample.num_written_tokens, sample.exp_mask) for group in groups for sample in group.samples]
         share = sum(tokens for tokens, old in counts if old) / sum(tokens for tokens, _ in counts)
         assert line["exp_mask_ratio"] == pytest.approx(share)
         assert line["replay/num_replayed_groups"] == sum(bool(replayed(group)) for group in groups)

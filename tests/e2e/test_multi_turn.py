@@ -34,7 +34,6 @@ def run(tmp_path_factory) -> RunFolder:
         f"{multi_turn}.environment=tests.stuck_calculator:StuckCalculator",
         f"{multi_turn}.environment_kwargs.marker={folder}/stuck",
         f"{multi_turn}.step_timeout_s=8.0",
-        f"{multi_turn}.num_workers=3",  # each takes two seconds of CPU to start
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.dump_batches=true",
         f"trainer.run_dir={folder}/run",

@@ -80,7 +80,7 @@ def replays(folder, metrics) -> dict[str, list[dict]]:
 
 def compared(line: dict) -> dict[str, float]:
     """What a replay has to give again: neither the clock nor the servers."""
-    return {name: value for name, value in line.items() if name.split("/")[0] not in ("time", "weight_sync")}
+    return {name: value for name, value in line.items() if name.split("/")[0] not in ("time", "perf", "weight_sync")}
 
 
 def test_a_replay_in_the_same_layout_gives_every_metric_and_the_model_bit_for_bit(folder, metrics, replays):

@@ -108,9 +108,12 @@ def without_weights(model: Path) -> Iterator[None]:
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """By step, without the seconds that things took."""
+    """By step, without the seconds that things took, and what is divided by them."""
     lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
-    return [{name: x for name, x in line.items() if name != "time" and not name.startswith("time/")} for line in lines]
+    return [
+        {name: x for name, x in line.items() if name != "time" and not name.startswith(("time/", "perf/"))}
+        for line in lines
+    ]
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

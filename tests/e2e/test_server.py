@@ -127,10 +127,25 @@ def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, 
 
     kept, ended = ask(server, abort)
     assert kept.finish_reason != "abort" and ended.finish_reason in ("abort", kept.finish_reason)
-    assert 0 < len(ended.tokens) <= len(kept.tokens) and ended.tokens == kept.tokens[: len(ended.tokens)]
+    assert 0 < len(ended.tokens) <= len(kept.tokens)
+    assert ended.tokens.tolist() == kept.tokens[: len(ended.tokens)].tolist()
     expected = log_probs(model, [4, 4, 4], list(ended.tokens))
     assert max(abs(a - b) for a, b in zip(ended.log_probs, expected, strict=True)) < 1e-4
     assert len(ended.weight_versions) == len(ended.tokens)
+
+
+def test_a_server_tells_how_full_its_cache_is(server):
+    async def read(client: SGLangClient):
+        sampling = SamplingParams(max_new_tokens=400, temperature=0.0)
+        running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id="c" * 32))
+        busy = 0.0
+        while not running.done() and not busy:  # its scheduler tells of itself now and then
+            busy = await client.kv_used()
+        await running
+        return busy, (await client.server_info())["max_total_num_tokens"]
+
+    busy, capacity = ask(server, read)
+    assert 0 < busy <= 403 / capacity
 
 
 def test_a_prefix_is_in_the_cache_for_requests_of_its_salt_alone(server):

@@ -24,6 +24,14 @@ TAIL = 2500  # characters of each log that a failure shows
 PATIENCE_S = 900
 """That a test waits for Slurm and for jobs: several times what they take beside other work on two cores."""
 
+SMALL_STEPS = (
+    "data.val_files=[]",  # 200 held-out prompts before and after each run would take longer than its steps
+    "data.train_batch_size=8",
+    "data.gen_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+)
+
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -70,13 +78,12 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
 
     def submit(self, name: str, *overrides: str, flags: tuple[str, ...] = (), **environment: str) -> "Job":
-        """`sbatch FLAGS slurm/demo.sh OVERRIDES`, with a run folder of its own and no held-out prompts."""
+        """`sbatch FLAGS slurm/demo.sh OVERRIDES` with a run folder of its own and a fourth of the samples per step."""
         run = RunFolder(self.folder / name)
         log = self.folder / f"{name}.log"
         number = self.run(
             *("sbatch", "--parsable", f"--output={log}", *flags),
-            # 200 held-out prompts before and after each run would take longer than its steps
-            *("slurm/demo.sh", f"trainer.run_dir={run.path}", "data.val_files=[]", *overrides),
+            *("slurm/demo.sh", f"trainer.run_dir={run.path}", *SMALL_STEPS, *overrides),
             **environment,
         )
         return Job(self, int(number), run, log)

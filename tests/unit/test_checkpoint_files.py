@@ -1,14 +1,18 @@
 """The files of a checkpoint: damage of every kind is found and named, folders appear whole, old ones go."""
 
+import gzip
 import json
 import shutil
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from megatron_dapo.checkpointing import folders
 from megatron_dapo.checkpointing.folders import (
+    CONTROLLER_STATE,
     add_controller_state,
     discard,
     newest_first,
@@ -261,12 +265,58 @@ def killed(*_):
 def test_the_controllers_state_comes_back_as_it_was_and_the_same_state_gives_the_same_bytes(tmp_path):
     state = {
         "cursor": {"epoch": 2},
-        "queue": {"kept": [{"log_probs": [-0.1, 1e-300, -2.5000000000000004]}], "text": "é\n"},
+        "queue": {"kept": [{"numbers": [-0.1, 1e-300, -2.5000000000000004]}], "text": "é\n"},
     }
     write_controller_state(tmp_path, state)
-    first = (tmp_path / "controller.json.gz").read_bytes()
+    first = (tmp_path / CONTROLLER_STATE).read_bytes()
     assert read_controller_state(tmp_path) == state
     write_controller_state(tmp_path, state)
-    assert (tmp_path / "controller.json.gz").read_bytes() == first
+    assert (tmp_path / CONTROLLER_STATE).read_bytes() == first
     with pytest.raises(TypeError):
         write_controller_state(tmp_path, {"extra_info": b"bytes"})
+
+
+def test_arrays_of_a_state_come_back_as_they_were(tmp_path):
+    """Also empty ones, and one that stands in two places."""
+    versions = np.array([3, 4], np.int32)
+    state = {
+        "kept": [{"tokens": np.arange(5, dtype=np.int32), "mask": np.array([1, 0], np.uint8), "text": "a"}],
+        "open": [{"log_probs": np.zeros(0, np.float32), "versions": versions}, {"versions": versions}],
+    }
+    write_controller_state(tmp_path, state)
+    read = read_controller_state(tmp_path)
+    (kept,), (first, second) = read["kept"], read["open"]
+    assert kept["tokens"].tolist() == [0, 1, 2, 3, 4] and kept["mask"].tolist() == [1, 0] and kept["text"] == "a"
+    assert len(first["log_probs"]) == 0 and first["versions"].tolist() == second["versions"].tolist() == [3, 4]
+    dtypes = [array.dtype.name for array in (kept["tokens"], kept["mask"], first["log_probs"], first["versions"])]
+    assert dtypes == ["int32", "uint8", "float32", "int32"]
+
+
+@pytest.mark.parametrize("array", [np.zeros(3), np.zeros((2, 2), np.int32), np.array([None])])
+def test_an_array_of_another_kind_is_refused(tmp_path, array):
+    with pytest.raises(TypeError, match="cannot hold"):
+        write_controller_state(tmp_path, {"extra_info": array})
+
+
+def test_the_state_of_a_program_that_wrote_json_is_read_and_a_later_one_counts(tmp_path):
+    old = {"queue": {"kept": [{"log_probs": [-0.1, -0.5]}]}}
+    (tmp_path / "controller.json.gz").write_bytes(gzip.compress(json.dumps(old).encode()))
+    assert read_controller_state(tmp_path) == old
+    later = {"queue": {"kept": [{"log_probs": [-0.7]}]}}
+    (tmp_path / "controller.1.json.gz").write_bytes(gzip.compress(json.dumps(later).encode()))
+    write_manifest(tmp_path, ["controller"])
+    assert read_controller_state(tmp_path) == later
+    add_controller_state(tmp_path, {"drawn": 3})
+    assert verify(tmp_path) == Verdict(()) and read_controller_state(tmp_path) == {"drawn": 3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "controller.2.safetensors",
+        "controller.json.gz",
+        "manifest.json",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", b"\0" * 64, save({"other": np.zeros(1, np.uint8)})])
+def test_a_damaged_state_is_a_value_error(tmp_path, content):
+    (tmp_path / CONTROLLER_STATE).write_bytes(content)
+    with pytest.raises(ValueError):
+        read_controller_state(tmp_path)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout import client
 from megatron_dapo.rollout.client import Generation
@@ -147,7 +148,7 @@ def test_a_restored_controller_goes_on_with_the_cursor_and_the_acceptance(folder
     async def first(controller, servers):
         batch = await controller.next_batch(1, 1)
         assert batch.metrics["rollout/num_groups_discarded"] == 2
-        return json.loads(json.dumps(controller.state_dict()))
+        return from_bytes(to_bytes(controller.state_dict()))
 
     state = run_in_folder(folder, first, overrides=overrides)
 
@@ -172,7 +173,7 @@ def test_a_step_that_is_asked_to_stop_keeps_its_finished_samples_and_goes_on_wit
         controller.stop_asked.set()
         with pytest.raises(Interrupted):
             await step
-        return json.loads(json.dumps(controller.state_dict()))
+        return from_bytes(to_bytes(controller.state_dict()))
 
     state = run_in_folder(folder, first, script, overrides=overrides)
     finished = state["queue"]["finished"]
@@ -193,7 +194,7 @@ def test_a_step_that_is_asked_to_stop_keeps_its_finished_samples_and_goes_on_wit
 def test_a_controller_refuses_the_state_of_other_prompts_and_stays_as_it_was(folder):
     async def first(controller, servers):
         await controller.next_batch(1, 1)
-        return json.loads(json.dumps(controller.state_dict()))
+        return from_bytes(to_bytes(controller.state_dict()))
 
     state = run_in_folder(folder, first)
     file = folder / "train.jsonl"

@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import Interrupted, RolloutError
@@ -281,7 +282,7 @@ def test_a_restored_controller_loses_and_doubles_nothing_and_makes_no_burst(fold
         with pytest.raises(Interrupted):
             await waiting
         assert account(controller).num_open > 0
-        return json.loads(json.dumps(controller.state_dict())), [group.uid for group in batch.groups]
+        return from_bytes(to_bytes(controller.state_dict())), [group.uid for group in batch.groups]
 
     state, uids = run_in_folder(folder, first, overrides=overrides)
     queue = state["queue"]
@@ -313,7 +314,7 @@ def test_draws_without_a_version_of_an_old_checkpoint_go_on(folder):
         controller.stop_asked.set()
         with pytest.raises(Interrupted):
             await step
-        return json.loads(json.dumps(controller.state_dict()))
+        return from_bytes(to_bytes(controller.state_dict()))
 
     unfiltered = "algorithm.dapo.enable=false"
     state = run_in_folder(folder, first, overrides=[unfiltered])
@@ -350,7 +351,7 @@ def test_a_reward_that_breaks_while_the_trainer_trains_stops_the_run_and_its_pro
         push(servers, 1)
         await controller.next_batch(2, 1)
         await until(lambda: controller._filling._failure is not None)
-        state = json.loads(json.dumps(controller.state_dict()))
+        state = from_bytes(to_bytes(controller.state_dict()))
         assert account(controller).num_handed == 8
         push(servers, 2)
         with pytest.raises(UserError, match=r"rollout step 3: 8 of \d+ responses got no verdict"):

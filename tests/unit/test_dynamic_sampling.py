@@ -5,10 +5,12 @@ import json
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.group_filter import by_correctness
@@ -144,7 +146,7 @@ def test_groups_of_a_saved_state_that_are_too_old_are_discarded_or_sampled_again
     draw_all(before, 3, 2, version=3)
     before.add_finished(make_group(before.open_groups[1], MIXED, version=3))
     before.add_sample(make_group(before.open_groups[0], MIXED, version=3).samples[0])
-    state = json.loads(json.dumps(before.state_dict()))
+    state = from_bytes(to_bytes(before.state_dict()))
 
     queue = make_queue(train=1, gen=3)
     queue.load_state_dict(state)
@@ -164,7 +166,7 @@ def test_groups_of_a_saved_state_that_are_too_old_are_discarded_or_sampled_again
 def lower_to_zero(ahead, **sizes):
     """The queue of a run that goes on with max_staleness 0."""
     queue = make_queue(**sizes)
-    queue.load_state_dict(json.loads(json.dumps(ahead.state_dict())))
+    queue.load_state_dict(from_bytes(to_bytes(ahead.state_dict())))
     queue.begin(1, weight_version=0)
     assert queue.account.is_closed
     return queue
@@ -213,7 +215,8 @@ OLD_STEP = {
 def old_state(**parts):
     mixed = group_to_plain(make_group(Group("00000003-3", prompts(3, 1)[0]), MIXED, version=2))
     del mixed["version"]  # which that program did not know
-    return json.loads(json.dumps({"num_drawn": 4, "kept": [mixed], "open": [], "finished": [], "step": None, **parts}))
+    state = {"num_drawn": 4, "kept": [mixed], "open": [], "finished": [], "step": None, **parts}
+    return json.loads(json.dumps(state, default=np.ndarray.tolist))  # it wrote lists
 
 
 def test_a_state_with_an_open_gen_batch_goes_on_and_its_draws_take_the_steps_version():
@@ -270,7 +273,7 @@ def test_a_step_that_goes_on_from_its_saved_state_reports_what_it_would_have_rep
             draw_all(queue, first, 4)
             for draw, outcome in zip(unfinished(queue), of_batch, strict=True):
                 if number == saved_after:
-                    state = json.loads(json.dumps(queue.state_dict()))
+                    state = from_bytes(to_bytes(queue.state_dict()))
                     queue = make_queue(train=2, gen=4)
                     queue.load_state_dict(state)
                     queue.begin(3, weight_version=1)

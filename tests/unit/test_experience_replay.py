@@ -1,6 +1,5 @@
 """The pool of experiences by hand-computed cases, and what holds of it whatever is recorded."""
 
-import json
 import math
 import random
 from collections import Counter
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompts import PromptCursor
@@ -170,7 +170,7 @@ def test_no_prompt_is_replayed_twice_in_a_step_of_several_gen_batches():
     pool, other = make_pool(exp_ratio=0.5), make_pool(exp_ratio=0.5)
     record(pool, [of(prompt, 1) for prompt in range(3)])
     first = prompts_of(pool.draw(4))
-    other.load_state_dict(json.loads(json.dumps(pool.state_dict())))
+    other.load_state_dict(from_bytes(to_bytes(pool.state_dict())))
     rest = prompts_of(pool.draw(4))
     assert sorted(first + rest) == [0, 1, 2] and pool.draw(4) == []
     assert prompts_of(other.draw(4)) == rest
@@ -213,7 +213,7 @@ def test_what_a_step_records_is_drawn_after_its_end_and_is_part_of_the_state_bef
     pool.record([of(2, 3), of(3, N)])
     assert prompts_of(pool.draw(8)) == [0]
     other = make_pool(exp_ratio=1.0, start_ratio=0.0)
-    other.load_state_dict(json.loads(json.dumps(pool.state_dict())))
+    other.load_state_dict(from_bytes(to_bytes(pool.state_dict())))
     pool.forget_step()
     for each, prompts, num_retired in ((other, [0, 1, 2], 1), (pool, [0], 0)):
         each.end_step()
@@ -236,7 +236,7 @@ def test_of_a_prompt_the_newest_are_kept():
     record(pool, [group(0, best, sample(False))])
     record(pool, [group(0, sample(True, tag=2), sample(True, log_probs=(-0.4,), tag=3), sample(False))])
     assert pool.metrics()["replay/num_trajectories"] == 2
-    assert pool.draw(2)[0][1].response_tokens == (3,)
+    assert pool.draw(2)[0][1].response_tokens.tolist() == [3]
 
 
 def test_beyond_the_tokens_what_was_recorded_first_leaves_first():
@@ -270,7 +270,7 @@ def test_bounds_hold_retired_prompts_stay_away_and_a_saved_pool_goes_on(history)
     chance, pool, solved, written = random.Random(seed), make_pool(**rules), set(), set()
     for step in range(num_steps):
         size = chance.randint(1, 8)
-        state = json.loads(json.dumps(pool.state_dict()))
+        state = from_bytes(to_bytes(pool.state_dict()))
         other = make_pool(**rules)
         other.load_state_dict(state)
         drawn = pool.draw(size)
@@ -334,9 +334,9 @@ def test_prompts_are_dealt_one_by_one_and_what_is_left_of_a_block_is_state():
         draws = PromptDraws(PromptCursor(100, seed=1, shuffle=False), pool, 6)
         numbers = [draws.next() for _ in range(num_before_the_save)]
         other_pool = make_pool(exp_ratio=0.5)
-        other_pool.load_state_dict(json.loads(json.dumps(pool.state_dict())))
+        other_pool.load_state_dict(from_bytes(to_bytes(pool.state_dict())))
         other = PromptDraws(PromptCursor(100, seed=1, shuffle=False), other_pool, 6)
-        other.load_state_dict(json.loads(json.dumps(draws.state_dict())))
+        other.load_state_dict(from_bytes(to_bytes(draws.state_dict())))
         return numbers + [other.next() for _ in range(12 - num_before_the_save)]
 
     expected = drawn_from(0)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_dapo.algorithms.aggregation import token_weights
 from megatron_dapo.algorithms.policy_loss import Clip, policy_loss
 from megatron_dapo.algorithms.whitening import moments
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import SampleReward, assemble, group_estimates
@@ -110,7 +111,7 @@ def test_masked_groups_stay_in_their_places_and_are_counted_as_filtered():
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, MIXED, ALL_WRONG])
     assert queue.is_ready()  # one gen batch, whatever it held
-    state = json.loads(json.dumps(queue.state_dict()))
+    state = from_bytes(to_bytes(queue.state_dict()))
     result = queue.take()
     assert indices(result.groups) == [0, 1, 2] and [group.keep for group in result.groups] == [False, True, False]
     metrics = step_metrics(result, weight_version=1, num_retries=0, seconds=1.0)

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import to_yaml
+from megatron_dapo.data.flat_pickle import send
 from megatron_dapo.rollout import handle as handle_module
 from megatron_dapo.rollout.errors import Interrupted, NeedsSync, RolloutError
 from megatron_dapo.rollout.handle import RolloutHandle
@@ -248,12 +249,12 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_call(folder, monkeypatc
     monkeypatch.setattr(handle_module, "_POLL_S", 0.01)
     near, far = multiprocessing.Pipe()
     handle = RolloutHandle(make_config(folder, ["http://a:1"]), StandIn(), near, folder / "controller.log")
-    far.send(("ok", None))
+    send(far, ("ok", None))
     handle.wait_ready()
     handle._call_timeout_s = 0.02
     with pytest.raises(RolloutError, match="has not answered next_batch for 0.02 s"):
         handle.next_batch(1, 1)
-    far.send(("ok", "a batch"))
+    send(far, ("ok", "a batch"))
     with pytest.raises(RolloutError, match="has not answered next_batch in time and is asked no more; see .*log"):
         handle.state_dict()
     assert far.recv()[0] == "next_batch" and not far.poll(0)
@@ -270,8 +271,8 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_call(folder, monkeypatc
 def test_a_stop_logs_what_had_failed_before_and_that_a_controller_does_not_answer(folder, caplog, answer, line):
     near, far = multiprocessing.Pipe()
     handle = RolloutHandle(make_config(folder, ["http://a:1"]), StandIn(), near, folder / "controller.log")
-    far.send(("ok", None))
-    far.send(answer)
+    send(far, ("ok", None))
+    send(far, answer)
     with caplog.at_level(logging.INFO):
         handle.halt()
     assert far.recv() == ("halt", ())

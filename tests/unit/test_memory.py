@@ -177,7 +177,8 @@ def test_the_process_plan_shows_it(tmp_path):
     config = load_config(CONFIGS / "dapo_32b.yaml", [written(tmp_path, QWEN2_5_32B)])
     text = process_plan(config)
     total = trainer_memory(config, model_spec(QWEN2_5_32B)).total / GB
-    assert f"memory        trainer: {total:.1f} of 80 GB per GPU: gradients 8.2, optimizer 6.1, weights 4.1" in text
+    parts = "gradients 8.2, optimizer 6.1, weight sync 5.3, weights 4.1"
+    assert f"memory        trainer: {total:.1f} of 80 GB per GPU: {parts}" in text
     assert "server: weights 16.4 GB per GPU, KV cache 49.2 for" in text and "DO NOT FIT" not in text
     assert parallel_sizes(config).dp == 4
     unknown = process_plan(load_config(CONFIGS / "dapo_32b.yaml", ["actor_rollout_ref.model.path=/nowhere"]))
@@ -194,7 +195,7 @@ def test_a_dry_run_of_a_hopeless_layout_says_so_in_one_sentence(tmp_path, capsys
     assert main(["train", "--dry-run", *arguments]) == 2
     printed = capsys.readouterr()
     assert "DO NOT FIT" in printed.out
-    assert printed.err.startswith("1 mistake to correct:\nA trainer GPU would need about 133 GB")
+    assert printed.err.startswith("1 mistake to correct:\nA trainer GPU would need about 135 GB")
     assert not (tmp_path / "run").exists()
 
 

@@ -5,6 +5,7 @@ import random
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_dapo.common.errors import UserError
@@ -259,9 +260,9 @@ def test_aborted_responses_go_on_later_with_their_tokens_versions_and_log_probs(
             assert group.partials == () and len(group.samples) == 5 and group.samples[0] is finished[0]
             for one, partial in zip(group.samples[1:4], partials, strict=True):
                 number = len(partial.tokens)
-                assert one.response_tokens[:number] == partial.tokens
-                assert one.weight_versions == (*partial.weight_versions, *[2] * (50 - number))
-                assert one.rollout_log_probs[:number] == partial.log_probs
+                assert np.array_equal(one.response_tokens[:number], partial.tokens)
+                assert one.weight_versions.tolist() == [*partial.weight_versions, *[2] * (50 - number)]
+                assert np.array_equal(one.rollout_log_probs[:number], partial.log_probs)
                 assert (one.finish_reason, one.num_turns, one.servers) == ("length", 1, (server.url, resumed.url))
             check_labels([group])
             asked = [(len(sent["input_ids"]), sent["sampling_params"]["max_new_tokens"]) for sent in resumed.requests]
@@ -277,7 +278,7 @@ def test_a_partial_response_that_fills_a_smaller_limit_is_asked_for_no_more():
             group = replace(draw(0, version=1), partials=(BEGUN,))
             group = await sampler.sample_group(group, 1, SamplingParams(7), None)
             (one,) = group.samples
-            assert (one.response_tokens, one.finish_reason, one.is_truncated) == ((2,) * 7, "length", True)
+            assert (one.response_tokens.tolist(), one.finish_reason, one.is_truncated) == ([2] * 7, "length", True)
             assert not server.requests
 
     asyncio.run(scenario())
@@ -349,7 +350,7 @@ def test_an_answer_that_waits_for_its_reward_when_it_is_cancelled_goes_on_later(
                 running.cancel()
 
             (partial,) = await partials_of(sampler, act, asyncio.CancelledError)
-            assert partial.tokens == (2,) * 18 and partial.servers == ("http://one:1", server.url)
+            assert partial.tokens.tolist() == [2] * 18 and partial.servers == ("http://one:1", server.url)
             assert len(partial.log_probs) == len(partial.weight_versions) == 18
 
     asyncio.run(scenario())

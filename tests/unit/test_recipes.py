@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.async_simulation import Lengths, Machines, Recipe, Simulation, random_draws
 from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
@@ -18,6 +17,8 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.simulation import Machines, Recipe, Simulation, random_draws
+from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import validate
 from tests.model_json import QWEN2_5_7B, QWEN2_5_32B

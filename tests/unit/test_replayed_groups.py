@@ -1,7 +1,6 @@
 """Groups with a replayed sample on their way: controller, dynamic sampling, metrics, state, dumps, training batches."""
 
 import asyncio
-import json
 import sys
 from dataclasses import replace
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import needs_old_log_probs
 from megatron_dapo.config.loader import load_config
@@ -77,7 +77,8 @@ def test_a_replayed_group_has_one_trajectory_of_an_earlier_step_and_n_minus_1_ne
             (old,) = replayed(group)
             (origin,) = [each for each in first.groups if each.prompt == group.prompt]
             assert replace(old, uid=origin.uid, exp_mask=False) in origin.samples
-            assert old.correct and old.weight_versions == (1, 1) and old.rollout_log_probs == (-0.5, -0.5)
+            assert old.correct and old.weight_versions.tolist() == [1, 1]
+            assert old.rollout_log_probs.tolist() == [-0.5, -0.5]
         return second.metrics
 
     metrics = run(folder, scenario, Script())
@@ -105,7 +106,7 @@ def test_a_restored_controller_draws_the_same_experiences(folder):
 
     async def save(controller, server):
         await controller.next_batch(1, 1)
-        state = json.loads(json.dumps(controller.state_dict()))
+        state = from_bytes(to_bytes(controller.state_dict()))
         return state, await controller.next_batch(2, 1)
 
     state, expected = run(folder, save, Script())
@@ -174,8 +175,9 @@ def filtered(num_right_of_7):
     queue.begin(1, weight_version=1)
     old = replace(group.samples[0], correct=True, reward=1.0, weight_versions=(3,) * 99)
     draw = queue.draw(Prompt(0, "key", (1, 2), "p", "test", "0"), weight_version=5, replayed=old)
+    of_weights = {"weight_versions": (5,) * 6, "loss_mask": (1,) * 6, "rollout_log_probs": (-0.5,) * 6}
     new = [
-        replace(sample, uid=draw.uid, correct=i < num_right_of_7, weight_versions=(5,), response_tokens=(1,) * 6)
+        replace(sample, uid=draw.uid, correct=i < num_right_of_7, response_tokens=(1,) * 6, **of_weights)
         for i, sample in enumerate(group.samples[1:])
     ]
     queue.add_finished(replace(group, uid=draw.uid, samples=(draw.samples[0], *new)))

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron_dapo.checkpointing.config_changes import config_changes, config_hash, config_to_plain, matters
-from megatron_dapo.checkpointing.folders import newest_first, remove_leftovers
+from megatron_dapo.checkpointing.folders import CONTROLLER_STATE, newest_first, remove_leftovers
 from megatron_dapo.checkpointing.manifest import verify, write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS, Start, not_kept, report_lines
 from megatron_dapo.checkpointing.resume import find_start as find_start_of
@@ -344,7 +344,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
     before, between = (
         {path for what, path in part if what == "flush"} for part in (calls[:manifest], calls[manifest:named])
     )
-    names = ("trainer.json", "controller.json.gz", *(f"megatron/__{number}_0.distcp" for number in range(5)))
+    names = ("trainer.json", CONTROLLER_STATE, *(f"megatron/__{number}_0.distcp" for number in range(5)))
     assert {staged, f"{staged}/megatron", *(f"{staged}/{name}" for name in names)} <= before
     assert staged in between  # the manifest's own name
     assert ("flush", str(tmp_path)) in calls[named:]

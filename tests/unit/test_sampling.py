@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_dapo.data.types import Group
@@ -165,11 +166,11 @@ def test_a_multi_turn_step_token_by_token_metric_by_metric(folder):
     for prompt, group in zip(("p0", "p1", "p2", "p3"), batch.groups, strict=True):
         said = word("wrong" if prompt == "p3" else "right")
         for sample in group.samples:
-            assert sample.prompt_tokens == (word(prompt),)
-            assert sample.response_tokens == (said, end, read, said, end)
-            assert sample.loss_mask == (1, 1, 0, 1, 1)
-            assert sample.rollout_log_probs == (-0.5, -0.5, 0.0, -0.5, -0.5)
-            assert sample.weight_versions == (1,) * 5
+            assert sample.prompt_tokens.tolist() == [word(prompt)]
+            assert sample.response_tokens.tolist() == [said, end, read, said, end]
+            assert sample.loss_mask.tolist() == [1, 1, 0, 1, 1]
+            assert sample.rollout_log_probs.tolist() == [-0.5, -0.5, 0.0, -0.5, -0.5]
+            assert sample.weight_versions.tolist() == [1] * 5
             assert sample.num_turns == 2
     finished, failed, wrong = batch.groups[0].samples[0], batch.groups[2].samples[0], batch.groups[3].samples[0]
     assert (finished.reward, finished.correct, finished.is_terminated) == (1, True, True)
@@ -196,9 +197,10 @@ def test_a_multi_turn_step_token_by_token_metric_by_metric(folder):
         {"by": "model", "text": "right <eos>"},
     ]
     assert response["num_turns"] == 2
-    assert [group_from_plain(json.loads(json.dumps(group_to_plain(group)))) for group in batch.groups] == list(
-        batch.groups
-    )
+    assert [
+        group_from_plain(json.loads(json.dumps(group_to_plain(group), default=np.ndarray.tolist)))
+        for group in batch.groups
+    ] == list(batch.groups)
 
 
 def test_a_turn_whose_server_fails_is_sent_to_another_one_with_all_its_tokens(folder):

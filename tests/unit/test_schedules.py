@@ -6,13 +6,13 @@ the account of draws is closed; each uid is handed out once, in the order of dra
 them have places.
 """
 
-import json
 import random
 from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
@@ -184,7 +184,7 @@ class Schedule:
     def save(self, with_samples: bool = True) -> None:
         """A checkpoint."""
         self.saved = (
-            json.dumps(self.queue.state_dict(with_samples)),
+            to_bytes(self.queue.state_dict(with_samples)),
             self.version,
             list(self.num_handed),
             list(self.batches),
@@ -199,7 +199,7 @@ class Schedule:
         self.batches = list(batches)
         self.under_way = {}
         self.queue = self.new_queue()
-        self.queue.load_state_dict(json.loads(state))
+        self.queue.load_state_dict(from_bytes(state))
         self.is_asked = True
         assert not self.queue.may_start(0, self.version), "before the step is asked for"
         self.queue.begin(self.version + 1, self.version)

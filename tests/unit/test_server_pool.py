@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.rollout import running_means
 from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.server import ServerState
 from megatron_dapo.rollout.server_list import ServerList
@@ -119,6 +121,53 @@ def test_a_restart_that_no_request_notices_is_noticed_by_the_version(folder):
         batch = await asyncio.wait_for(pending, 20)
         assert {v for g in batch.groups for s in g.samples for v in s.weight_versions} == {1}
         assert len(other.requests) == 8
+
+    run(folder, scenario)
+
+
+@pytest.mark.parametrize(
+    ("used", "smallest", "largest"), [((75, 25), 0.25, 0.75), ((None, 25), 0.25, 0.25), ((None, None), None, None)]
+)
+def test_the_caches_of_servers_at_work_are_looked_at_and_who_cannot_tell_is_well(
+    folder, caplog, used, smallest, largest
+):
+    async def scenario(controller, servers, listed):
+        for server, tokens in zip(servers, used, strict=True):
+            server.num_used_tokens = tokens
+            server.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(1, 1))
+        await until(lambda: all(server.num_looks >= 2 for server in servers))  # the first ones are answered
+        for server in servers:
+            server.hold.set()
+        metrics = (await pending).metrics
+        assert metrics.get("rollout/kv_used_max") == largest
+        mean = metrics.get("rollout/kv_used_mean")
+        assert mean == largest if smallest == largest else smallest < mean < largest
+
+    run(folder, scenario)
+    assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_servers_wait_while_the_trainer_trains_and_while_others_have_the_requests(folder, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(running_means, "time", clock)
+
+    async def scenario(controller, servers, listed):
+        busy, other = servers
+        await controller.next_batch(1, 1)
+        clock.now += 30  # training
+        busy.hold.clear()
+        pending = asyncio.create_task(controller.next_batch(2, 1))
+        await until(lambda: busy.num_open == 4 and other.num_open == 0 and len(other.requests) == 8)
+        clock.now += 10  # the last responses of the step
+        await until(lambda: busy.num_looks >= 2)
+        busy.num_looks = other.num_looks = 0
+        await until(lambda: busy.num_looks >= 2)
+        assert other.num_looks == 0, "the cache of a server without requests would only lower the mean"
+        busy.hold.set()
+        metrics = (await pending).metrics
+        assert metrics["rollout/servers_waiting"] == (30 + 10 / 2) / 40
+        assert metrics["rollout/slots_used"] == 4 / controller._servers._max_concurrency / 2
 
     run(folder, scenario)
 

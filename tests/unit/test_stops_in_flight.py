@@ -5,12 +5,12 @@ last checkpoint. The trainer is a loop that asks for batches and pushes.
 """
 
 import asyncio
-import json
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.data.types import Group
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.controller import Controller
@@ -62,7 +62,7 @@ class Run:
     servers: list[WritingServer]
     config: object
     step: int = 0
-    state: str | None = None
+    state: bytes | None = None
     trained: list[tuple[Group, ...]] = field(default_factory=list)
 
     async def live(self, seconds: float, kind: str) -> None:
@@ -71,7 +71,7 @@ class Run:
         try:
             await controller.start()
             if self.state is not None:
-                controller.load_state_dict(json.loads(self.state))
+                controller.load_state_dict(from_bytes(self.state))
             await self.push(self.step)
             training = asyncio.create_task(self.train(controller))
             await asyncio.wait({training}, timeout=seconds)
@@ -112,7 +112,7 @@ class Run:
         await asyncio.gather(*(server.push(version) for server in self.servers))
 
     def save(self, controller: Controller) -> None:
-        self.state = json.dumps(controller.state_dict())
+        self.state = to_bytes(controller.state_dict())
         account = controller._drawing.queue.account
         assert account.is_closed and account.num_handed == sum(map(len, self.trained)), account
         self.account = account

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.data.types import Group
 from tests.fake_rollout import MIXED, RIGHT, WRONG, Script, rollout_folder, run_in_folder
 
@@ -58,7 +59,9 @@ def folder(tmp_path, monkeypatch):
 
 def _line(group: Group) -> str:
     """uid, whether it is trained on, and of each response its text and the versions that wrote it."""
-    responses = sorted(f"{sample.response_text}@{sorted(set(sample.weight_versions))}" for sample in group.samples)
+    responses = sorted(
+        f"{sample.response_text}@{sorted(set(sample.weight_versions.tolist()))}" for sample in group.samples
+    )
     return " ".join([group.uid, "kept" if group.keep else "masked", *responses])
 
 
@@ -80,7 +83,7 @@ def _batches(folder: Path, case: str) -> list[list[str]]:
 
     async def first(controller, servers):
         batches = await steps(controller, servers, range(1, SAVED_AFTER + 1))
-        return batches, json.loads(json.dumps(controller.state_dict()))
+        return batches, from_bytes(to_bytes(controller.state_dict()))
 
     batches, state = run_in_folder(folder, first, Script(responses), num_servers=2, overrides=overrides)
 

@@ -1,10 +1,11 @@
 """What a model can have sampled: token ids of its vocabulary, log-probs that float32 gives; anything else is named."""
 
 import asyncio
+import gzip
+import json
 import math
 import re
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, token_array
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.huggingface.model_spec import read_vocab_size
 from megatron_dapo.rollout.batch_files import write_batch
@@ -41,10 +43,19 @@ IMPOSSIBLE = {
 }
 
 
+def fault(tokens, log_probs) -> str | None:
+    """As of a server's answer: what no array can hold is refused when the arrays are made."""
+    try:
+        arrays = token_array(tokens, TOKEN, "token id"), token_array(log_probs, LOG_PROB, "log-prob")
+    except ValueError as error:
+        return str(error)
+    return find_fault(*arrays, VOCABULARY)
+
+
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
 def test_a_number_that_cannot_be_is_named(kind):
     tokens, log_probs, words = IMPOSSIBLE[kind]
-    assert re.search(words, find_fault(tokens, log_probs, VOCABULARY))
+    assert re.search(words, fault(tokens, log_probs))
 
 
 @given(
@@ -54,10 +65,10 @@ def test_a_number_that_cannot_be_is_named(kind):
 )
 def test_one_wrong_id_is_found_among_any_right_ones(pairs, place, wrong):
     tokens, log_probs = [token for token, _ in pairs], [value for _, value in pairs]
-    assert find_fault(tokens, log_probs, VOCABULARY) is None
+    assert fault(tokens, log_probs) is None
     if pairs:
         tokens[place % len(pairs)] = wrong
-        assert f"token id {wrong}," in find_fault(tokens, log_probs, VOCABULARY)
+        assert f"token id {wrong}," in fault(tokens, log_probs)
 
 
 @pytest.mark.parametrize("scale", [0.1, 10.0, 100.0, 1000.0])
@@ -73,14 +84,16 @@ def test_what_is_drawn_from_logits_of_any_scale_is_within_the_bounds(scale, dtyp
     for log_probs in (by_softmax, by_difference):
         for values in (log_probs.gather(-1, drawn), log_probs[drawable]):
             values = values.flatten().tolist()
-            assert find_fault([3] * len(values), values, VOCABULARY) is None
+            assert fault([3] * len(values), values) is None
 
 
 def replayed(tmp_path, **changes):
-    """A batch whose second group's third sample is changed."""
-    first, second, *others = synthetic_groups(VOCABULARY)
-    samples = (*second.samples[:2], replace(second.samples[2], **changes), *second.samples[3:])
-    write_batch(tmp_path, 3, RolloutBatch((first, replace(second, samples=samples), *others), {}))
+    """A batch whose second group's third sample is changed in the file."""
+    write_batch(tmp_path, 3, RolloutBatch(tuple(synthetic_groups(VOCABULARY)), {}))
+    path = batch_file(tmp_path, 3)
+    batch = json.loads(gzip.decompress(path.read_bytes()))
+    batch["groups"][1]["samples"][2] |= changes
+    path.write_bytes(gzip.compress(json.dumps(batch).encode()))
     return BatchReplay(tmp_path, VOCABULARY).next_batch(3, 2)
 
 
@@ -90,7 +103,7 @@ def test_a_batch_with_a_number_that_cannot_be_is_named_with_the_sample(tmp_path,
     per_token = {"loss_mask": (1,) * len(tokens), "weight_versions": (0,) * len(tokens)}
     with pytest.raises(UserError, match=words) as caught:
         replayed(tmp_path, response_tokens=tokens, rollout_log_probs=log_probs, **per_token)
-    assert f"{batch_file(tmp_path, 3)}, group group1, sample 3 has" in str(caught.value)
+    assert str(batch_file(tmp_path, 3)) in str(caught.value) and "group group1, sample 3 has" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Model:
         self.reasons = []
 
     async def __call__(self, tokens, params, budget):
-        self.sent.append(tuple(tokens))
+        self.sent.append(tuple(tokens.tolist()))
         self.limits.append(params.max_new_tokens)
         turn = self.turns.pop(0)
         if isinstance(turn, Exception):
@@ -110,10 +110,10 @@ def test_the_server_is_sent_the_very_tokens_it_wrote(tokenizer):
     assert tuple(trajectory.tokens) == first + between + second
     assert environment.seen == ["The answer", "is 5."]
 
-    assert trajectory.loss_mask == [1] * len(first) + [0] * len(between) + [1] * len(second)
+    assert trajectory.loss_mask.tolist() == [1] * len(first) + [0] * len(between) + [1] * len(second)
     scores = [[-0.1 * (i + 1) for i in range(len(turn))] for turn in (first, second)]
-    assert trajectory.log_probs == scores[0] + [0.0] * len(between) + scores[1]
-    assert trajectory.weight_versions == [7] * len(trajectory.tokens)
+    assert trajectory.log_probs.tolist() == pytest.approx(scores[0] + [0.0] * len(between) + scores[1])
+    assert trajectory.weight_versions.tolist() == [7] * len(trajectory.tokens)
     assert (trajectory.num_turns, trajectory.finish_reason) == (2, "stop")
     assert trajectory.verdict == RewardResult(1.0, True)
     (task,) = environment.tasks
@@ -143,7 +143,7 @@ def test_whatever_an_environment_says_is_words(tokenizer):
     """Also what stands for the model's words while the template is asked."""
     trajectory = play(tokenizer, Turn(says("assistant-words"), Observation(done=True)), Model(TALK, TALK))
     between = ids(tokenizer, "\n<|im_start|>tool\nassistant-words<|im_end|>\n<|im_start|>assistant\n")
-    assert trajectory.tokens == [*TALK, *between, *TALK]
+    assert trajectory.tokens.tolist() == [*TALK, *between, *TALK]
 
 
 def test_a_turn_without_its_end_token_gets_it_from_the_environment(tokenizer):
@@ -154,15 +154,15 @@ def test_a_turn_without_its_end_token_gets_it_from_the_environment(tokenizer):
     )
     cut = first[:-1]
     between = ids(tokenizer, "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
-    assert trajectory.tokens[: len(cut) + len(between)] == [*cut, *between]
-    assert trajectory.loss_mask[: len(cut) + len(between)] == [1] * len(cut) + [0] * len(between)
+    assert trajectory.tokens[: len(cut) + len(between)].tolist() == [*cut, *between]
+    assert trajectory.loss_mask[: len(cut) + len(between)].tolist() == [1] * len(cut) + [0] * len(between)
 
 
 def test_without_a_chat_template_the_contents_alone_stand_between(tokenizer):
     trajectory = play(tokenizer, Turn(says("=5;"), Observation(done=True)), Model((50, END), (51, END)), chat=False)
     between = ids(tokenizer, "=5;")
-    assert trajectory.tokens == [50, END, *between, 51, END]
-    assert trajectory.loss_mask == [1, 1, *[0] * len(between), 1, 1]
+    assert trajectory.tokens.tolist() == [50, END, *between, 51, END]
+    assert trajectory.loss_mask.tolist() == [1, 1, *[0] * len(between), 1, 1]
 
 
 def test_an_opening_observation_joins_the_prompt(tokenizer):
@@ -171,10 +171,10 @@ def test_an_opening_observation_joins_the_prompt(tokenizer):
     trajectory = play(tokenizer, Turn(Observation(done=True), opening=opening), model)
     expected = tokenizer.encode_prompt([*MESSAGES, *opening.messages], True)[0]
     assert trajectory.prompt_tokens == expected == model.sent[0]
-    assert trajectory.tokens == [50, END]
+    assert trajectory.tokens.tolist() == [50, END]
     failed = play(tokenizer, Turn(opening=opening), Model(), max_prompt_tokens=10)
     assert failed.verdict.error.startswith("environment: exception: the prompt with the first observation has")
-    assert (failed.tokens, failed.num_turns, failed.finish_reason) == ([], 0, "environment")
+    assert (len(failed.tokens), failed.num_turns, failed.finish_reason) == (0, 0, "environment")
 
 
 TALK = (50, END)
@@ -213,7 +213,7 @@ def test_every_turn_may_use_what_the_response_has_left(tokenizer):
 def test_time_used_up_at_the_server_ends_the_trajectory_before_that_turn(tokenizer):
     trajectory = play(tokenizer, Turn(says("on")), Model(TALK, OutOfTime()))
     assert (trajectory.finish_reason, trajectory.num_turns) == ("time", 1)
-    assert trajectory.tokens == list(TALK)  # without words that nobody answers
+    assert trajectory.tokens.tolist() == list(TALK)  # without words that nobody answers
 
 
 def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
@@ -222,7 +222,7 @@ def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
     assert trajectory.verdict == RewardResult(0.5, correct=False, error="environment: timeout")
     assert (trajectory.finish_reason, trajectory.num_turns) == ("environment", 2)
     at_once = play(tokenizer, Turn(opening=EnvironmentFailure("crash")), Model())
-    assert (at_once.verdict.score, at_once.verdict.error, at_once.tokens) == (0.0, "environment: crash", [])
+    assert (at_once.verdict.score, at_once.verdict.error, len(at_once.tokens)) == (0.0, "environment: crash", 0)
 
 
 def test_a_turn_without_a_word_on_correctness_does_not_overrule_the_last_one(tokenizer):
@@ -238,7 +238,7 @@ def test_a_turn_without_a_word_on_correctness_does_not_overrule_the_last_one(tok
 def test_an_environment_that_is_over_before_it_begins_is_not_played(tokenizer):
     model = Model()
     trajectory = play(tokenizer, Turn(opening=Observation(done=True, reward=1.0)), model)
-    assert (model.sent, trajectory.tokens, trajectory.finish_reason) == ([], [], "stop")
+    assert (model.sent, len(trajectory.tokens), trajectory.finish_reason) == ([], 0, "stop")
     assert trajectory.verdict == RewardResult(1.0, True)
 
 
@@ -275,7 +275,7 @@ def test_whatever_is_said_the_requests_grow_and_masks_count_what_was_written(tok
     for sent, own in zip(model.sent, written, strict=True):
         start = len(sent) - len(trajectory.prompt_tokens)
         mask[start : start + len(own)] = [1] * len(own)
-    assert trajectory.loss_mask == mask
+    assert trajectory.loss_mask.tolist() == mask
     assert [score for score, own in zip(trajectory.log_probs, mask, strict=True) if not own] == [0.0] * mask.count(0)
     assert len(trajectory.weight_versions) == len(mask) <= limits["max_tokens"]
     assert trajectory.num_turns == len(written) <= limits["max_turns"]
@@ -292,7 +292,7 @@ def test_a_template_that_rewrites_earlier_turns_does_not_touch_what_was_written(
     first = (*ids(tokenizer, "<think>2+3</think>The answer"), END)
     trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(first, TALK))
     between = ids(tokenizer, "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n")
-    assert trajectory.tokens == [*first, *between, *TALK]
+    assert trajectory.tokens.tolist() == [*first, *between, *TALK]
 
 
 def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_path):
@@ -301,10 +301,10 @@ def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_p
     tokenizer = load_tokenizer(write_byte_level(tmp_path, template=template))
     words = "\n<|im_start|>tool\n5 <|im_end|>\n<|im_start|>assistant\n"
     trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK))
-    assert trajectory.tokens == [*TALK, *ids(tokenizer, words), *TALK]
+    assert trajectory.tokens.tolist() == [*TALK, *ids(tokenizer, words), *TALK]
     newline = ids(tokenizer, "\n")  # stands behind the end token, too: what is before it is more than white space
     cut = play(tokenizer, Turn(says("5"), Observation(done=True)), Model((50, *newline), TALK))
-    assert cut.tokens == [50, *newline, *ids(tokenizer, f" <|im_end|>{words}"), *TALK]
+    assert cut.tokens.tolist() == [50, *newline, *ids(tokenizer, f" <|im_end|>{words}"), *TALK]
 
 
 def test_a_template_that_hides_earlier_turns_is_told(tmp_path):

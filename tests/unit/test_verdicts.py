@@ -1,11 +1,11 @@
 """Whether enough responses got a verdict, of a step that was stopped and goes on."""
 
 import asyncio
-import json
 import sys
 
 import pytest
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.rollout.errors import Interrupted
 from tests.fake_rollout import Script, make_config, run_with_controller, write_files
 
@@ -39,7 +39,7 @@ def stopped_while_sampling(folder) -> dict:
         controller.stop_asked.set()
         with pytest.raises(Interrupted):
             await step
-        return json.loads(json.dumps(controller.state_dict()))
+        return from_bytes(to_bytes(controller.state_dict()))
 
     return run(folder, scenario, script)
 

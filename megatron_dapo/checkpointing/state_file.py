@@ -1,0 +1,76 @@
+"""The rollout's state as a file: plain data as JSON, and the arrays in it as they are, in one safetensors file.
+
+Tensors: `json`, the text; and one per dtype, all arrays of it one after the other, of which an object in the text such
+as {"__array__": ["int32", 0, 512]} names a part.
+"""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from megatron_dapo.common.files import write_whole
+
+SUFFIX = ".safetensors"
+OLD_SUFFIX = ".json.gz"  # of a program that wrote lists
+
+_ARRAY = "__array__"
+_DTYPES = ("float32", "int32", "uint8")
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write plain data whole; see `to_bytes`."""
+    write_whole(path, to_bytes(state))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what `write_state` wrote, or an earlier program as JSON: there lists stand for arrays. Tuples come back as
+    lists. Raises FileNotFoundError, and ValueError for a damaged file."""
+    content = path.read_bytes()
+    if path.name.endswith(OLD_SUFFIX):
+        return json.loads(gzip.decompress(content))
+    try:
+        return from_bytes(content)
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read: {error!r}") from error
+
+
+def to_bytes(state: dict[str, Any]) -> bytes:
+    """Return plain data as the content of a file. The same data give the same bytes.
+
+    What JSON cannot hold, such as bytes in a prompt's extra_info, is a TypeError and not changed; so is an array that
+    is not of one dimension, or not float32, int32 or uint8.
+    """
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
+    ends = dict.fromkeys(_DTYPES, 0)
+
+    def taken_out(value: object) -> dict:
+        if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.name not in arrays:
+            raise TypeError(f"a state cannot hold {value!r}")
+        name = value.dtype.name
+        start = ends[name]
+        arrays[name].append(value)
+        ends[name] += len(value)
+        return {_ARRAY: [name, start, ends[name]]}
+
+    text = json.dumps(state, separators=(",", ":"), default=taken_out).encode()
+    tensors = {name: np.concatenate(parts) for name, parts in arrays.items() if parts}
+    return save({"json": np.frombuffer(text, np.uint8), **tensors})
+
+
+def from_bytes(content: bytes) -> dict[str, Any]:
+    """Return what `to_bytes` was given, with lists for tuples. Raises SafetensorError, or KeyError, for
+    damaged content."""
+    tensors = load(content)
+
+    def put_back(value: dict) -> Any:
+        if value.keys() != {_ARRAY}:
+            return value
+        name, start, end = value[_ARRAY]
+        return tensors[name][start:end]
+
+    return json.loads(tensors.pop("json").tobytes(), object_hook=put_back)

@@ -1,0 +1,91 @@
+"""Arrays of what is said of each token, how they are made from what JSON holds, and records of which they are fields.
+
+A token costs a Python list 40 bytes and more per value, and as much time; an array costs 1 or 4.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+TOKEN = np.int32
+LOG_PROB = np.float32
+MASK = np.uint8
+VERSION = np.int32
+
+Dtype: TypeAlias = type[np.generic]
+TokenIds: TypeAlias = Sequence[int] | np.ndarray
+
+# of a record's field -> of one of its values, in sentences
+_NAMES = {
+    "tokens": "token id",
+    "prompt_tokens": "token id",
+    "response_tokens": "token id",
+    "log_probs": "log-prob",
+    "rollout_log_probs": "log-prob",
+    "loss_mask": "loss mask",
+    "weight_versions": "weight version",
+}
+_KINDS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}}  # of a dtype -> what JSON may hold for it
+_WORDS = {"i": "no whole number", "u": "no whole number", "f": "no number"}
+
+
+def token_array(values: Any, dtype: Dtype, what: str = "value") -> np.ndarray:
+    """Return a sequence of numbers as an array [L]; an array is returned as it is.
+
+    Raises ValueError, whose text is the end of a sentence, for a value that is no number, or not whole where dtype
+    holds whole numbers, or that dtype cannot hold; what: the values' name in it.
+    """
+    if isinstance(values, np.ndarray):
+        return values
+    kind = np.dtype(dtype).kind
+    if not set(map(type, values)) <= _KINDS[kind]:
+        wrong = next(value for value in values if type(value) not in _KINDS[kind])
+        raise ValueError(f"has the {what} {wrong!r}, {_WORDS[kind]}")
+    try:
+        with np.errstate(over="ignore"):  # to infinity, which the checks of log-probs name
+            return np.array(values, dtype=dtype)
+    except OverflowError:
+        bounds = np.iinfo(np.dtype(dtype).name) if kind in "iu" else np.finfo(np.dtype(dtype).name)
+        wrong = next(value for value in values if not bounds.min <= value <= bounds.max)
+        raise ValueError(f"has the {what} {wrong}, which {bounds.dtype} cannot hold") from None
+
+
+def joined(dtype: Dtype, *parts: TokenIds) -> np.ndarray:
+    """Return arrays, or sequences, one after the other in one array."""
+    return np.concatenate([np.asarray(part, dtype=dtype) for part in parts])
+
+
+def nothing(dtype: Dtype) -> np.ndarray:
+    """Return the array of no tokens."""
+    return np.zeros(0, dtype=dtype)
+
+
+class TokenRecord:
+    """A frozen data class, declared with eq=False, some of whose fields are arrays [L].
+
+    ARRAYS: these fields with their dtypes. A sequence that is given for one becomes an array; an array is taken as it
+    is, without a copy, so nobody may write into it. Two records are equal where all their values are.
+    """
+
+    ARRAYS: ClassVar[Mapping[str, Dtype]] = {}
+
+    def __post_init__(self) -> None:
+        for name, dtype in self.ARRAYS.items():
+            object.__setattr__(self, name, token_array(getattr(self, name), dtype, _NAMES[name]))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            if name in self.ARRAYS
+            else getattr(self, name) == getattr(other, name)
+            for name in (field.name for field in fields(self))  # type: ignore[arg-type]
+        )
+
+    def __hash__(self) -> int:
+        """Return a hash of the values that are no arrays: these take no time, and equal records have the same."""
+        names = (field.name for field in fields(self))  # type: ignore[arg-type]
+        return hash(tuple(getattr(self, name) for name in names if name not in self.ARRAYS))

@@ -1,0 +1,86 @@
+"""Objects with arrays come back as they were, as bytes and through a pipe; the arrays are views of the bytes."""
+
+import pickle
+import threading
+from multiprocessing import Pipe
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dapo.data.flat_pickle import ALIGNMENT, flat_pickle, from_flat_pickle, receive, send
+from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.rollout.errors import RolloutError
+from tests.synthetic import synthetic_groups
+
+pytestmark = pytest.mark.unit
+
+DTYPES = st.sampled_from([np.uint8, np.int32, np.float32, np.int64])
+ARRAYS = st.builds(lambda length, dtype: np.arange(length).astype(dtype), st.integers(0, 40), DTYPES)
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(max_size=4) | ARRAYS, lambda inner: st.lists(inner, max_size=4), max_leaves=12
+)
+
+
+def plain(value):
+    """Lists and numbers, with the dtypes of arrays, so that they can be compared."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.tolist()
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+@given(VALUES)
+def test_any_object_comes_back_as_it_was(value):
+    assert plain(from_flat_pickle(flat_pickle(value))) == plain(value)
+
+
+def test_arrays_are_views_of_the_bytes_at_places_that_suit_their_elements():
+    array = np.arange(1000, dtype=np.int64)
+    flat = flat_pickle(["x", np.arange(3, dtype=np.uint8), array, {"a": array}])
+    assert len(flat) < array.nbytes + 1000, "what stands in two places is written once"
+    _, small, first, second = from_flat_pickle(flat)
+    assert np.shares_memory(first, flat) and np.shares_memory(small, flat) and second["a"] is first
+    assert first.ctypes.data % ALIGNMENT == flat.ctypes.data % ALIGNMENT == 0
+
+
+def through_a_pipe(*values):
+    here, there = Pipe()
+    sender = threading.Thread(target=lambda: [send(there, value) for value in values])
+    sender.start()
+    received = [receive(here) for _ in values]
+    sender.join()
+    return received
+
+
+def test_what_is_larger_than_a_pipe_holds_comes_through_whole_and_in_order():
+    large = np.random.default_rng(1).integers(0, 256, 3_500_001).astype(np.uint8)
+    first, second, third = through_a_pipe(large, "between", large[::-1].copy())
+    assert np.array_equal(first, large) and second == "between" and np.array_equal(third, large[::-1])
+
+
+def test_a_batch_and_an_error_come_through_a_pipe_as_they_were():
+    batch = RolloutBatch(tuple(synthetic_groups(64)), {"a": 1.0})
+    answers = through_a_pipe(("ok", batch), ("error", RolloutError("lost")))
+    assert answers[0] == ("ok", batch)
+    assert type(answers[1][1]) is RolloutError and str(answers[1][1]) == "lost"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8], ids=["before it begins", "after its size"])
+def test_where_the_other_end_closes_the_end_is_seen(num_bytes):
+    here, there = Pipe()
+    if num_bytes:
+        there.send_bytes(np.array([10**6]).tobytes())
+    there.close()
+    with pytest.raises(EOFError):
+        receive(here)
+
+
+def test_samples_cost_their_arrays_and_little_more():
+    """The pickle itself holds no token."""
+    groups = synthetic_groups(64, num_groups=2, max_response=20_000)
+    num_bytes = sum(
+        13 * sample.num_response_tokens + 4 * len(sample.prompt_tokens) for group in groups for sample in group.samples
+    )
+    assert num_bytes > 500_000 and len(flat_pickle(groups)) < num_bytes + 20_000
+    assert len(pickle.dumps(groups, protocol=5)) > num_bytes

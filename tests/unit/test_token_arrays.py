@@ -1,0 +1,187 @@
+"""What is said of each token is arrays from a server's answer to a micro-batch: no Python object per token is held."""
+
+import gc
+import json
+import sys
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.data.batching import assemble
+from megatron_dapo.data.packing import collate
+from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, joined, nothing, token_array
+from megatron_dapo.data.types import Group, PartialResponse, Prompt, Sample
+from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rollout.client import Generation, generation_of
+from megatron_dapo.rollout.experience_replay import RecordedGroup
+from megatron_dapo.rollout.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
+from megatron_dapo.rollout.sampling import _to_sample
+from megatron_dapo.rollout.trajectory import Trajectory
+from tests.synthetic import synthetic_groups
+
+pytestmark = pytest.mark.unit
+
+PER_TOKEN = {"response_tokens": TOKEN, "rollout_log_probs": LOG_PROB, "loss_mask": MASK, "weight_versions": VERSION}
+BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in PER_TOKEN.values())
+
+
+def answer(length: int) -> bytes:
+    """Of a server: ids and log-probs that are objects of their own, half of them of one version, half of the next."""
+    tokens = range(1000, 1000 + length)
+    spans = [
+        {"version": "3", "start": 0, "end": length // 2},
+        {"version": "4", "start": length // 2, "end": length},
+    ]
+    meta = {
+        "output_token_logprobs": [[-1.0 / token, token, None] for token in tokens],
+        "finish_reason": {"type": "stop"},
+        "weight_versions": spans,
+    }
+    return json.dumps({"output_ids": list(tokens), "meta_info": meta}).encode()
+
+
+def generation(length: int) -> Generation:
+    return generation_of(orjson.loads(answer(length)))
+
+
+def trajectory(length: int) -> Trajectory:
+    """Two turns of the model with an environment's words between them."""
+    played = Trajectory((1, 2, 3))
+    played.add_model_turn(generation(length // 2))
+    played.add_environment_turn([5, 6])
+    played.add_model_turn(generation(length // 2))
+    return played
+
+
+def sample(length: int) -> Sample:
+    return _to_sample("uid", trajectory(length), "word " * length, RewardResult(1.0, True), None)
+
+
+def group(length: int) -> Group:
+    return Group("uid", Prompt(0, "key", (1, 2, 3), "", "test", ""), (sample(length),))
+
+
+def resumed(length: int) -> Trajectory:
+    played = Trajectory((1, 2, 3))
+    played.resume(trajectory(length).partial(), length)
+    return played
+
+
+HELD = {
+    "the client's answer": generation,
+    "a response as it grows": trajectory,
+    "the beginning of a response": lambda length: trajectory(length).partial(),
+    "a response that goes on": resumed,
+    "a group": group,
+    "a group as plain data": lambda length: group_to_plain(group(length)),
+    "an open group of a saved state": lambda length: draw_from_plain(
+        from_bytes(to_bytes(draw_to_plain(replace(group(length), partials=(trajectory(length).partial(),)))))
+    ),
+    "a state that was saved": lambda length: from_bytes(to_bytes({"kept": [group_to_plain(group(length))]})),
+    "a state of lists": lambda length: group_from_plain(
+        json.loads(json.dumps(group_to_plain(group(length)), default=np.ndarray.tolist))
+    ),
+    "experiences": lambda length: RecordedGroup.of(
+        replace(group(length), samples=(*group(length).samples, replace(sample(length), correct=False)))
+    ),
+    "the trainer's samples": lambda length: assemble([group(length)]),
+    "a micro-batch": lambda length: collate(assemble([group(length)])),
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_no_object_per_token_is_held(what):
+    """Python allocates each small object in a block of its own; an array has one whatever its length."""
+
+    def num_blocks(length: int) -> int:
+        gc.collect()
+        before = sys.getallocatedblocks()
+        held = HELD[what](length)
+        gc.collect()
+        number = sys.getallocatedblocks() - before
+        del held
+        return number
+
+    num_blocks(100)  # what is imported and cached the first time
+    assert num_blocks(8000) - num_blocks(2000) < 600, "of 6000 tokens"
+
+
+def test_a_group_costs_what_its_arrays_and_its_text_do():
+    length = 8000
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        held = group(length)
+        gc.collect()
+        num_bytes = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    (one,) = held.samples
+    assert num_bytes <= BYTES_PER_TOKEN * one.num_response_tokens + len(one.response_text) + 16 * 1024
+
+
+def test_the_fields_of_a_sample_are_arrays_of_their_dtypes_as_the_server_gave_them():
+    one = sample(8)
+    assert {name: getattr(one, name).dtype for name in PER_TOKEN} == PER_TOKEN
+    assert one.prompt_tokens.dtype == TOKEN and one.prompt_tokens.tolist() == [1, 2, 3]
+    assert one.response_tokens.tolist() == [1000, 1001, 1002, 1003, 5, 6, 1000, 1001, 1002, 1003]
+    assert one.loss_mask.tolist() == [1, 1, 1, 1, 0, 0, 1, 1, 1, 1] and one.num_written_tokens == 8
+    assert one.weight_versions.tolist() == [3, 3, 4, 4, 4, 4, 3, 3, 4, 4]
+    written = [np.float32(-1.0 / token) for token in range(1000, 1004)]
+    assert one.rollout_log_probs.tolist() == [*written, 0.0, 0.0, *written]
+
+
+def test_records_are_equal_where_all_their_values_are():
+    one, other = sample(8), sample(8)
+    assert one == other and not one != other
+    for name in (*PER_TOKEN, "prompt_tokens"):
+        values = getattr(one, name).copy()
+        values[-1] += 1
+        assert one != replace(one, **{name: values}) and one != replace(one, **{name: values[:-1]}), name
+    assert one != replace(one, reward=0.5) and one != "a sample"
+    assert group(8) == group(8) and group(8) != replace(group(8), samples=())
+    assert PartialResponse((1,), (-0.5,), (0,), ("u",)) == PartialResponse([1], [-0.5], [0], ("u",))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "words"),
+    [
+        ((3, 7.5), TOKEN, "number 7.5, no whole number"),
+        ((3, True), TOKEN, "number True, no whole number"),
+        ((3, "4"), TOKEN, "number '4', no whole number"),
+        ((3, 2**31), TOKEN, f"number {2**31}, which int32 cannot hold"),
+        ((3, 10**30), TOKEN, f"number {10**30}, which int32 cannot hold"),
+        ((1, 256), MASK, "number 256, which uint8 cannot hold"),
+        ((1, -1), MASK, "number -1, which uint8 cannot hold"),
+        ((-0.5, None), LOG_PROB, "number None, no number"),
+        ((-0.5, "nan"), LOG_PROB, "number 'nan', no number"),
+    ],
+)
+def test_what_an_array_cannot_hold_is_refused_and_named(values, dtype, words):
+    with pytest.raises(ValueError, match=f"^has the {words}$"):
+        token_array(values, dtype, "number")
+
+
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), min_size=1, max_size=4))
+def test_arrays_hold_the_numbers_of_lists_and_join_in_order(parts):
+    arrays = [token_array(part, TOKEN) for part in parts]
+    assert [array.tolist() for array in arrays] == parts
+    assert joined(TOKEN, *arrays).tolist() == joined(TOKEN, *parts).tolist() == sum(parts, [])
+    assert joined(TOKEN, *arrays).dtype == TOKEN and all(token_array(array, TOKEN) is array for array in arrays)
+    assert len(nothing(LOG_PROB)) == 0 and nothing(LOG_PROB).dtype == LOG_PROB
+
+
+def test_a_log_prob_beyond_float32_is_infinite_which_the_checks_name():
+    assert token_array([-1e300], LOG_PROB).tolist() == [-np.inf]
+
+
+def test_groups_of_a_file_with_lists_are_those_with_arrays():
+    for one in synthetic_groups(64, num_groups=2):
+        lists = json.loads(json.dumps(group_to_plain(one), default=np.ndarray.tolist))
+        assert group_from_plain(lists) == one == group_from_plain(from_bytes(to_bytes(group_to_plain(one))))
