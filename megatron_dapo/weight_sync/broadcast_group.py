@@ -52,7 +52,8 @@ class _Task:
         try:
             self.send(backend)
         except Exception as error:
-            self.done.set_exception(error)
+            # without the traceback, whose frames hold the backend: its connections close when nothing does
+            self.done.set_exception(error.with_traceback(None))
         else:
             self.done.set_result(None)
 
