@@ -22,6 +22,9 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable, Callable], Awaitable[None]]
 
 
+SERVED_MODELS = "megatron_dapo.rollout.served_models"
+
+
 class KeyGuard:
     """ASGI middleware: whoever does not bring the key gets 401, whatever is asked for."""
 
@@ -44,6 +47,7 @@ class KeyGuard:
 def main() -> int:
     """Run the server until it ends; return the exit code."""
     key_file, *arguments = sys.argv[1:]
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", SERVED_MODELS)  # read when SGLang is imported, by forks too
     with large_imports():
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins

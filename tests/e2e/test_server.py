@@ -200,3 +200,9 @@ def test_the_key_of_a_server_is_in_its_file_alone(server):
     holders = [path for path in folder.rglob("*") if path.is_file() and server.key.encode() in path.read_bytes()]
     assert holders == [server.supervisor.key_file]
     assert b"server_args=" in (folder / "server-0.log").read_bytes()
+
+
+def test_a_server_imports_the_models_of_our_families_alone(server):
+    """Of the others some cannot be imported on a CPU, which SGLang logs with its module's name."""
+    log = (server.supervisor.key_file.parent.parent / "server-0.log").read_text()
+    assert "server_args=" in log and "sglang.srt.models." not in log

@@ -1,0 +1,12 @@
+"""The families of docs/models.md, in SGLang's classes.
+
+SGLang imports all of its two hundred models otherwise, image and speech models among them, and logs an error for each
+that lacks a package. It still does so for an architecture that is not in this list.
+"""
+
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+
+EntryClass = [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM]
