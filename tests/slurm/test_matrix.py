@@ -38,12 +38,30 @@ def saved_line(job, step: int, total: int) -> str:
     return rf"SAVED: step {step} of {total}(, and \d+ groups of the next one,)? is saved in {folder}"
 
 
-class TestOnThreeNodesWithTensorParallelismOverTwo:
+# Stands for apptainer, which runs a command in an image: notes the command and runs it here.
+APPTAINER = """#!/bin/bash
+while [[ $1 != image.sif ]]; do shift; done
+shift
+echo "$*" >>"${0%/*}/contained"
+exec "$@"
+"""
+
+
+class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
     """Six steps with a server on the third node. After two steps comes the signal that Slurm sends before the limit."""
 
     @pytest.fixture(scope="class")
     @classmethod
-    def job(cls, cluster):
+    def programs(cls, cluster) -> Path:
+        folder = cluster.folder / "programs"
+        folder.mkdir()
+        (folder / "apptainer").write_text(APPTAINER)
+        (folder / "apptainer").chmod(0o755)
+        return folder
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def job(cls, cluster, programs):
         job = cluster.submit(
             "interrupted",
             "trainer.total_training_steps=6",
@@ -51,6 +69,9 @@ class TestOnThreeNodesWithTensorParallelismOverTwo:
             flags=("--nodes=3",),
             TRAINER_NODES="2",
             RANKS_PER_NODE="1",
+            CONTAINER="apptainer",
+            IMAGE="image.sif",
+            PATH=f"{programs}:{os.environ['PATH']}",
         )
         job.wait_for_steps(2)
         job.signal("USR1")
@@ -97,102 +118,66 @@ class TestOnThreeNodesWithTensorParallelismOverTwo:
         events = EventAccumulator(str(job.run_folder.tensorboard)).Reload()
         assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
 
-
-# Stands for apptainer, which runs a command in an image: notes the command and runs it here.
-APPTAINER = """#!/bin/bash
-while [[ $1 != image.sif ]]; do shift; done
-shift
-echo "$*" >>"${0%/*}/contained"
-exec "$@"
-"""
-
-
-class TestOnTwoNodesInAContainer:
-    """Five steps, as the script is. After the first one another job takes all nodes for a moment."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def programs(cls, cluster) -> Path:
-        folder = cluster.folder / "programs"
-        folder.mkdir()
-        (folder / "apptainer").write_text(APPTAINER)
-        (folder / "apptainer").chmod(0o755)
-        return folder
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def job(cls, cluster, programs):
-        path = f"{programs}:{os.environ['PATH']}"
-        container = {"CONTAINER": "apptainer", "IMAGE": "image.sif", "PATH": path}
-        job = cluster.submit("preempted", "trainer.total_training_steps=5", **container)
-        job.wait_for_steps(1)
-        cluster.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
-        job.exit_code()
-        return job
-
-    def test_it_trains_to_the_end(self, job):
-        assert job.exit_code() == 0, job.report()
-        assert job.last_line() == f"DONE: step 5 of 5 in {job.run_folder.path}"
-        assert_it_trained(job, server_node="node2")
-
     def test_all_that_runs_python_runs_in_the_container(self, job, programs):
         commands = (programs / "contained").read_text()
         for asked in ("plan --config", "node preflight", "node servers", "wait-servers", "node trainer", "end"):
             assert f"-m launch.slurm {asked} " in commands
 
-    def test_a_preemption_saves_and_requeues_and_the_servers_serve_until_then(self, job):
-        assert job.fact("Restarts") == "1" and job.leaves_nothing()
-        saved = job.saved_step()
-        assert job.last_lines()[0].endswith("; requeued on TERM, restart 1 of at most 20") and 1 <= saved < 5
-        assert f"Resumed after step {saved} from" in job.attempt_log(1, "trainer-node1")
-        assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5]
-        assert "restart" not in job.attempt_log(0, "servers-node2")
-
     def test_the_same_command_finds_that_nothing_is_left_to_do(self, job, cluster):
-        again = cluster.submit("preempted", "trainer.total_training_steps=5")
+        again = cluster.submit("interrupted", "trainer.total_training_steps=6")
         assert again.exit_code() == 0, again.report()
-        assert again.last_line() == f"DONE: step 5 of 5 in {job.run_folder.path} already; nothing is left to do"
+        assert again.last_line() == f"DONE: step 6 of 6 in {job.run_folder.path} already; nothing is left to do"
         assert not again.attempt().exists() and again.leaves_nothing()
 
 
-class TestANodeIsSetDown:
-    """After two steps. The job goes on on other nodes, and is cancelled there in mid-run."""
+class TestNodesAreTakenAway:
+    """After one step another job takes all nodes for a moment; after the next a node is set down. The job goes on on
+    other nodes, and is cancelled there in mid-run."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def job(cls, cluster):
-        steps = ("trainer.total_training_steps=1000", "trainer.save_interval=1")
-        job = cluster.submit("taken", *steps)
-        job.wait_for_steps(2)
+        job = cluster.submit("taken", "trainer.total_training_steps=1000", "trainer.save_interval=1")
+        job.wait_for_steps(1)
+        cluster.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+        cls._wait_until_it_resumed(job, 1)
         cluster.set_node("node2", "down")
-        runs = "it is requeued and runs again"
-        job.wait(lambda: job.fact("Restarts") == "1" and job.fact("JobState") == "RUNNING", runs)
+        cls._wait_until_it_resumed(job, 2)
         cluster.set_node("node2", "resume")
-        resumed = "it has resumed on another node"
-        job.wait(lambda: "Resumed after step" in job.attempt_log(1, "trainer-node1"), resumed)
-        job.wait_for_steps(len(job.metrics()) + 1)
         return job
 
-    def test_the_attempt_ends_and_the_job_goes_on_on_other_nodes(self, job):
-        first, _ = job.last_lines()
-        assert first == "FAILED (143): Slurm took the job from its nodes during trainer: node2 is down"
+    @staticmethod
+    def _wait_until_it_resumed(job, number: int) -> None:
+        resumed = f"attempt {number} has resumed"
+        job.wait(lambda: "Resumed after step" in job.attempt_log(number, "trainer-node1"), resumed)
+        job.wait_for_steps(len(job.metrics()) + 1)
+
+    def test_a_preemption_saves_and_requeues_and_the_servers_serve_until_then(self, job):
+        first, *_ = job.last_lines()
+        assert first.startswith("SAVED: step ") and first.endswith("; requeued on TERM, restart 1 of at most 20")
+        saved = int(re.match(r"SAVED: step (\d+)", first)[1])
+        assert saved >= 1 and f"Resumed after step {saved} from" in job.attempt_log(1, "trainer-node1")
+        assert "restart" not in job.attempt_log(0, "servers-node2")
+
+    def test_without_a_node_the_attempt_ends_and_the_job_goes_on_on_other_nodes(self, job):
+        _, second, _ = job.last_lines()
+        assert second == "FAILED (143): Slurm took the job from its nodes during trainer: node2 is down"
         assert job.fact("NodeList") == "node[1,3]"
-        saved = int(re.search(r"Resumed after step (\d+) from", job.attempt_log(1, "trainer-node1"))[1])
-        assert saved >= 1
+        saved = int(re.search(r"Resumed after step (\d+) from", job.attempt_log(2, "trainer-node1"))[1])
         steps = [line["step"] for line in job.metrics()]
         assert steps == list(range(1, len(steps) + 1)) and len(steps) > saved
 
     def test_scancel_ends_the_job_for_good(self, job):
         job.cancel()
         assert job.exit_code() == 143
-        assert job.fact("JobState") == "CANCELLED" and job.fact("Restarts") == "1"
+        assert job.fact("JobState") == "CANCELLED" and job.fact("Restarts") == "2"
         assert job.last_line().startswith("FAILED (143): the job was cancelled")
         assert job.leaves_nothing()
 
 
 class TestAChainOfTwoJobs:
     """In the first one a reward worker hangs on the first response, and after two steps its time is nearly up; in the
-    second the server is killed, and then a trainer rank."""
+    second the server is killed, and then a trainer rank on the second of two nodes."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -205,8 +190,9 @@ class TestAChainOfTwoJobs:
             f"reward.kwargs={hung}",
             "reward.timeout_s=2",
         )
-        flags = ("--job-name=chain", "--dependency=singleton")
-        return [cluster.submit("chain", *overrides, flags=flags, REQUEUE="off") for _ in range(2)]
+        flags = ("--job-name=chain", "--dependency=singleton", "--nodes=3")
+        nodes = {"TRAINER_NODES": "2", "RANKS_PER_NODE": "1"}
+        return [cluster.submit("chain", *overrides, flags=flags, REQUEUE="off", **nodes) for _ in range(2)]
 
     def test_a_reward_worker_that_hangs_costs_one_sample(self, chain):
         first, second = chain
@@ -232,31 +218,20 @@ class TestAChainOfTwoJobs:
         [server] = job.processes("megatron_dapo.rollout.keyed_sglang")
         server.kill()
         job.wait_for_steps(done + 3)
-        assert "restart 1 of" in job.attempt_log(0, "servers-node2")
+        assert "restart 1 of" in job.attempt_log(0, "servers-node3")
         for line in job.metrics():
             assert job.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
             assert line.get("actor/rollout_abs_diff_max", 0) < 5e-4
 
-    def test_a_trainer_rank_that_is_killed_is_the_first_cause(self, chain):
+    def test_a_trainer_rank_that_is_killed_is_named_and_not_its_peer_on_the_other_node(self, chain):
         job = chain[1]
         [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
         rank.kill()
         assert job.exit_code() == 12, job.report()
-        log = job.attempt() / "trainer-rank-1.log"
-        assert job.last_line().startswith("FAILED (12): rank 1 on node1 ") and str(log) in job.last_line()
+        assert job.last_line().startswith("FAILED (12): rank 1 on node2 was killed by SIGKILL; see ")
+        assert str(job.attempt() / "trainer-rank-1.log") in job.last_line()
         assert job.fact("Restarts") == "0"
         assert job.leaves_nothing()
-
-
-def test_of_two_trainer_nodes_the_rank_that_was_killed_is_named_and_not_its_peer(cluster):
-    steps = "trainer.total_training_steps=1000"
-    job = cluster.submit("killed", steps, flags=("--nodes=3",), TRAINER_NODES="2", RANKS_PER_NODE="1")
-    job.wait_for_steps(1)
-    [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
-    rank.kill()
-    assert job.exit_code() == 12, job.report()
-    assert job.last_line().startswith("FAILED (12): rank 1 on node2 was killed by SIGKILL; see ")
-    assert job.fact("Restarts") == "0" and job.leaves_nothing()
 
 
 class TestItDoesNotGetToTheTrainer:
