@@ -66,7 +66,7 @@ test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (with
 lint: setup ## Ruff: rules and format; mypy: types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers 2
 
 mutation: setup ## Change the loss in every place in turn; a test must fail each time (minutes)
 	@$(BIN)/python -m tests.mutation.mutate_loss $(ARGS)

@@ -161,8 +161,8 @@ def test_ahead_of_the_trainer_responses_go_on_while_weights_are_pushed(config, r
 
 
 def test_a_run_that_is_stopped_ahead_of_the_trainer_goes_on_with_what_servers_had_begun_to_write(tmp_path):
-    """Tokens of before a stop keep the version and the log-prob that they had. A stop may meet servers that have written
-    nothing yet: there are as many as it takes, and one life more, in which what was begun is trained on."""
+    """Tokens of before a stop keep the version and the log-prob that they had. A stop may meet servers that have not
+    written anything yet: there are as many as it takes, and one more life, in which what was begun is trained on."""
     config = make_config(tmp_path, max_staleness=2, num_steps=1000)
     run, servers = RunFolder.of(config.trainer), StandIns(2)
     begun: dict[str, list] = {}

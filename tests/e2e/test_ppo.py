@@ -21,7 +21,7 @@ from tests.helpers import run_module
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS, WARMUP = 12, 1
+NUM_STEPS, WARMUP = 10, 1
 PPO = (
     "algorithm.adv_estimator=gae",
     "algorithm.lam=0.95",

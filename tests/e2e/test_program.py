@@ -1,6 +1,6 @@
 """The program as a user starts it: servers, controller, trainer with TP=2 and sequence parallelism, run folder.
 
-The demo as `make demo` runs it, with half of its steps.
+The demo as `make demo` runs it, with fewer of its steps.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.helpers import REPOSITORY, run_module
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 20
+NUM_STEPS = 16
 
 
 @pytest.fixture(scope="module")
