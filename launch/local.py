@@ -28,7 +28,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, U
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
-from megatron_dapo.config.derived import has_given_servers
+from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.dry_run import dry_run
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     """Run a checked config and return the exit code, as `main` does. command: what each rank runs; none = the trainer.
 
-    Servers are started unless some are given by URL or batches are replayed, and the trainer at the same
+    Servers are started unless some are given by URL or the run uses none, and the trainer at the same
     time: its controller waits for them. When this returns, nothing that it started is left.
     """
     from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
@@ -87,7 +87,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     with show_log(run.log("launch")), StopSignals(STOP_SIGNALS) as stop:
         servers = None
         end = end_of_code(FAILED_EXIT_CODE)
-        if not has_given_servers(config) and not config.trainer.replay:
+        if starts_servers(config):
             servers = ServerSupervisor(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
         overrides_of_servers = servers.overrides() if servers else []
         ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), overrides_of_servers), folder)

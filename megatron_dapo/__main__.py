@@ -16,7 +16,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, U
 from megatron_dapo.common.large_imports import large_imports
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
-from megatron_dapo.config.derived import has_given_servers
+from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.reference import config_reference
 from megatron_dapo.config.schema import Config
@@ -129,7 +129,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _checked_config(path: str | None, overrides: list[str], num_processes: int | None) -> Config:
     config = load_and_validate(path, overrides, num_processes=num_processes)
-    if not has_given_servers(config) and not config.trainer.replay:
+    if starts_servers(config):  # here they must run already
         raise UserError(
             "actor_rollout_ref.rollout.server_urls is empty; give the URLs of running servers, or server_urls_file, or "
             "use `python -m launch.local`, which starts them."

@@ -15,7 +15,7 @@ from megatron_dapo.checkpointing.run_lock import RunLock
 from megatron_dapo.common.errors import JobError, RunStopped, UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import needs_old_log_probs
+from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
@@ -26,13 +26,14 @@ from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import device, is_gpu, peak_memory, require_usable_gpus
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.watchdog import Watchdog
-from megatron_dapo.rollout.batch_replay import BatchReplay, start_rollout
 from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
 from megatron_dapo.rollout.follower import RolloutFollower
 from megatron_dapo.rollout.handle import RolloutHandle
+from megatron_dapo.rollout.no_servers import NoServerRollout
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_watch import report_unresponsive
+from megatron_dapo.rollout.start import start_rollout
 from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
@@ -48,7 +49,7 @@ from megatron_dapo.training.roles import make_critic, make_reference
 from megatron_dapo.weight_sync.sync import NoServers, WeightSync
 
 Answer = TypeVar("Answer")
-Rollout = RolloutHandle | BatchReplay | RolloutFollower
+Rollout = RolloutHandle | NoServerRollout | RolloutFollower
 
 # beyond the rollout's own deadline, so that its error, which says what is missing, comes first
 _GRACE_S = 120.0
@@ -81,10 +82,10 @@ class Job:
         self.reference = make_reference(config, layout, load_weights, telemetry.phase)
         self.critic = make_critic(config, layout, weight_loader(start, "critic"), telemetry.phase)
         self.distributor = StepDistributor(config, layout, self.policy.model.spec)
-        self.weights = NoServers() if config.trainer.replay else self._weight_sync()
+        self.weights = self._weight_sync() if uses_servers(config) else NoServers()
         self._num_rejoins = 0  # of servers, in pushes between two steps
         self._num_optimizer_steps = 0  # of the last step
-        self._max_mismatch = config.algorithm.rollout_correction.max_mismatch
+        self._max_mismatch = max_mismatch(config)
         self._servers_of: list[tuple[str, ...]] = []  # of each of the step's samples, by sample_id; on rank 0
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
@@ -173,7 +174,7 @@ class Job:
         """Send the current weights to the servers that are there.
 
         Returns seconds per phase, how many servers have the weights, and how many joined again since the last call, in
-        pushes between two steps too. A replay has no servers.
+        pushes between two steps too. Where there are no servers: {}.
         """
         report = self.weights.push(version)
         num_rejoins = self._num_rejoins + report.num_rejoins
@@ -217,7 +218,7 @@ class Job:
 
     def validate(self, step: int) -> None:
         """Answer the held-out prompts with the current weights, where there are any and servers to ask."""
-        if self.config.trainer.replay or not self.config.data.val_files:
+        if not (uses_servers(self.config) and self.config.data.val_files):
             return
         with self._saved_if_lost(step, self._num_optimizer_steps), self.telemetry.phase("validation"):
             metrics = self._ask_rollout(step, lambda rollout: rollout.evaluate(step, weight_version=step))

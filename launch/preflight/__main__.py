@@ -20,7 +20,7 @@ from megatron_dapo.common.addresses import LOOPBACK, node_name
 from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from megatron_dapo.config.derived import servers_per_node, starts_servers
+from megatron_dapo.config.derived import servers_per_node, starts_servers, uses_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.storage.run_folder import RunFolder
@@ -307,7 +307,7 @@ class Preflight:
             self._add("HTTP", machine.Result("fails" if own else summary, problem if is_culprit else None))
 
     def _given_servers(self) -> None:
-        if self._nodes.index not in self._trainers or self._config.trainer.replay:
+        if self._nodes.index not in self._trainers or not uses_servers(self._config):
             return
         try:
             urls = ServerList.of_config(self._config.actor_rollout_ref.rollout).read()

@@ -7,7 +7,7 @@ from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
 from megatron_dapo.config.correction_checks import CORRECTION_CHECKS
 from megatron_dapo.config.derived import longest_micro_batch_sample, parallel_sizes
-from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, ROLLOUT, STAGES, WORLD
+from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, ROLLOUT, STAGES, WITHOUT_SERVERS, WORLD
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.mistake import Mistake
@@ -181,6 +181,15 @@ def checkpoints(config: Config) -> Iterator[Mistake]:
         )
 
 
+def batches(config: Config) -> Iterator[Mistake]:
+    if config.trainer.replay and config.trainer.synthetic_batch:
+        yield Mistake(
+            WITHOUT_SERVERS,
+            f"trainer.synthetic_batch is true, but trainer.replay names the batches of {config.trainer.replay}; leave "
+            f"one of them out.",
+        )
+
+
 def run_folder_name(config: Config) -> Iterator[Mistake]:
     """Yield a mistake where the experiment's name is no name of a folder below runs/: the run folder is there, so the
     name must not lead out of it."""
@@ -222,6 +231,7 @@ CHECKS = (
     evaluation,
     logger,
     checkpoints,
+    batches,
     run_folder_name,
     reward,
 )

@@ -53,13 +53,18 @@ def has_given_servers(config: Config) -> bool:
     return bool(rollout.server_urls or rollout.server_urls_file)
 
 
+def uses_servers(config: Config) -> bool:
+    """Return whether servers sample the batches: they are neither dumped nor synthetic ones."""
+    return not (config.trainer.replay or config.trainer.synthetic_batch)
+
+
 def starts_servers(config: Config) -> bool:
-    """Return whether launch/ starts servers for the run: none are given, and no dumped batches stand for them.
+    """Return whether launch/ starts servers for the run: it uses some, and none are given.
 
     The answer holds for the config as the user gave it: the config that a Slurm job's processes read names the job's
     own servers in a file.
     """
-    return not config.trainer.replay and not has_given_servers(config)
+    return uses_servers(config) and not has_given_servers(config)
 
 
 def is_server_url(text: str) -> bool:
@@ -196,12 +201,18 @@ def uses_full_kl(config: Config) -> bool:
     return in_loss or uses_full_kl_in_reward(config)
 
 
+def max_mismatch(config: Config) -> float | None:
+    """Return how far the servers' log-probs may be from the trainer's in the mean; None = as far as may be, as those
+    of synthetic tokens are, which no model wrote."""
+    return None if config.trainer.synthetic_batch else config.algorithm.rollout_correction.max_mismatch
+
+
 def needs_old_log_probs(config: Config) -> bool:
     """Return whether the log-probs before the update are computed. With one optimizer step they are the current ones,
     except for replayed tokens, and where whole responses are weighed or rejected, before their loss. With bypass_mode
     the servers' stand for them. A critic learns first, and must not learn from samples that `max_mismatch` refuses."""
     correction = config.algorithm.rollout_correction
-    refuses_first = uses_critic(config) and correction.max_mismatch is not None
+    refuses_first = uses_critic(config) and max_mismatch(config) is not None
     if uses_kl_in_reward(config) or refuses_first:
         return True
     if correction.bypass_mode:

@@ -24,6 +24,8 @@ LOSS_FUNCTION = f"{ACTOR}.loss_function"
 ESTIMATOR = "algorithm.adv_estimator"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
 STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+# what `derived.uses_servers` reads
+WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch")
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 # what `derived.longest_micro_batch_sample` pads for
 PADDING = keys_of(MEGATRON, "tensor_model_parallel_size", "sequence_parallel", "fp8", "fp8_recipe")

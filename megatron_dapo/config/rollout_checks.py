@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
 from megatron_dapo.config.derived import is_server_url, starts_servers
-from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT
+from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT, WITHOUT_SERVERS
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
@@ -199,7 +199,7 @@ def own_host(config: Config) -> Iterator[Mistake]:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
         yield Mistake(
-            (f"{ROLLOUT}.server.host", f"{ROLLOUT}.server.nnodes", f"{ROLLOUT}.server_urls", "trainer.replay"),
+            (f"{ROLLOUT}.server.host", f"{ROLLOUT}.server.nnodes", f"{ROLLOUT}.server_urls", *WITHOUT_SERVERS),
             f"{ROLLOUT}.server.host is {server.host!r}, which is no address of this machine "
             f"({getattr(error, 'strerror', None) or error}); give 127.0.0.1, 0.0.0.0 or another address of it, or the "
             f"URLs of servers elsewhere in {ROLLOUT}.server_urls.",

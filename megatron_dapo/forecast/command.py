@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import replaces_groups
+from megatron_dapo.config.derived import replaces_groups, uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
 from megatron_dapo.forecast.report import time_plan
@@ -17,7 +17,7 @@ from megatron_dapo.forecast.search import ConfigSource, search_report
 from megatron_dapo.forecast.step_time import HAND_OVER_S, Assumptions, run_time
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named
-from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.planner.memory import shortage
 from megatron_dapo.planner.model_checks import model_json_of, read_model_json
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
@@ -25,8 +25,6 @@ from megatron_dapo.planner.plan import memory_lines
 from megatron_dapo.planner.training_time import Efficiency
 from megatron_dapo.planner.validation import load_and_validate, validate
 
-MEAN_SHARE = 0.3  # of the longest response that is allowed
-SPREAD = 0.9
 PROMPT = 170
 ACCEPTANCE = 0.45
 HAND_OVER_US = HAND_OVER_S * 1e6
@@ -81,10 +79,10 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     config = load_and_validate(arguments.config, overrides, check_files=False)
     name, model_json = model_of(config, arguments.model)
     validate(config, model_json, check_files=False)
-    if config.trainer.replay:
+    if not uses_servers(config):
+        key, value = ("replay", config.trainer.replay) if config.trainer.replay else ("synthetic_batch", "true")
         raise UserError(
-            f"trainer.replay is {config.trainer.replay}, whose batches are there already, so there is no sampling to "
-            f"plan; leave it out."
+            f"trainer.{key} is {value}, whose batches no server samples, so there is no sampling to plan; leave it out."
         )
     spec = model_spec(model_json, source=name)
     critic = critic_of(config)

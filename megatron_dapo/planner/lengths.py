@@ -9,6 +9,10 @@ import random
 from dataclasses import dataclass
 from statistics import NormalDist
 
+MEAN_SHARE = 0.3
+"""Mean length where nobody gives one, as a share of the longest response that is allowed."""
+SPREAD = 0.9
+"""Deviation of the logarithm of lengths where nobody gives one."""
 _NORMAL = NormalDist()
 _STEPS = 60  # of the bisection: the median is exact to the last digits of a float
 

@@ -12,13 +12,14 @@ from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
 from megatron_dapo.config.derived import (
     ParallelSizes,
     critic_batching,
-    has_given_servers,
     log_prob_chunk_size,
     needs_reference,
     parallel_sizes,
     samples_per_rollout_step,
+    starts_servers,
     uses_critic,
     uses_full_kl,
+    uses_servers,
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -116,7 +117,7 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
         optimizer=states.optimizer,
         activations=activations,
         log_prob_head=head_bytes(config, actor, tokens) if is_last else 0,
-        weight_sync=0 if config.trainer.replay else weight_sync_bytes(config, actor),
+        weight_sync=weight_sync_bytes(config, actor) if uses_servers(config) else 0,
         reference=reference,
         critic=critic_total,
     )
@@ -311,7 +312,7 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
             f"A trainer GPU would need about {parts.total / GB:.0f} GB, {size / GB:.0f} of them for {largest}, above "
             f"trainer.gpu_memory_gb {available:g}; {CURES[largest]}."
         )
-    if not has_given_servers(config) and not config.trainer.replay:
+    if starts_servers(config):
         server = server_memory(config, actor)
         longest = config.data.max_prompt_length + config.data.max_response_length
         if server.num_tokens < longest:

@@ -20,6 +20,7 @@ from megatron_dapo.config.derived import (
     uses_full_kl,
     uses_kl_in_reward,
     uses_kl_loss,
+    uses_servers,
 )
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema import Config
@@ -156,6 +157,8 @@ def _dynamic_sampling(config: Config) -> str:
 
 def _rollout(config: Config) -> list[tuple[str, list[str]]]:
     """Return the rows that say where batches come from, and where weights go."""
+    if config.trainer.synthetic_batch:
+        return [("batches", ["synthetic: random tokens and rewards; no servers, no rewards, no weight sync"])]
     if config.trainer.replay:
         return [("batches", [f"replay of {config.trainer.replay}: no servers, no rewards, no weight sync"])]
     reward = config.reward
@@ -271,7 +274,7 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     yield f"trainer: {whole}: {sizes}"
     rollout = config.actor_rollout_ref.rollout
     # a Slurm job names the servers that it starts in a file
-    are_a_jobs = bool(rollout.server_urls_file and rollout.server.nnodes and not config.trainer.replay)
+    are_a_jobs = bool(rollout.server_urls_file and rollout.server.nnodes and uses_servers(config))
     if starts_servers(config) or are_a_jobs:
         server = server_memory(config, specs[0])
         longest = config.data.max_prompt_length + config.data.max_response_length

@@ -10,8 +10,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH
 from megatron_dapo.config.checks import CHECKS
-from megatron_dapo.config.derived import world_size
-from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WORLD
+from megatron_dapo.config.derived import uses_servers, world_size
+from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WITHOUT_SERVERS, WORLD
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import own_host
@@ -74,23 +74,23 @@ def _mistakes(
 
 
 def _prompt_files(config: Config) -> Iterator[Mistake]:
-    if config.trainer.replay:
+    if not uses_servers(config):
         return
     if not config.data.train_files:
         yield Mistake(
-            ("data.train_files", "trainer.replay"),
+            ("data.train_files", *WITHOUT_SERVERS),
             "data.train_files is empty; give one or more .jsonl or .parquet files with prompts.",
         )
     for key in ("train_files", "val_files"):
         for name in getattr(config.data, key):
             if not Path(name).is_file():
                 yield Mistake(
-                    (f"data.{key}", "trainer.replay"),
+                    (f"data.{key}", *WITHOUT_SERVERS),
                     f"data.{key} holds {name}, which is not a file here; correct the path.",
                 )
             elif Path(name).suffix not in (".jsonl", ".parquet"):
                 yield Mistake(
-                    (f"data.{key}", "trainer.replay"),
+                    (f"data.{key}", *WITHOUT_SERVERS),
                     f"data.{key} holds {name}; only .jsonl and .parquet files are read: convert it.",
                 )
 
@@ -170,7 +170,7 @@ def _transformer_engine(config: Config) -> Iterator[Mistake]:
 
 
 def _server_key(config: Config) -> Iterator[Mistake]:
-    if not config.trainer.replay:
+    if uses_servers(config):
         try:
             given_server_key(config)
         except UserError as error:
@@ -187,12 +187,12 @@ def _own_code(config: Config) -> Iterator[Mistake]:
 def _paths_to_own_code(config: Config) -> Iterator[tuple[tuple[str, ...], str | None]]:
     """Yield (keys, path), the keys being that of the path and those that decide whether it is used."""
     yield (LOSS_FUNCTION,), config.actor_rollout_ref.actor.loss_function
-    if config.trainer.replay:
+    if not uses_servers(config):
         return
-    yield ("reward.function", "trainer.replay"), config.reward.function
+    yield ("reward.function", *WITHOUT_SERVERS), config.reward.function
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     if multi_turn.enable:
-        yield (f"{MULTI_TURN}.environment", f"{MULTI_TURN}.enable", "trainer.replay"), multi_turn.environment
+        yield (f"{MULTI_TURN}.environment", f"{MULTI_TURN}.enable", *WITHOUT_SERVERS), multi_turn.environment
 
 
 MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host, _own_code)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_dapo.common.sizes import GIB
+from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -85,7 +86,7 @@ def step_metrics(
 
 
 def server_metrics(metrics: Mapping[str, float], num_server_ranks: int) -> dict[str, float]:
-    """Return the speed of sampling, from the rollout's metrics. A replay has no servers and therefore none."""
+    """Return the speed of sampling, from the rollout's metrics. Without servers there is none."""
     if not num_server_ranks:
         return {}
     return {"perf/rollout_tokens_per_s_per_gpu": metrics["rollout/tokens_per_s"] / num_server_ranks}
@@ -93,8 +94,8 @@ def server_metrics(metrics: Mapping[str, float], num_server_ranks: int) -> dict[
 
 def server_ranks(config: Config, metrics: Mapping[str, float]) -> int:
     """Return the number of the servers' ranks: servers, as the rollout counted them, times ranks per server, as the
-    config says. A replay has none."""
-    if config.trainer.replay:
+    config says; 0 in a run without servers."""
+    if not uses_servers(config):
         return 0
     per_server = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     return int(metrics.get("rollout/num_servers", 0)) * per_server

@@ -57,7 +57,7 @@ class NothingPushed:
 
 
 class NoServers:
-    """The weight sync of a run without servers, as a replay is."""
+    """The weight sync of a run without servers."""
 
     def push(self, version: int) -> NothingPushed:
         return NothingPushed()

@@ -20,11 +20,12 @@ from megatron_dapo.data.types import Group, RolloutBatch, Sample
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import validate
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
-from megatron_dapo.rollout.batch_replay import BatchReplay, start_rollout
+from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.plain_data import draw_to_plain, group_to_plain
+from megatron_dapo.rollout.start import start_rollout
 from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups

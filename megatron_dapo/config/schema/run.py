@@ -130,6 +130,9 @@ class TrainerConfig(Section):
     """Parts that a checkpoint may lack: the optimizer's state; the prompt cursor with the groups that wait, which also
     may be of other prompts and then begins anew; the critic, which then starts from critic.model.path."""
     dump_batches: MayChangeOnResume[bool] = False
-    """Write every finished batch to batches/step_NNNNNN.json.gz of the run folder, for `replay`; off in a replay."""
+    """Write every batch that servers sampled to batches/step_NNNNNN.json.gz of the run folder, for `replay`."""
     replay: MayChangeOnResume[str | None] = None
     """Folder of dumped batches to train on, without servers, rewards or weight sync (`train --replay DIR`)."""
+    synthetic_batch: bool = False
+    """Train on random tokens and rewards, as long as responses are, without servers, reward processes or weight sync:
+    to measure the trainer alone. The tokens follow from `seed` and step, whatever the layout."""

@@ -1,0 +1,89 @@
+"""Batches of random tokens (`trainer.synthetic_batch`): the trainer alone, at the sizes of a run, without servers."""
+
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION
+from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
+from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.rollout.no_servers import NoServerRollout
+from megatron_dapo.rollout.step_statistics import StepStatistics
+
+SOURCE = "synthetic batches"
+
+
+class SyntheticBatches(NoServerRollout):
+    """Random groups in place of a controller and its servers, the same for the same `trainer.seed` and step.
+
+    Lengths of prompts and responses are log-normal and cut at the longest, with the mean and spread that `plan`
+    assumes. Each group of two or more has right and wrong responses, so that no advantage is 0. The log-probs that a
+    server would give are those of a model that knows nothing: -log(vocab_size).
+    """
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        super().__init__(SOURCE)
+        self._seed = config.trainer.seed
+        self._vocab_size = vocab_size
+        self._num_groups = config.data.train_batch_size
+        self._n = config.actor_rollout_ref.rollout.n
+        self._prompts = _lengths(config.data.max_prompt_length)
+        self._responses = _lengths(config.data.max_response_length)
+        self._has_baseline = config.algorithm.adv_estimator == "remax"
+
+    def next_batch(
+        self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
+    ) -> RolloutBatch:
+        """Return the step's groups, as if the weights of weight_version had written them, and their statistics.
+
+        is_to_stop is not used: it takes no time.
+        """
+        lengths = random.Random(f"{self._seed} {step}")
+        values = np.random.default_rng((self._seed, step))
+        statistics = StepStatistics()
+        groups = []
+        for number in range(self._num_groups):
+            group = self._group(f"{step}-{number}", number, weight_version, lengths, values)
+            statistics.add(group)
+            groups.append(group)
+        return RolloutBatch(tuple(groups), statistics.metrics())
+
+    def _group(self, uid: str, number: int, version: int, lengths: random.Random, values: np.random.Generator) -> Group:
+        tokens = self._tokens(self._prompts.sample(lengths), values)
+        prompt = Prompt(number, uid, tuple(tokens.tolist()), "", "synthetic", "")
+        num_right = int(values.integers(1, self._n)) if self._n > 1 else int(values.integers(2))
+        is_right = values.permutation(self._n) < num_right
+        samples = tuple(
+            self._sample(uid, tokens, bool(right), version, self._responses.sample(lengths), values)
+            for right in is_right
+        )
+        return Group(uid, prompt, samples, num_right / self._n if self._has_baseline else None, version=version)
+
+    def _sample(
+        self, uid: str, prompt: np.ndarray, right: bool, version: int, length: int, values: np.random.Generator
+    ) -> Sample:
+        is_truncated = length == self._responses.longest
+        return Sample(
+            uid=uid,
+            prompt_tokens=prompt,
+            response_tokens=self._tokens(length, values),
+            response_text="",
+            rollout_log_probs=np.full(length, -math.log(self._vocab_size), LOG_PROB),
+            loss_mask=np.ones(length, MASK),
+            weight_versions=np.full(length, version, VERSION),
+            finish_reason="length" if is_truncated else "stop",
+            raw_reward=float(right),
+            correct=right,
+            reward=float(right),
+            is_truncated=is_truncated,
+        )
+
+    def _tokens(self, length: int, values: np.random.Generator) -> np.ndarray:
+        return values.integers(self._vocab_size, size=length, dtype=TOKEN)
+
+
+def _lengths(longest: int) -> Lengths:
+    return Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest)
