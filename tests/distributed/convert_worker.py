@@ -9,6 +9,7 @@ from pathlib import Path
 
 from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 from checkpoints_tools.job import ConversionRanks, leave_gpus_alone
+from tests.distributed.process_groups import end_groups
 
 COMMANDS = {
     "hf_to_megatron": (hf_to_megatron.parser, hf_to_megatron.convert),
@@ -25,6 +26,7 @@ def main() -> None:
         code = work(job, parser().parse_args(arguments))
         if job.is_main:
             print(f"{command}: {code or 0}", flush=True)
+        end_groups()
     job.leave()
 
 
