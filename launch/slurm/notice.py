@@ -11,9 +11,10 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.planner.hardware import HARDWARE
 from megatron_dapo.planner.model_checks import read_model_specs
 
-_FLOPS = 0.3 * 989.5e12  # of a GPU: 30 % of an H100's bfloat16 peak
+_FLOPS = 0.3 * HARDWARE["h100"].flops  # of a GPU: 30 % of its bfloat16 peak
 _SAVE_S = 600.0  # the last checkpoint, which is waited for, on slow storage
 
 

@@ -91,7 +91,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})
     print_line(time_plan(config, name, assumed, run_time(config, spec, assumed, staleness, critic)))
     if arguments.search:
-        source = ConfigSource(Path(arguments.config), tuple(overrides), model_json)
+        source = ConfigSource(Path(arguments.config), tuple(overrides), model_json, critic)
         print_line("\n" + search_report(source, config, assumed, staleness))
     if sentences := shortage(config, spec, critic):
         raise UserError(sentences)

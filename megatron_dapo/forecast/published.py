@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.forecast.simulation import Recipe
-from megatron_dapo.forecast.step_time import MEASURED_STEPS, Halves, step_time
+from megatron_dapo.forecast.step_time import MEASURED_STEPS, PhaseTimes, step_time
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.hardware import HARDWARE
 from megatron_dapo.planner.lengths import Lengths
@@ -149,10 +149,10 @@ RUNS = (
 )
 
 
-def halves_of(run: PublishedRun) -> tuple[Halves, Lengths]:
-    """Return both halves of a published run, and the lengths of its responses."""
+def phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
+    """Return what the phases of a published run's step take, and the lengths of its responses."""
     if run.total_length is None:
-        return halves_of(replace(run, total_length=_length_that_scores(run)))
+        return phase_times_of(replace(run, total_length=_length_that_scores(run)))
     spec = model_spec(MODEL_SHAPES[run.model])
     hardware = HARDWARE[run.hardware]
     efficiency = Efficiency()
@@ -162,7 +162,7 @@ def halves_of(run: PublishedRun) -> tuple[Halves, Lengths]:
     work = TrainingWork(run.groups * run.n, responses, PROMPT, run.mini_batches)
     training = training_time(spec, layout, work, hardware, efficiency)
     server = server_speed(spec, run.server_tp, SLOTS, responses, PROMPT, hardware, efficiency)
-    parts = Halves(
+    parts = PhaseTimes(
         server=server,
         num_servers=run.server_gpus // run.server_tp,
         server_tp=run.server_tp,
@@ -182,14 +182,14 @@ def _length_that_scores(run: PublishedRun) -> float:
     low, high = PROMPT + 1.0, PROMPT + 0.99 * run.longest
     while high - low > 1:
         middle = (low + high) / 2
-        parts, _ = halves_of(replace(run, total_length=middle))
+        parts, _ = phase_times_of(replace(run, total_length=middle))
         low, high = (middle, high) if parts.score < run.published["score"] else (low, middle)
     return low
 
 
 def planned(run: PublishedRun) -> dict[str, float]:
     """Return what the estimate says of a published run, by part, in seconds."""
-    parts, responses = halves_of(run)
+    parts, responses = phase_times_of(run)
     if run.is_colocated:
         recipe = Recipe(run.groups, run.groups, run.n, max_staleness=0, num_steps=2, warm_up=1)
     else:

@@ -11,10 +11,17 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.schema import Config
-from megatron_dapo.forecast.step_time import Assumptions, Halves, StepTime, halves, server_of, step_recipe, step_time
+from megatron_dapo.forecast.step_time import (
+    Assumptions,
+    PhaseTimes,
+    StepTime,
+    phase_times,
+    server_of,
+    step_recipe,
+    step_time,
+)
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.memory import server_memory, trainer_memory
-from megatron_dapo.planner.training_time import trainer_layout, training_time, training_work
 from megatron_dapo.planner.validation import load_and_validate, validate
 
 NUM_SHOWN = 10
@@ -35,7 +42,7 @@ class Candidate:
 
     keys: dict[str, Any]
     config: Config
-    parts: Halves
+    parts: PhaseTimes
     max_staleness: int
     bound_s: float
 
@@ -54,11 +61,20 @@ def _with_key(section: Any, names: Sequence[str], value: object) -> Any:
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Where a config came from, so that its checks can be asked of other values."""
+    """Where a config came from, so that its checks can be asked of other values, and the models that it names.
+
+    critic: its spec, where it is of another size than the actor; none: it is of the actor's size, or there is none.
+    """
 
     path: Path
     overrides: tuple[str, ...]
     model_json: dict[str, Any]
+    critic: ModelSpec | None = None
+
+    @property
+    def actor(self) -> ModelSpec:
+        """Return the actor's spec."""
+        return model_spec(self.model_json)
 
     def accepts(self, config: Config, keys: Mapping[str, Any]) -> bool:
         """Return whether a run would accept these values: sizes that divide each other, rules of the keys."""
@@ -96,18 +112,17 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield layouts and splits that fit into memory: for each number of trainer nodes the fastest layouts, the fastest
     servers, and each K."""
-    spec = model_spec(source.model_json)
     num_nodes = config.trainer.nnodes + config.actor_rollout_ref.rollout.server.nnodes
     for nodes in range(1, num_nodes):
         split = {"trainer.nnodes": nodes, f"{SERVER}.nnodes": num_nodes - nodes}
-        servers = _fastest_servers(with_keys(config, split), spec, assumed)
+        servers = _fastest_servers(with_keys(config, split), source.actor, assumed)
         if servers is None:
             continue
-        layouts = sorted(_layouts(with_keys(config, split | servers), spec, assumed), key=lambda layout: layout[0])
+        layouts = sorted(_layouts(source, with_keys(config, split | servers), assumed), key=lambda layout: layout[0])
         accepted = (keys for _, layout in layouts if source.accepts(config, keys := split | servers | layout))
         for keys in itertools.islice(accepted, LAYOUTS_PER_SPLIT):
             changed = with_keys(config, keys)
-            parts = halves(changed, spec, assumed)
+            parts = phase_times(changed, source.actor, assumed, source.critic)
             for age in staleness:
                 keys_of_age = keys | _staleness_keys(config, age)
                 if source.accepts(config, keys_of_age):
@@ -122,7 +137,7 @@ def _staleness_keys(config: Config, max_staleness: int) -> dict[str, Any]:
     return keys
 
 
-def _bound(config: Config, parts: Halves, assumed: Assumptions, max_staleness: int) -> float:
+def _bound(config: Config, parts: PhaseTimes, assumed: Assumptions, max_staleness: int) -> float:
     """Return seconds below which no step can be: of the trainer, and of servers all of whose slots are always used;
     their sum where they take turns."""
     num_responses = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / assumed.acceptance
@@ -147,14 +162,16 @@ def _fastest_servers(config: Config, spec: ModelSpec, assumed: Assumptions) -> d
     return max(rates, key=lambda rate: rate[0])[1] if rates else None
 
 
-def _layouts(config: Config, spec: ModelSpec, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield layouts of the trainer that fit, each with the seconds that its update and log-probs take; with the least
-    recomputation that fits."""
+def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield layouts of the trainer that fit with its critic, each with the seconds from a batch to the push; with the
+    least recomputation that fits."""
+    specs = [source.actor] if source.critic is None else [source.actor, source.critic]
     num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
-    work = training_work(config, assumed.responses, assumed.prompt)
     for tp in SIZES:
         for pp in SIZES:
-            if num_gpus % (tp * pp) or tp > config.trainer.n_procs_per_node or not _divides(spec, tp, pp):
+            if num_gpus % (tp * pp) or tp > config.trainer.n_procs_per_node:
+                continue
+            if not all(_divides(spec, tp, pp) for spec in specs):
                 continue
             for recompute in RECOMPUTE:
                 keys = {
@@ -165,10 +182,9 @@ def _layouts(config: Config, spec: ModelSpec, assumed: Assumptions) -> Iterator[
                     **{f"{MEGATRON}.{name}": value for name, value in recompute.items()},
                 }
                 changed = with_keys(config, keys)
-                if trainer_memory(changed, spec).total > config.trainer.gpu_memory_gb * GB:
+                if trainer_memory(changed, source.actor, source.critic).total > config.trainer.gpu_memory_gb * GB:
                     continue
-                time = training_time(spec, trainer_layout(changed, spec), work, assumed.hardware, assumed.efficiency)
-                yield time.update + time.score, keys
+                yield phase_times(changed, source.actor, assumed, source.critic).train_s, keys
                 break
 
 
@@ -214,9 +230,9 @@ def search_report(source: ConfigSource, config: Config, assumed: Assumptions, st
         "  no    K  nodes train:sample  TP  PP  recompute  servers    GB      step  trainer idle  servers idle",
     ]
     commands = []
-    spec = model_spec(source.model_json)
     for number, (candidate, time) in enumerate(best, start=1):
-        lines.append(_line(number, candidate, time, trainer_memory(candidate.config, spec).total))
+        memory = trainer_memory(candidate.config, source.actor, source.critic)
+        lines.append(_line(number, candidate, time, memory.total))
         words = [f"--config={source.path}", *source.overrides, *changed_overrides(config, candidate.keys)]
         commands.append(f"{number}: python -m megatron_dapo train --dry-run {shlex.join(words)}")
     note = "As commands; the same key=value follow `sbatch slurm/...` or `python -m launch.local`:"

@@ -58,8 +58,9 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Both halves of a run before they meet: what each needs for itself.
+class PhaseTimes:
+    """What the phases of a rollout step take, trainer and servers each by themselves, before the simulation puts them
+    together.
 
     server: one of num_servers. prefill_s: at a push with K above 0 each server prefills its running requests again,
     unless they keep their caches (weight_sync.pause_mode in_place). Seconds of a rollout step: score (old log-probs),
@@ -102,8 +103,8 @@ class StepTime:
     servers_idle: float
 
 
-def halves(config: Config, spec: ModelSpec, assumed: Assumptions, critic: ModelSpec | None = None) -> Halves:
-    """Return what trainer and servers of a config need. critic: its spec, where it is of another size."""
+def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: ModelSpec | None = None) -> PhaseTimes:
+    """Return what the phases of a config's step take. critic: its spec, where it is of another size."""
     hardware = assumed.hardware
     efficiency = assumed.efficiency
     work = training_work(config, assumed.responses, assumed.prompt)
@@ -120,7 +121,7 @@ def halves(config: Config, spec: ModelSpec, assumed: Assumptions, critic: ModelS
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     speed = server_of(config, spec, assumed)
     context = mean_context(assumed.responses, assumed.prompt)
-    return Halves(
+    return PhaseTimes(
         server=speed,
         num_servers=num_servers(config),
         server_tp=tp,
@@ -172,7 +173,7 @@ def step_recipe(config: Config, max_staleness: int) -> Recipe:
     )
 
 
-def step_time(parts: Halves, recipe: Recipe, responses: Lengths, acceptance: float) -> StepTime:
+def step_time(parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance: float) -> StepTime:
     """Return a step's time by simulation of the program's own queue and admission."""
     push = parts.push + (parts.prefill_s if recipe.max_staleness else 0.0)
     speed = simulated(machines_of(parts, recipe, push), recipe, responses, acceptance)
@@ -190,8 +191,8 @@ def step_time(parts: Halves, recipe: Recipe, responses: Lengths, acceptance: flo
     )
 
 
-def machines_of(parts: Halves, recipe: Recipe, push: float) -> Machines:
-    """Return both halves as the simulation takes them. Slots that no request can ever use are left out."""
+def machines_of(parts: PhaseTimes, recipe: Recipe, push: float) -> Machines:
+    """Return trainer and servers as the simulation takes them. Slots that no request can ever use are left out."""
     most = recipe.gen_batch_size if not recipe.max_staleness else (recipe.max_staleness + 1) * recipe.train_batch_size
     slots = min(parts.server.slots, ceil_div(most * recipe.n, parts.num_servers))
     return Machines(
@@ -220,7 +221,7 @@ class RunTime:
     whole run, without validation and saves.
     """
 
-    parts: Halves
+    parts: PhaseTimes
     steps: tuple[StepTime, ...]
     num_gpus: int
     num_trainer_gpus: int
@@ -237,7 +238,7 @@ def run_time(
     critic: ModelSpec | None = None,
 ) -> RunTime:
     """Return how long a config's run takes at each max_staleness."""
-    parts = halves(config, spec, assumed, critic)
+    parts = phase_times(config, spec, assumed, critic)
     steps = tuple(
         step_time(parts, step_recipe(config, age), assumed.responses, assumed.acceptance) for age in staleness
     )

@@ -1,27 +1,54 @@
-"""Shapes of published models by name, so that a plan needs no download: the fields of their public config.json."""
+"""Shapes of published models by name, so that a plan needs no download: the fields of their public config.json.
+
+The names are those of the base models. Their chat models have the same shape, but not always as many positions:
+max_position_embeddings of Qwen2.5-7B is 131072, and of Qwen2.5-7B-Instruct 32768.
+"""
 
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
 
 
-def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> dict[str, Any]:
-    # embeddings of 7B and more are padded further than those of the small ones
-    vocab_size = 151936 if tied else 152064
-    return _decoder("Qwen2ForCausalLM", hidden, layers, heads, kv_heads, ffn, vocab_size, tied=tied)
+def _qwen2(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    *,
+    tied: bool = False,
+    positions: int = 131072,
+    eps: float = 1e-6,
+) -> dict[str, Any]:
+    return _decoder("Qwen2ForCausalLM", hidden, layers, heads, kv_heads, ffn) | {
+        # embeddings of 7B and more are padded further than those of the small ones
+        "vocab_size": 151936 if tied else 152064,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": eps,
+    }
 
 
 def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> dict[str, Any]:
-    return _decoder("Qwen3ForCausalLM", hidden, layers, heads, kv_heads, ffn, 151936, tied=tied) | {"head_dim": 128}
+    return _decoder("Qwen3ForCausalLM", hidden, layers, heads, kv_heads, ffn) | {
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+    }
 
 
 def _llama3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
-    return _decoder("LlamaForCausalLM", hidden, layers, heads, kv_heads, ffn, 128256, tied=False)
+    return _decoder("LlamaForCausalLM", hidden, layers, heads, kv_heads, ffn) | {
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    }
 
 
-def _decoder(
-    architecture: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab_size: int, *, tied: bool
-) -> dict[str, Any]:
+def _decoder(architecture: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "hidden_size": hidden,
@@ -29,22 +56,18 @@ def _decoder(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "intermediate_size": ffn,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 131072,  # what rotary settings allow does not change the time
-        "rms_norm_eps": 1e-6,
     }
 
 
 MODEL_SHAPES: dict[str, dict[str, Any]] = {
-    # Qwen/Qwen2.5-*: technical report arXiv 2412.15115, table 1
-    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, tied=True),
+    # Qwen/Qwen2.5-*: technical report arXiv 2412.15115, table 1. Positions of 1.5b and 72b: as those of 7b and 32b
+    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, tied=True, positions=32768),
     "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 8960, tied=True),
-    "qwen2.5-3b": _qwen2(2048, 36, 16, 2, 11008, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 36, 16, 2, 11008, tied=True, positions=32768),
     "qwen2.5-7b": _qwen2(3584, 28, 28, 4, 18944),
-    "qwen2.5-14b": _qwen2(5120, 48, 40, 8, 13824),
-    "qwen2.5-32b": _qwen2(5120, 64, 40, 8, 27648),
-    "qwen2.5-72b": _qwen2(8192, 80, 64, 8, 29568),
+    "qwen2.5-14b": _qwen2(5120, 48, 40, 8, 13824, eps=1e-5),
+    "qwen2.5-32b": _qwen2(5120, 64, 40, 8, 27648, eps=1e-5),
+    "qwen2.5-72b": _qwen2(8192, 80, 64, 8, 29568, eps=1e-5),
     # Qwen/Qwen3-*: technical report arXiv 2505.09388, tables 1 and 2
     "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied=True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, tied=True),

@@ -13,7 +13,7 @@ from megatron_dapo.config.recipes import recipe
 from megatron_dapo.forecast import search, step_time
 from megatron_dapo.forecast.search import ConfigSource, candidates, changed_overrides, with_keys
 from megatron_dapo.forecast.simulation import Machines, Recipe
-from megatron_dapo.forecast.step_time import Assumptions, Halves, halves, run_time, simulated
+from megatron_dapo.forecast.step_time import Assumptions, PhaseTimes, phase_times, run_time, simulated
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.hardware import HARDWARE
 from megatron_dapo.planner.lengths import Lengths
@@ -29,9 +29,9 @@ LENGTHS = Lengths(median=60, sigma=0.9, longest=280)
 RECIPE = Recipe(train_batch_size=16, gen_batch_size=48, n=4, max_staleness=0, num_steps=4, warm_up=3)
 
 
-def parts(update: float, num_servers: int = 4) -> Halves:
+def parts(update: float, num_servers: int = 4) -> PhaseTimes:
     training = TrainingTime(update, tensor=0.0, bubble=0.0, optimizer=0.0, score=1.0, mfu=0.4)
-    return Halves(
+    return PhaseTimes(
         ServerSpeed(0.008, 0.0001, slots=16, prefill_s=0.0),
         num_servers,
         server_tp=1,
@@ -124,6 +124,29 @@ def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypa
         assert pasted.actor_rollout_ref.rollout.max_staleness == candidate.max_staleness
 
 
+def test_the_search_counts_a_critic_of_another_size(small_search):
+    source, _ = small_search
+    overrides = ("trainer.nnodes=2", "actor_rollout_ref.rollout.server.nnodes=2", "data.train_batch_size=64")
+    overrides += ("actor_rollout_ref.rollout.server.num_servers=16", "actor_rollout_ref.rollout.server_urls=[]")
+    source = replace(source, path=Path(recipe("ppo_qwen2.5_7b")), overrides=overrides)
+    config = load_config(source.path, list(overrides))
+    critic = model_spec(model_json_named("qwen2.5-14b"))
+    larger = list(candidates(replace(source, critic=critic), config, assumptions(1.0), (0,)))
+    equal = list(candidates(source, config, assumptions(1.0), (0,)))
+    assert larger
+    for candidate in larger:
+        assert candidate.parts == phase_times(candidate.config, source.actor, assumptions(1.0), critic)
+        assert not shortage(candidate.config, source.actor, critic)
+    assert min(c.parts.critic for c in larger) > min(c.parts.critic for c in equal) > 0
+
+
+def test_a_plan_refuses_lengths_that_the_named_model_has_no_positions_for(capsys):
+    arguments = ["plan", "--config", recipe("dapo_7b"), "--model", "qwen3-8b", "data.max_response_length=40000"]
+    arguments.append("actor_rollout_ref.actor.max_tokens_per_microbatch=43008")
+    assert main(arguments) == 2
+    assert "above the model's max_position_embeddings 40960" in capsys.readouterr().err
+
+
 def test_the_command_shows_memory_time_and_what_it_assumed(capsys):
     arguments = ["plan", "--config", recipe("dapo_7b"), "--mean-length", "2000", "data.train_batch_size=64"]
     assert main([*arguments, "--staleness", "0,1", "--hardware", "H200"]) == 0
@@ -137,7 +160,7 @@ def test_servers_that_keep_their_caches_at_a_push_prefill_nothing_again():
     config = load_config(recipe("dapo_7b"), [])
     spec = model_spec(model_json_named("qwen2.5-7b"))
     kept = with_keys(config, {"weight_sync.pause_mode": "in_place"})
-    assert halves(config, spec, assumptions()).prefill_s > halves(kept, spec, assumptions()).prefill_s == 0
+    assert phase_times(config, spec, assumptions()).prefill_s > phase_times(kept, spec, assumptions()).prefill_s == 0
 
 
 def test_groups_that_are_masked_are_not_sampled_anew(capsys):

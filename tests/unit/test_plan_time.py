@@ -55,6 +55,24 @@ PUBLISHED_PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
 }
+# max_position_embeddings and rms_norm_eps of their config.json on Hugging Face; most of these files are copied in
+# github.com/citsjtu2020/LLM-Prof, sglang/Model_Config.md
+PUBLISHED_POSITIONS = {
+    "qwen2.5-0.5b": (32768, 1e-6),
+    "qwen2.5-3b": (32768, 1e-6),
+    "qwen2.5-7b": (131072, 1e-6),
+    "qwen2.5-14b": (131072, 1e-5),
+    "qwen2.5-32b": (131072, 1e-5),
+    "qwen3-0.6b": (40960, 1e-6),
+    "qwen3-1.7b": (40960, 1e-6),
+    "qwen3-4b": (40960, 1e-6),
+    "qwen3-8b": (40960, 1e-6),
+    "qwen3-14b": (40960, 1e-6),
+    "qwen3-32b": (40960, 1e-6),
+    "qwen3-30b-a3b": (40960, 1e-6),
+    "llama-3.1-8b": (131072, 1e-5),
+    "llama-3.1-70b": (131072, 1e-5),
+}
 ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 SMALL = model_spec(
     {
@@ -79,6 +97,12 @@ ALONE = TrainerLayout(ONE_RANK, 8, sequence_parallel=False, recompute=0.0, max_t
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_a_models_shape_by_name_has_as_many_parameters_as_its_checkpoint(name):
     assert sum(num_parameters(model_spec(model_json_named(name)), ONE_RANK, 0)) == PUBLISHED_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_POSITIONS)
+def test_a_models_shape_by_name_has_its_positions(name):
+    spec = model_spec(model_json_named(name))
+    assert (spec.max_positions, spec.norm_eps) == PUBLISHED_POSITIONS[name]
 
 
 def test_a_token_of_a_mixture_goes_through_its_own_experts_alone():
