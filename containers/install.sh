@@ -1,0 +1,26 @@
+#!/bin/sh
+# What the recipes of this folder run in the image, as root and in the folder of the repository:
+#     sh containers/install.sh system     packages of Ubuntu 24.04
+#     sh containers/install.sh python     .venv by `make setup PLATFORM=cuda`, and Transformer Engine
+set -eu
+
+case ${1:-} in
+    system)
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get update
+        # g++ and Python's headers: Triton and SGLang compile on the nodes. libnuma1: SGLang's kernels load it.
+        apt-get install --yes --no-install-recommends \
+            g++ libnuma1 make python3.12 python3.12-dev python3.12-venv
+        rm -rf /var/lib/apt/lists/*
+        ;;
+    python)
+        export PIP_NO_CACHE_DIR=1
+        make setup PLATFORM=cuda PYTHON=python3.12
+        # the recipes of the paper's runs need it; its torch part is compiled here, by the image's nvcc
+        PIP_CONSTRAINT='' .venv/bin/python -m pip install --no-build-isolation -r requirements/transformer_engine.txt
+        ;;
+    *)
+        echo "install.sh: ${1:-nothing} is neither system nor python" >&2
+        exit 2
+        ;;
+esac
