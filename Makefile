@@ -52,7 +52,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,kernels compiled for GPUs)
 	@$(PYTEST) tests/compile
 	$(call LAYER,tests with several processes)
-	@$(PYTEST) $(TWO_AT_A_TIME) tests/distributed
+	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder tests/distributed
 	$(call LAYER,tests with a real SGLang server and jobs on a Slurm of virtual nodes)
 	@$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder tests/slurm tests/e2e
 

@@ -33,6 +33,19 @@ PROCESSES_TIMEOUT_S = 1800
 
 # end-to-end files that take half a minute at most; the others take up to two
 SHORT = ("test_classic_control.py", "test_docs.py", "test_server_decode.py", "test_server_options.py")
+# distributed files that take from four minutes to one, the longest first; the others take less
+LONG = (
+    "test_layouts.py",
+    "test_checkpoint_layouts.py",
+    "test_kills_in_flight.py",
+    "test_head.py",
+    "test_critic.py",
+    "test_critic_kinds.py",
+    "test_mpi.py",
+    "test_parity.py",
+    "test_convert.py",
+    "test_weight_sync_group.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,15 +56,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mix(items: list[pytest.Item]) -> None:
-    """Put the tests of Slurm, which mostly wait, between those that compute, one class or file of each in turn; and the
-    short files last, where they fill what one worker has left to do less than the others."""
+    """Put the tests of Slurm, which mostly wait, between those that compute, one class or file of each in turn; the
+    long files first and the short ones last, where they fill what one worker has left to do less than the others."""
     jobs: dict[str, list[pytest.Item]] = {}
     others: dict[str, list[pytest.Item]] = {}
-    for item in sorted(items, key=lambda item: item.path.name in SHORT):
+    for item in sorted(items, key=_place):
         scopes = jobs if item.get_closest_marker("slurm") else others
         scopes.setdefault(item.nodeid.rpartition("::")[0], []).append(item)
     pairs = zip_longest(others.values(), jobs.values(), fillvalue=[])
     items[:] = [item for pair in pairs for scope in pair for item in scope]
+
+
+def _place(item: pytest.Item) -> int:
+    """Return what the items are sorted by; those of equal places stay in their order."""
+    name = item.path.name
+    if item.path.parent.name == "distributed" and name in LONG:
+        return LONG.index(name) - len(LONG)
+    return int(name in SHORT)
 
 
 @pytest.fixture(autouse=True)
