@@ -116,12 +116,13 @@ def mode(name: str) -> list[str]:
 def variants(layout: str) -> dict[str, list[str]]:
     """On one process every mode with every cut and every estimator; on one layout of each kind every mode and every
     estimator with the cuts of many micro-batches; on one of all kinds at once every estimator; elsewhere a mean of
-    means, whose weights come from all ranks, and one case of everything that could fail there alone."""
+    means, whose weights come from all ranks, and one case of everything that could fail there alone: the mean over
+    tokens in small micro-batches is that of the estimator's, with gradients, and of the sharded optimizer's."""
     if layout == "tp1":
         extras = {"kl": KL, "reinforce": REINFORCE, "replay": REPLAY, **CORRECTIONS, **RECOMPUTE, **HEADS}
         product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
-    chosen = [("token-mean", "small"), ("token-mean", "padded"), ("seq-mean-token-mean", "small")]
+    chosen = [("token-mean", "padded"), ("seq-mean-token-mean", "small")]
     other = {"reinforce/small": [*REINFORCE, *CUTS["small"]]}
     if layout in (*ONE_OF_A_KIND, ALL_KINDS):
         cases = {"replay": REPLAY, "kl": KL, **CORRECTIONS}
