@@ -1,11 +1,13 @@
 """python -m launch.preflight: checks this machine, or as one of several processes the nodes of a job."""
 
 import argparse
+import json
 import os
 import secrets
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # connections that are tried again are no news
@@ -20,6 +22,7 @@ from megatron_dapo.common.addresses import LOOPBACK, node_name
 from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import servers_per_node, starts_servers, uses_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.server_list import ServerList
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="floor of the all-reduce's bus bandwidth; else "
         + ", ".join(f"{floor:g} with {backend}" for backend, floor in all_reduce.FLOOR_GB_S.items()),
     )
+    options_parser.add_argument("--report", type=Path, metavar="FILE", help="node 0 writes the table there as JSON too")
     options_parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="deadline of every wait (120)"
     )
@@ -141,6 +145,8 @@ class Preflight:
             nodes.leave()
         if nodes.index == 0:
             print(table(findings, nodes.names), flush=True)
+            if self._arguments.report:
+                write_whole(self._arguments.report, json.dumps(list(map(asdict, findings)), indent=1) + "\n")
         problems = [f"{finding.node}: {finding.problem}" for finding in findings if finding.problem]
         print("\n".join(f"preflight: {problem}" for problem in reversed(problems)) or "preflight: ok", flush=True)
         if not problems:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slurm
 
 SCRIPTS = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "slurm").glob("*.sh"))
 HEADS = {
+    "acceptance.sh": "gpu",
     "dapo_32b.sh": "gpu",
     "dapo_7b.sh": "gpu",
     "demo.sh": "cpu",
@@ -52,6 +53,11 @@ def test_slurm_would_run_it_as_it_is(cluster, script):
 @pytest.mark.parametrize("script", HEADS)
 def test_slurm_would_run_it_where_no_gpus_are_counted(cluster, script):
     cluster.run("sbatch", "--test-only", "--partition=cpu", "--nodes=2", "--gpus-per-node=0", f"slurm/{script}")
+
+
+def test_the_script_of_the_acceptance_run_hands_its_words_on():
+    done = run("bash", "slurm/acceptance.sh", "--list", PYTHON=sys.executable)
+    assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("environment"), done.stderr
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("dapo_32b", 16), ("dapo_7b", 2)])

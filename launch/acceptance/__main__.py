@@ -1,0 +1,134 @@
+"""python -m launch.acceptance: climb the ladder of checks of a new machine, and stop at the first rung that is red.
+
+python -m launch.acceptance [--list] [--output DIR] [--config FILE [key=value ...]]
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from launch.acceptance.ladder import LADDER
+from launch.acceptance.report import GREEN, NOT_REACHED, RED, SKIPPED, RungResult, summary, write_report
+from launch.acceptance.rung import Attempt, Inputs, Red, Rung
+from launch.acceptance.sizes import sizes_of
+from launch.command_line import checked_config, parse, parser, require_one_node
+from megatron_dapo.common.child_environment import COMMON
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.standard_streams import print_line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0 where every rung is green or skipped, 1 where one is red, 2 for mistakes of the user."""
+    os.environ.update(COMMON)
+    arguments, overrides = parse(_parser(), argv)
+    if arguments.list:
+        for rung in LADDER:
+            print_line(f"{rung.name:<11}  at most {rung.limit_s:>4.0f} s  {rung.question}")
+        return 0
+    try:
+        inputs = _inputs(arguments, overrides)
+    except UserError as error:
+        print(error.report(), file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    except KeyboardInterrupt:
+        return 130
+    try:
+        results = climb(LADDER, inputs)
+    except KeyboardInterrupt:  # its program was ended, and the report has the rungs before it
+        return 130
+    print_line(f"{summary(results)}\nreport: {inputs.folder / 'report.md'}")
+    return FAILED_EXIT_CODE if any(result.state == RED for result in results) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    options_parser = parser(
+        "launch.acceptance",
+        "Check a new machine, rung by rung, and stop at the first that is red (docs/acceptance.md).",
+    )
+    options_parser.add_argument("--list", action="store_true", help="show the rungs and their limits, and stop")
+    options_parser.add_argument(
+        "--output", type=Path, default=Path("runs/acceptance"), metavar="DIR", help="a new folder (runs/acceptance)"
+    )
+    options_parser.add_argument(
+        "--min-bandwidth", type=float, metavar="GB/S", help="floor of the all-reduce; else that of launch.preflight"
+    )
+    return options_parser
+
+
+def _inputs(arguments: argparse.Namespace, overrides: list[str]) -> Inputs:
+    """Raises UserError with every mistake."""
+    recipe: tuple[str, ...] = ()
+    if arguments.config:
+        require_one_node(checked_config(arguments.config, [*overrides, "trainer.synthetic_batch=true"]))
+        recipe = ("--config", arguments.config, *overrides)
+    elif overrides:
+        raise UserError(f"{overrides[0]} sets a key of the recipe to measure; name that with --config FILE.")
+    folder = arguments.output.absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--output {arguments.output} is not empty; give a new folder, or move this one away.")
+    sizes = sizes_of(_num_gpus())
+    folder.mkdir(parents=True, exist_ok=True)
+    return Inputs(sizes, folder, recipe, arguments.min_bandwidth)
+
+
+def _num_gpus() -> int:
+    from launch.preflight.gpus import are_expected
+
+    if not are_expected():
+        return 0
+    from megatron_dapo.rollout.supervisor import visible_gpus
+
+    return len(visible_gpus())
+
+
+def climb(ladder: Sequence[Rung], inputs: Inputs) -> list[RungResult]:
+    """Climb rung by rung, up to the first red one; return a result for every rung. Each is shown, and the report is
+    written, as soon as it is known."""
+    results: list[RungResult] = []
+    for result in _results(ladder, inputs):
+        results.append(result)
+        rest = [_without(rung, NOT_REACHED, "") for rung in ladder[len(results) :]]
+        write_report(inputs.folder, [*results, *rest], asdict(inputs.sizes))
+        print_line(result.line())
+    return [*results, *(_without(rung, NOT_REACHED, "") for rung in ladder[len(results) :])]
+
+
+def _results(ladder: Sequence[Rung], inputs: Inputs) -> Iterator[RungResult]:
+    for rung in ladder:
+        if why := rung.needs(inputs):
+            yield _without(rung, SKIPPED, why)
+            continue
+        result = _climbed(rung, inputs)
+        yield result
+        if result.state == RED:
+            return
+
+
+def _climbed(rung: Rung, inputs: Inputs) -> RungResult:
+    start = time.monotonic()
+    attempt = Attempt(rung, inputs)
+    try:
+        verdict = rung.climb(attempt)
+        state, text, numbers = GREEN, verdict.text, verdict.numbers
+    except Red as red:
+        state, text, numbers = RED, f"{red}; its log is {attempt.log}", {}
+    except (OSError, ValueError, KeyError) as error:
+        state, numbers = RED, {}
+        text = f"its files are not what they should be ({type(error).__name__}: {error}); its log is {attempt.log}"
+    seconds = time.monotonic() - start
+    return RungResult(
+        rung.name, rung.question, state, text, seconds, rung.limit_s, str(attempt.log), attempt.commands, numbers
+    )
+
+
+def _without(rung: Rung, state: str, text: str) -> RungResult:
+    return RungResult(rung.name, rung.question, state, text, 0.0, rung.limit_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""python -m launch.acceptance.environment FILE: import what a run imports, compute on every GPU, say what there is."""
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
+from megatron_dapo.common.files import write_whole
+
+
+def main(file: Path) -> int:
+    """Write versions and the names of the GPUs as JSON. Exit code 0, or 2 where GPUs are there that torch cannot
+    use."""
+    import sglang  # noqa: F401  # the servers'
+    import torch
+    import transformers  # noqa: F401
+
+    import megatron_dapo.trainer  # noqa: F401  # with Megatron-core
+    from launch.preflight.machine import versions
+    from megatron_dapo.platform.device import require_usable_gpus
+
+    try:
+        require_usable_gpus()
+    except UserError as error:
+        print(error.report(), file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        total = torch.ones(16, device=f"cuda:{number}").sum().item()
+        assert total == 16, f"GPU {number} adds 16 ones up to {total}"
+        gpus.append(torch.cuda.get_device_name(number))
+    write_whole(file, json.dumps({"versions": versions(), "gpus": gpus}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

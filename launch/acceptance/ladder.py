@@ -1,0 +1,142 @@
+"""The rungs, from the bottom: each is a function that runs programs and has their files judged."""
+
+import json
+from collections.abc import Sequence
+
+from launch.acceptance import verdicts
+from launch.acceptance.rung import Attempt, Inputs, Rung, RungVerdict
+from launch.preflight.machine import REPOSITORY
+from megatron_dapo.checkpointing.folders import newest_first
+
+DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
+MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
+NUM_STEPS = 4
+_KILLED_AFTER = 1  # its checkpoint is whole: later steps are trained again
+# small enough for two cores, large enough for every rank to have samples
+_SMALL = (
+    f"actor_rollout_ref.model.path={MODEL}",
+    f"trainer.total_training_steps={NUM_STEPS}",
+    "trainer.logger=[jsonl]",
+    "data.train_batch_size=4",
+    "data.gen_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+)
+_SYNTHETIC = "trainer.synthetic_batch=true"
+_HEAD, _LOSS = "ours fused,ours composable", "ours (c)"
+
+
+def _environment(attempt: Attempt) -> RungVerdict:
+    file = attempt.inputs.folder / "environment.json"
+    attempt.module("launch.acceptance.environment", str(file))
+    return verdicts.environment(json.loads(file.read_text()), attempt.inputs.sizes.num_gpus)
+
+
+def _node(attempt: Attempt) -> RungVerdict:
+    inputs = attempt.inputs
+    file = inputs.folder / "preflight.json"
+    floor = [] if inputs.min_bandwidth is None else ["--min-bandwidth", f"{inputs.min_bandwidth:g}"]
+    attempt.module(
+        "launch.preflight",
+        *(*DEMO, "--report", str(file), *floor),
+        *_small_run(inputs, "layout", _SYNTHETIC, *inputs.sizes.whole.overrides()),
+    )
+    return verdicts.node(json.loads(file.read_text()))
+
+
+def _kernels(attempt: Attempt) -> RungVerdict:
+    quick = [] if attempt.inputs.sizes.num_gpus else ["--quick"]
+    contents = []
+    for name, providers in (("bench_head", _HEAD), ("bench_loss", _LOSS)):
+        file = attempt.inputs.folder / f"{name}.json"
+        attempt.module(f"benchmarks.{name}", "--providers", providers, "--json", str(file), *quick)
+        contents.append(json.loads(file.read_text()))
+    return verdicts.kernels(*contents)
+
+
+def _gpu_tests(attempt: Attempt) -> RungVerdict:
+    attempt.module("pytest", "-q", "-c", str(REPOSITORY / "tests/gpu/pytest.ini"), str(REPOSITORY / "tests/gpu"))
+    return RungVerdict("kernels, layers and policy on a GPU pass their tests")
+
+
+def _converters(attempt: Attempt) -> RungVerdict:
+    folder = attempt.inputs.folder
+    megatron, back = folder / "megatron", folder / "back"
+    attempt.module("checkpoints_tools.hf_to_megatron", "--hf-model", str(MODEL), "--output", str(megatron))
+    attempt.module("checkpoints_tools.megatron_to_hf", "--checkpoint", str(megatron), "--output", str(back))
+    return verdicts.round_trip(MODEL, back)
+
+
+def _layout(attempt: Attempt) -> RungVerdict:
+    inputs = attempt.inputs
+    whole = inputs.sizes.whole
+    lines = []
+    for name, layout in (("layout", whole), ("one_process", type(whole)())):
+        attempt.module("launch.local", *DEMO, *_small_run(inputs, name, _SYNTHETIC, *layout.overrides()))
+        lines.append(verdicts.records(inputs.run(name).metrics, NUM_STEPS))
+    verdict = verdicts.layout(lines[0], lines[1], inputs.sizes.num_gpus > 0)
+    return RungVerdict(f"{whole} and one process: {verdict.text}", verdict.numbers)
+
+
+def _servers(attempt: Attempt) -> RungVerdict:
+    inputs = attempt.inputs
+    sizes = inputs.sizes
+    data = inputs.folder / "data"
+    attempt.module("examples.arithmetic.problems", str(data))
+    files = (f"data.train_files=[{data / 'train.jsonl'}]", "weight_sync.verify=true")
+    own = (*files, *sizes.beside_servers.overrides(), *sizes.servers())
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "servers", *own))
+    lines = verdicts.records(inputs.run("servers").metrics, NUM_STEPS)
+    return verdicts.servers(lines, sizes.num_servers, sizes.num_gpus > 0)
+
+
+def _resume(attempt: Attempt) -> RungVerdict:
+    inputs = attempt.inputs
+    own = (_SYNTHETIC, "trainer.save_interval=1", *inputs.sizes.resumed.overrides())
+    killed = inputs.run("killed")
+
+    def is_saved() -> bool:
+        return len(newest_first(killed.checkpoints)) >= _KILLED_AFTER
+
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "whole", *own))
+    attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, "killed", *own), when=is_saved)
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "killed", "trainer.resume=required", *own))
+    after, whole = (verdicts.records(run.metrics, NUM_STEPS) for run in (killed, inputs.run("whole")))
+    return verdicts.resumed(after, whole, inputs.sizes.num_gpus > 0)
+
+
+def _throughput(attempt: Attempt) -> RungVerdict:
+    inputs = attempt.inputs
+    if not inputs.recipe:  # the trainer alone has run already
+        lines = verdicts.records(inputs.run("layout").metrics, NUM_STEPS)
+        return verdicts.throughput(lines, "the demo's model")
+    run = inputs.run("recipe")
+    own = (
+        _SYNTHETIC,
+        f"trainer.total_training_steps={NUM_STEPS}",
+        "trainer.logger=[jsonl]",
+        "trainer.save_interval=-1",
+    )
+    attempt.module("launch.local", *inputs.recipe, *own, f"trainer.run_dir={run.path}")
+    return verdicts.throughput(verdicts.records(run.metrics, NUM_STEPS), inputs.recipe[1])
+
+
+def _small_run(inputs: Inputs, name: str, *more: str) -> Sequence[str]:
+    return (*_SMALL, f"trainer.run_dir={inputs.run(name).path}", *more)
+
+
+def _no_gpus(inputs: Inputs) -> str | None:
+    return None if inputs.sizes.num_gpus else "there is no GPU"
+
+
+LADDER = (
+    Rung("environment", "Do all packages import, and does every GPU compute?", 600, _environment),
+    Rung("node", "Is the machine fit, and how fast do its ranks add?", 600, _node),
+    Rung("kernels", "Do the fused kernels give what float64 gives?", 1200, _kernels),
+    Rung("gpu_tests", "Do the tests of kernels and layers pass on a GPU?", 3600, _gpu_tests, needs=_no_gpus),
+    Rung("converters", "Does a model come back from Megatron's format byte for byte?", 600, _converters),
+    Rung("layout", "Does a parallel layout compute what one process computes?", 900, _layout),
+    Rung("servers", "Do servers start, take the weights, and agree with the trainer in training?", 1800, _servers),
+    Rung("resume", "Does a run that was killed go on with the same numbers?", 1200, _resume),
+    Rung("throughput", "How fast does the trainer train?", 3600, _throughput),
+)

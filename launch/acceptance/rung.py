@@ -1,0 +1,130 @@
+"""One rung: its programs, one after the other as child processes under one deadline, and what came of it."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from launch.acceptance.sizes import Sizes
+from launch.preflight.machine import REPOSITORY
+from megatron_dapo.common.exit_codes import exit_phrase
+from megatron_dapo.rollout.child_process import ChildProcess
+from megatron_dapo.storage.run_folder import RunFolder
+
+_POLL_S = 0.1
+_WATCH_S = 0.01  # where a program is to be killed in the middle of something
+_GRACE_S = 20.0  # for a program whose time is up
+
+Number = float | int | str
+
+
+class Red(Exception):
+    """The rung has failed. Its text says what is wrong, in one line."""
+
+
+@dataclass(frozen=True)
+class RungVerdict:
+    """What a rung that is green has shown. text: one line; numbers: what was measured, by name, for the report."""
+
+    text: str
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder.
+
+    question: what it answers, for people. limit_s: of all its programs together. climb: runs them and judges, or raises
+    Red. needs: why the machine or the command cannot have this rung; None = it can.
+    """
+
+    name: str
+    question: str
+    limit_s: float
+    climb: "Callable[[Attempt], RungVerdict]"
+    needs: Callable[["Inputs"], str | None] = lambda inputs: None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the ladder was asked for.
+
+    folder: of the report, the logs and the runs. recipe: config file and overrides of the run that is measured; none =
+    the demo's. min_bandwidth: floor of the all-reduce in GB/s; none = the preflight's own.
+    """
+
+    sizes: Sizes
+    folder: Path
+    recipe: tuple[str, ...] = ()
+    min_bandwidth: float | None = None
+
+    def run(self, name: str) -> RunFolder:
+        """Return the folder of a rung's training run."""
+        return RunFolder(self.folder / "runs" / name)
+
+
+class Attempt:
+    """A rung that is being climbed. What its programs write is in one log file."""
+
+    def __init__(self, rung: Rung, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.commands: list[str] = []  # as a shell takes them
+        self.log = inputs.folder / "logs" / f"{rung.name}.log"
+        self._rung = rung
+        self._deadline = time.monotonic() + rung.limit_s
+
+    def module(self, name: str, *arguments: str) -> None:
+        """Run `python -m NAME ARGUMENTS` to its end. Raises Red where that is no exit code 0, or comes too late."""
+        child = self._start(name, arguments)
+        try:
+            while (code := child.poll()) is None:
+                self._check_time(name)
+                time.sleep(_POLL_S)
+        finally:
+            child.stop(_GRACE_S)
+        if code:
+            raise Red(f"{name} {exit_phrase(code)}")
+
+    def module_killed(self, name: str, *arguments: str, when: Callable[[], bool]) -> None:
+        """Run it until `when()`, then kill it and all that it has started with SIGKILL. Raises Red where it ends
+        before."""
+        child = self._start(name, arguments)
+        try:
+            while not when():
+                if (code := child.poll()) is not None:
+                    raise Red(f"{name} {exit_phrase(code)} before it could be killed")
+                self._check_time(name)
+                time.sleep(_WATCH_S)
+            _kill_family(child.pid)
+        finally:
+            child.stop(_GRACE_S)
+
+    def _start(self, name: str, arguments: Sequence[str]) -> ChildProcess:
+        command = [sys.executable, "-m", name, *arguments]
+        self.commands.append(shlex.join(["python", *command[1:]]))
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(f"$ {self.commands[-1]}\n")
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        return ChildProcess(name, command, self.log, os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
+
+    def _check_time(self, name: str) -> None:
+        if time.monotonic() > self._deadline:
+            raise Red(f"{name} had not ended after the rung's {self._rung.limit_s:g} s")
+
+
+def _kill_family(pid: int) -> None:
+    """Kill a process and its descendants. It is stopped first, so that none of them is started or seen to be gone."""
+    leader = psutil.Process(pid)
+    leader.send_signal(signal.SIGSTOP)
+    for process in (*leader.children(recursive=True), leader):
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

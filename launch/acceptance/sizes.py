@@ -1,0 +1,80 @@
+"""How large the rungs are: what a machine with so many GPUs, or with none, can carry."""
+
+from dataclasses import dataclass
+
+from megatron_dapo.common.errors import UserError
+
+_MEGATRON = "actor_rollout_ref.actor.megatron"
+_SERVER = "actor_rollout_ref.rollout.server"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor, pipeline and data parallelism of a trainer on one machine."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of trainer ranks."""
+        return self.tp * self.pp * self.dp
+
+    def overrides(self) -> list[str]:
+        """Return the keys that make a run have this layout, with sequence parallelism where it can be."""
+        return [
+            f"{_MEGATRON}.tensor_model_parallel_size={self.tp}",
+            f"{_MEGATRON}.pipeline_model_parallel_size={self.pp}",
+            f"{_MEGATRON}.sequence_parallel={str(self.tp > 1).lower()}",
+            f"trainer.n_procs_per_node={self.num_ranks}",
+        ]
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}, PP {self.pp}, DP {self.dp}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the small rungs, which train the demo's model.
+
+    num_gpus: that the machine has; 0 = the rungs run on the CPU. whole: the layout that is compared with one process.
+    resumed: that of the run that is killed and resumed. beside_servers: that of the trainer where servers have the
+    other GPUs.
+    """
+
+    num_gpus: int
+    whole: Layout
+    resumed: Layout
+    beside_servers: Layout
+    num_servers: int
+    server_tp: int = 1
+
+    def servers(self) -> list[str]:
+        """Return the keys that make a run start these servers."""
+        return [
+            f"{_SERVER}.num_servers={self.num_servers}",
+            f"{_SERVER}.tensor_model_parallel_size={self.server_tp}",
+        ]
+
+
+_CPU = Sizes(0, Layout(2, 2, 2), Layout(dp=2), Layout(2), num_servers=2)
+# the most GPUs first
+_BY_GPUS = (
+    Sizes(8, Layout(2, 2, 2), Layout(2, 2, 2), Layout(2, 2), num_servers=2, server_tp=2),
+    Sizes(4, Layout(2, 2), Layout(2, dp=2), Layout(2), num_servers=2),
+    Sizes(2, Layout(2), Layout(dp=2), Layout(), num_servers=1),
+)
+
+
+def sizes_of(num_gpus: int) -> Sizes:
+    """Return the largest sizes that fit into this many GPUs; 0 = on the CPU. Raises UserError for a single GPU."""
+    if num_gpus == 0:
+        return _CPU
+    for sizes in _BY_GPUS:
+        if sizes.num_gpus <= num_gpus:
+            return sizes
+    raise UserError(
+        f"This machine offers {num_gpus} GPU, but the ladder needs 2, one for the trainer and one for a server; ask "
+        f"the scheduler for more, or hide it with CUDA_VISIBLE_DEVICES= to climb on the CPU."
+    )

@@ -1,0 +1,47 @@
+"""The whole ladder of acceptance, at the sizes of a CPU: TP2 PP2 DP2, two servers, a kill.
+
+Programs that are neither servers, nor killed, nor checks of the machine are forks, which import nothing: half the time.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from launch.acceptance.__main__ import main
+from launch.acceptance.ladder import LADDER, NUM_STEPS
+from megatron_dapo.rollout import child_process
+from megatron_dapo.telemetry.report import read_metrics
+from tests.forked_commands import ForkedPopen
+from tests.forked_local import START
+
+pytestmark = pytest.mark.e2e
+
+FORKED = ("launch.acceptance.environment", "benchmarks.", "checkpoints_tools.", "examples.")
+WITHOUT_SERVERS = ("layout", "one_process", "whole")  # runs of launch.local
+
+
+def popen(command: list[str], **options: Any) -> Any:
+    """The program as a fork, or as a process."""
+    module, text = command[2], " ".join(command)
+    if module == "launch.local" and any(f"/runs/{name} " in text for name in WITHOUT_SERVERS):
+        return ForkedPopen([*command[:2], "tests.forked_local", *command[3:]], **options)
+    return (ForkedPopen if module.startswith(FORKED) else START)(command, **options)
+
+
+def test_a_machine_that_is_well_is_accepted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(child_process.subprocess, "Popen", popen)
+    code = main(["--output", str(tmp_path / "new")])
+    shown = capsys.readouterr().out
+    assert code == 0 and "ACCEPTED in" in shown.splitlines()[-2], shown
+    report = json.loads((tmp_path / "new" / "report.json").read_text())
+    states = {each["name"]: each["state"] for each in report["rungs"]}
+    assert states == {rung.name: "skipped" if rung.name == "gpu_tests" else "green" for rung in LADDER}
+    assert report["is_accepted"] and report["sizes"]["whole"] == {"tp": 2, "pp": 2, "dp": 2}
+    for each in report["rungs"]:
+        if each["commands"]:
+            assert each["log"] and each["seconds"] <= each["limit_s"]
+    runs = tmp_path / "new" / "runs"
+    for name in ("layout", "one_process", "servers", "whole", "killed"):
+        assert [line["step"] for line in read_metrics(runs / name / "metrics.jsonl")] == list(range(1, NUM_STEPS + 1))
+    assert "Resumed after step" in (runs / "killed" / "logs" / "checkpoints.log").read_text()
