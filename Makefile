@@ -9,6 +9,7 @@ ARGS ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q
 TWO_AT_A_TIME := -n 2 --dist loadfile
+COMMA := ,
 LAYER = @printf '\n== %s\n' "$(1)"
 
 export OMP_NUM_THREADS := 1
@@ -49,12 +50,8 @@ need-config:
 	    for recipe in configs/*.yaml; do echo "    make train CONFIG=$$recipe" >&2; done; exit 2; }
 
 test: lint test-unit ## Lint, then all other tests, on a real server and a real Slurm too; stops at the first that fails
-	$(call LAYER,kernels compiled for GPUs)
-	@$(PYTEST) tests/compile
-	$(call LAYER,tests with several processes)
-	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder tests/distributed
-	$(call LAYER,tests with a real SGLang server and jobs on a Slurm of virtual nodes)
-	@$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder tests/slurm tests/e2e
+	$(call LAYER,tests with several processes$(COMMA) a real SGLang server$(COMMA) jobs on a Slurm of virtual nodes)
+	@$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder tests/compile tests/distributed tests/slurm tests/e2e
 
 test-unit: setup ## Unit tests only (under three minutes)
 	$(call LAYER,unit tests)
