@@ -4,7 +4,8 @@
     python requirements/install.py check            # whether .venv has what the lock names; changes nothing
 
 torch comes first, alone, with what its wheel asks for (its CUDA libraries, where pip's index gives a CUDA build); then
-the lock, which names every package, without any resolving; then this project, in place. A stamp written last says what
+the lock, which names every package, without any resolving; then this project, in place. What pip has unpacked is
+compiled while it goes on (bytecode.py). A stamp written last says what
 .venv holds: with an equal stamp there is nothing to do, and a setup that was interrupted goes on.
 """
 
@@ -16,7 +17,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,8 +38,6 @@ NOT_OURS = (
     "PIP_TARGET",
     "PIP_PREFIX",
 )
-# some files are for other Pythons, and no failure
-COMPILE_ALL = "import compileall, site; compileall.compile_dir(site.getsitepackages()[0], quiet=2, workers=0)"
 CURES = (
     ("No space left on device", "Free some disk space (a CPU install takes 3 to 8 GB, a CUDA install about 11)."),
     ("connection broken by", "pip cannot reach its index: `pip config list` shows where it looks."),
@@ -79,23 +79,45 @@ def pinned(platform: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
+def start(command: Iterable[str | Path]) -> subprocess.Popen:
+    environment = {key: value for key, value in os.environ.items() if key not in NOT_OURS}
+    return subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, text=True, errors="replace",
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
 def run(title: str, command: Iterable[str | Path]) -> None:
     """One step: a line with its time; output in the log. Raises SetupError with the end of the output and the cure."""
+    finish(title, lambda: start(command))
+
+
+def finish(title: str, process: Callable[[], subprocess.Popen]) -> None:
+    """The line, time, log and errors of `run` for a process, whose standard input ends here."""
     print(f"  {title:<44}", end="", flush=True)
     began = time.monotonic()
-    environment = {key: value for key, value in os.environ.items() if key not in NOT_OURS}
-    done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, text=True, errors="replace",
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    done = process()
+    output, _ = done.communicate()
     if VENV.is_dir():
         with LOG.open("a") as log:
-            log.write(f"\n$ {' '.join(map(str, command))}\n{done.stdout}")
+            log.write(f"\n$ {' '.join(done.args)}\n{output}")
     if done.returncode:
         print("FAILED")
-        said = [line for line in done.stdout.splitlines() if line.strip() and "is ignored: it is neither" not in line]
-        cures = [cure for sign, cure in CURES if sign in done.stdout] or ["The last lines above say why."]
+        said = [line for line in output.splitlines() if line.strip() and "is ignored: it is neither" not in line]
+        cures = [cure for sign, cure in CURES if sign in output] or ["The last lines above say why."]
         raise SetupError("\n".join([*(f"    {line}" for line in said[-12:]), "", *cures[:1], f"All of it: {LOG}",
                                     "Then run `make setup` again; it goes on where it stopped."]))  # fmt: skip
     print(f"{time.monotonic() - began:5.0f} s")
+
+
+@contextmanager
+def in_background(command: Iterable[str | Path]) -> Iterator[subprocess.Popen]:
+    """A process beside the steps, which does not outlive them: where one fails, it is ended."""
+    process = start(command)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
 
 
 def install(platform: str) -> None:
@@ -112,10 +134,11 @@ def install(platform: str) -> None:
     others = VENV / "constraints.txt"
     lines = lock.read_text().splitlines(True)
     others.write_text("".join(line for line in lines if not line.startswith(("torch==", "triton=="))))
-    pip_alone = [*pip, "--no-compile"]  # pip compiles one file after the other, which is half of its time
-    run(f"torch {packages['torch']}", [*pip_alone, f"torch=={packages['torch']}", "--constraint", others])
-    run(f"{len(packages)} packages of {lock.relative_to(ROOT)}", [*pip_alone, "--no-deps", "--requirement", lock])
-    run("their bytecode, on all cores", [python, "-c", COMPILE_ALL])
+    pip_alone = [*pip, "--no-compile"]  # pip compiles one file after the other, and installs nothing meanwhile
+    with in_background([python, ROOT / "requirements" / "bytecode.py"]) as compiler:
+        run(f"torch {packages['torch']}", [*pip_alone, f"torch=={packages['torch']}", "--constraint", others])
+        run(f"{len(packages)} packages of {lock.relative_to(ROOT)}", [*pip_alone, "--no-deps", "--requirement", lock])
+        finish("the rest of their bytecode, on all cores", lambda: compiler)
     run("this project, in place", [*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT])
     STAMP.write_text(json.dumps(now, indent=1))
 
