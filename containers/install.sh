@@ -8,9 +8,9 @@ case ${1:-} in
     system)
         export DEBIAN_FRONTEND=noninteractive
         apt-get update
-        # g++ and Python's headers: Triton and SGLang compile on the nodes. libnuma1: SGLang's kernels load it.
+        # g++ and Python's headers: Triton and SGLang compile on the nodes. numactl: SGLang binds its processes with it.
         apt-get install --yes --no-install-recommends \
-            g++ libnuma1 make python3.12 python3.12-dev python3.12-venv
+            g++ make numactl python3.12 python3.12-dev python3.12-venv
         rm -rf /var/lib/apt/lists/*
         ;;
     python)
