@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     try:
-        results = climb(LADDER, inputs)
+        results = climb(LADDER, inputs, arguments.start)
     except KeyboardInterrupt:  # its program was ended, and the report has the rungs before it
         return 130
     print_line(f"{summary(results)}\nreport: {inputs.folder / 'report.md'}")
@@ -51,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         "Check a new machine, rung by rung, and stop at the first that is red (docs/acceptance.md).",
     )
     options_parser.add_argument("--list", action="store_true", help="show the rungs and their limits, and stop")
+    options_parser.add_argument(
+        "--start",
+        choices=[rung.name for rung in LADDER],
+        metavar="RUNG",
+        help="begin there; the verdict is of the rest",
+    )
     options_parser.add_argument(
         "--output", type=Path, default=Path("runs/acceptance"), metavar="DIR", help="a new folder (runs/acceptance)"
     )
@@ -86,11 +92,12 @@ def _num_gpus() -> int:
     return len(visible_gpus())
 
 
-def climb(ladder: Sequence[Rung], inputs: Inputs) -> list[RungResult]:
+def climb(ladder: Sequence[Rung], inputs: Inputs, start: str | None = None) -> list[RungResult]:
     """Climb rung by rung, up to the first red one; return a result for every rung. Each is shown, and the report is
-    written, as soon as it is known."""
-    results: list[RungResult] = []
-    for result in _results(ladder, inputs):
+    written, as soon as it is known. start: name of the first rung to climb."""
+    first = next((place for place, rung in enumerate(ladder) if rung.name == start), 0)
+    results = [_without(rung, NOT_REACHED, f"--start {start}") for rung in ladder[:first]]
+    for result in _results(ladder[first:], inputs):
         results.append(result)
         rest = [_without(rung, NOT_REACHED, "") for rung in ladder[len(results) :]]
         write_report(inputs.folder, [*results, *rest], asdict(inputs.sizes))

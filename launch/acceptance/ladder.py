@@ -129,6 +129,11 @@ def _no_gpus(inputs: Inputs) -> str | None:
     return None if inputs.sizes.num_gpus else "there is no GPU"
 
 
+def _no_run(inputs: Inputs) -> str | None:
+    has_run = inputs.recipe or inputs.run("layout").metrics.exists()
+    return None if has_run else "neither --config nor the rung `layout` gives a run to measure"
+
+
 LADDER = (
     Rung("environment", "Do all packages import, and does every GPU compute?", 600, _environment),
     Rung("node", "Is the machine fit, and how fast do its ranks add?", 600, _node),
@@ -138,5 +143,5 @@ LADDER = (
     Rung("layout", "Does a parallel layout compute what one process computes?", 900, _layout),
     Rung("servers", "Do servers start, take the weights, and agree with the trainer in training?", 1800, _servers),
     Rung("resume", "Does a run that was killed go on with the same numbers?", 1200, _resume),
-    Rung("throughput", "How fast does the trainer train?", 3600, _throughput),
+    Rung("throughput", "How fast does the trainer train?", 3600, _throughput, needs=_no_run),
 )

@@ -39,8 +39,11 @@ def summary(results: Sequence[RungResult]) -> str:
     for result in results:
         if result.state == RED:
             return f"RED at {result.name} after {total}: {result.text}"
-    skipped = [result.name for result in results if result.state == SKIPPED]
-    return f"ACCEPTED in {total}" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
+    missing = ", ".join(result.name for result in results if result.state == NOT_REACHED)
+    if missing:
+        return f"NOT ACCEPTED after {total}: green so far, without {missing}"
+    skipped = ", ".join(result.name for result in results if result.state == SKIPPED)
+    return f"ACCEPTED in {total}" + (f"; skipped: {skipped}" if skipped else "")
 
 
 def write_report(folder: Path, results: Sequence[RungResult], sizes: Mapping[str, object]) -> None:

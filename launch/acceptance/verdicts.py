@@ -182,5 +182,5 @@ def throughput(lines: Sequence[Mapping[str, float]], what: str) -> RungVerdict:
     if not measured.get("perf/update_tokens_per_s_per_gpu", 0.0) > 0.0:
         raise Red("the run reports no tokens per second")
     shown = ("perf/update_tokens_per_s_per_gpu", "perf/mfu/actor", "perf/max_memory_allocated_gb")
-    parts = [f"{measured[name]:.3g} {THROUGHPUT[name]}" for name in shown if name in measured]
+    parts = [f"{measured[name]:.4g} {THROUGHPUT[name]}" for name in shown if name in measured]
     return RungVerdict(f"{what}: {', '.join(parts)}", measured)

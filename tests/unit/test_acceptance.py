@@ -65,6 +65,13 @@ def test_a_rung_that_this_machine_cannot_have_is_skipped_with_its_reason(inputs)
     assert report(inputs)["is_accepted"] and report(inputs)["summary"] == "ACCEPTED in 0 s; skipped: a"
 
 
+def test_a_climb_that_starts_higher_up_accepts_nothing(inputs):
+    results = climb([rung("a", red), rung("b"), rung("c")], inputs, start="b")
+    assert [result.state for result in results] == [NOT_REACHED, GREEN, GREEN]
+    assert not report(inputs)["is_accepted"]
+    assert report(inputs)["summary"] == "NOT ACCEPTED after 0 s: green so far, without a"
+
+
 def test_a_report_is_there_after_every_rung(inputs):
     def look(attempt: Attempt) -> RungVerdict:
         assert [each["state"] for each in report(inputs)["rungs"]] == [GREEN, NOT_REACHED]
@@ -257,6 +264,15 @@ def test_the_sizes_fit_the_gpus():
         assert (sizes.whole, sizes.num_servers) == (Layout(2, 2, 2), 2)
     with pytest.raises(UserError, match="offers 1 GPU, but the ladder needs 2"):
         sizes_of(1)
+
+
+def test_without_a_run_to_measure_there_is_no_speed(inputs):
+    (rung,) = [rung for rung in LADDER if rung.name == "throughput"]
+    assert "neither --config nor the rung `layout`" in rung.needs(inputs)
+    assert rung.needs(replace(inputs, recipe=("--config", "my.yaml"))) is None
+    inputs.run("layout").path.mkdir(parents=True)
+    inputs.run("layout").metrics.touch()
+    assert rung.needs(inputs) is None
 
 
 def test_the_list_has_every_rung_and_starts_nothing(capsys, tmp_path):
