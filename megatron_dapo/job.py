@@ -350,6 +350,7 @@ def running_job(config: Config) -> Iterator[Job]:
         pp=megatron.pipeline_model_parallel_size,
         vpp=megatron.virtual_pipeline_model_parallel_size,
         ep=megatron.expert_model_parallel_size,
+        cp=megatron.context_parallel_size,
         sp=megatron.sequence_parallel,
         seed=config.trainer.seed,
         timeout_s=megatron.timeout_s + _HANG_MARGIN_S,

@@ -211,7 +211,7 @@ class RunCheckpoints:
             "num_optimizer_steps": self._num_optimizer_steps,
             "kl_controller": self._trained.kl_controller.state_dict(),
             "layout": {
-                size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "dp", "ep", "sp")
+                size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "cp", "dp", "ep", "sp")
             },
             "config_hash": config_hash(self._config),
             "config": config_to_plain(self._config),

@@ -9,3 +9,4 @@ class RankCoordinates(NamedTuple):
     dp: int
     pp: int
     tp: int
+    cp: int = 0

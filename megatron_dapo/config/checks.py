@@ -27,13 +27,14 @@ def batch_sizes(config: Config) -> Iterator[Mistake]:
         )
     n = config.actor_rollout_ref.rollout.n
     sizes = parallel_sizes(config)
-    model_ranks = sizes.tp * sizes.pp
+    model_ranks = sizes.tp * sizes.pp * sizes.cp
+    context = f" / CP {sizes.cp}" if sizes.cp > 1 else ""
     if sizes.world % model_ranks == 0 and (mini * n) % sizes.dp:
         yield Mistake(
             (f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", *WORLD, *STAGES),
             f"A mini-batch of {mini * n} samples ({ACTOR}.ppo_mini_batch_size {mini} x {ROLLOUT}.n {n}) cannot be "
             f"shared evenly by {sizes.dp} data-parallel ranks (world size {sizes.world} / TP {sizes.tp} / "
-            f"PP {sizes.pp}); change ppo_mini_batch_size, n or the number of ranks.",
+            f"PP {sizes.pp}{context}); change ppo_mini_batch_size, n or the number of ranks.",
         )
 
 
@@ -51,7 +52,11 @@ def lengths(config: Config) -> Iterator[Mistake]:
     )
     for key, cap, needed in caps:
         if cap is not None and cap < needed:
-            words = sum_in_words if needed == longest else f"{sum_in_words}, padded for sequence parallelism and FP8"
+            words = (
+                sum_in_words
+                if needed == longest
+                else f"{sum_in_words}, padded for sequence and context parallelism and FP8"
+            )
             yield Mistake(
                 (key, *LENGTHS, *(PADDING if cap >= longest else ())),
                 f"{key} is {cap}, too small for one sample of {needed} tokens ({words}); raise it.",
@@ -67,19 +72,27 @@ def lengths(config: Config) -> Iterator[Mistake]:
 def parallel_layout(config: Config) -> Iterator[Mistake]:
     sizes = parallel_sizes(config)
     megatron = config.actor_rollout_ref.actor.megatron
-    if sizes.world % (sizes.tp * sizes.pp):
+    context = f" x context_parallel_size {sizes.cp}" if sizes.cp > 1 else ""
+    if sizes.world % (sizes.tp * sizes.pp * sizes.cp):
         yield Mistake(
             (*WORLD, *STAGES),
             f"The world size is {sizes.world} (trainer.nnodes {config.trainer.nnodes} x trainer.n_procs_per_node "
-            f"{config.trainer.n_procs_per_node}), not a multiple of {sizes.tp * sizes.pp} "
-            f"({MEGATRON}.tensor_model_parallel_size {sizes.tp} x pipeline_model_parallel_size {sizes.pp}); change one "
-            f"of the four.",
+            f"{config.trainer.n_procs_per_node}), not a multiple of {sizes.tp * sizes.pp * sizes.cp} "
+            f"({MEGATRON}.tensor_model_parallel_size {sizes.tp} x pipeline_model_parallel_size {sizes.pp}{context}); "
+            f"change one of them.",
         )
-    if sizes.tp * sizes.dp % sizes.ep:
+    if sizes.tp * sizes.num_copies % sizes.ep:
         yield Mistake(
             (f"{MEGATRON}.expert_model_parallel_size", *WORLD, *STAGES),
-            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the {sizes.tp * sizes.dp} "
-            f"ranks of a pipeline stage (TP {sizes.tp} x DP {sizes.dp}); choose a divisor.",
+            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the "
+            f"{sizes.tp * sizes.num_copies} ranks of a pipeline stage (TP {sizes.tp} x "
+            f"{f'CP {sizes.cp} x ' if sizes.cp > 1 else ''}DP {sizes.dp}); choose a divisor.",
+        )
+    if sizes.cp > 1 and not config.actor_rollout_ref.model.use_remove_padding:
+        yield Mistake(
+            (f"{MEGATRON}.context_parallel_size", "actor_rollout_ref.model.use_remove_padding"),
+            f"{MEGATRON}.context_parallel_size is {sizes.cp}, which cuts packed micro-batches, but "
+            f"actor_rollout_ref.model.use_remove_padding is false; set it to true, or context_parallel_size to 1.",
         )
     if megatron.sequence_parallel and sizes.tp == 1:
         yield Mistake(

@@ -10,24 +10,33 @@ from megatron_dapo.config.schema import Config
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Parallel sizes of the trainer; `dp` is what TP and PP leave of the world. ep: of the TP x DP ranks of a stage."""
+    """Parallel sizes of the trainer; `dp` is what TP, PP and CP leave of the world. ep: of the TP x CP x DP ranks of a
+    stage."""
 
     tp: int
     pp: int
     vpp: int | None
     world: int
     ep: int = 1
+    cp: int = 1
 
     @property
     def dp(self) -> int:
-        return self.world // (self.tp * self.pp)
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def num_copies(self) -> int:
+        """Return how many ranks hold the same weights and share their optimizer state."""
+        return self.cp * self.dp
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Return where a rank is, in Megatron's order: tensor ranks adjacent, pipeline ranks farthest apart."""
+        """Return where a rank is, in Megatron's order: tensor ranks adjacent, context ranks next, pipeline ranks
+        farthest apart."""
         return RankCoordinates(
-            dp=rank // self.tp % self.dp,
-            pp=rank // (self.tp * self.dp),
+            dp=rank // (self.tp * self.cp) % self.dp,
+            pp=rank // (self.tp * self.cp * self.dp),
             tp=rank % self.tp,
+            cp=rank // self.tp % self.cp,
         )
 
 
@@ -39,6 +48,7 @@ def parallel_sizes(config: Config) -> ParallelSizes:
         vpp=megatron.virtual_pipeline_model_parallel_size,
         world=world_size(config),
         ep=megatron.expert_model_parallel_size,
+        cp=megatron.context_parallel_size,
     )
 
 
@@ -104,11 +114,12 @@ def tokens_multiple(config: Config) -> int:
 
 
 def longest_micro_batch_sample(config: Config) -> int:
-    """Return how many tokens the longest sample fills in a micro-batch, with the padding that sequence parallelism and
-    FP8 ask for."""
+    """Return how many tokens the longest sample fills in a micro-batch, with the padding that sequence and context
+    parallelism and FP8 ask for."""
     megatron = config.actor_rollout_ref.actor.megatron
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
-    multiple = slices * tokens_multiple(config)
+    chunks = 2 * megatron.context_parallel_size if megatron.context_parallel_size > 1 else 1
+    multiple = slices * chunks * tokens_multiple(config)
     return round_up(config.data.max_prompt_length + config.data.max_response_length, multiple)
 
 

@@ -23,12 +23,14 @@ POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS_FUNCTION = f"{ACTOR}.loss_function"
 ESTIMATOR = "algorithm.adv_estimator"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
-STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 # what `derived.uses_servers` reads
 WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch")
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 # what `derived.longest_micro_batch_sample` pads for
-PADDING = keys_of(MEGATRON, "tensor_model_parallel_size", "sequence_parallel", "fp8", "fp8_recipe")
+PADDING = keys_of(
+    MEGATRON, "tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "fp8", "fp8_recipe"
+)
 # what `derived.uses_filter_mode` and `derived.uses_dynamic_sampling` read
 FILTER_MODE = ("algorithm.dapo.enable", f"{SAMPLING}.enable", f"{SAMPLING}.filter_mode")
 SAMPLING_SWITCHES = (*FILTER_MODE, f"{GROUPS}.enable")

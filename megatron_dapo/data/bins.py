@@ -15,11 +15,16 @@ Bins = list[Bin]
 
 
 def first_fit_decreasing(
-    samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1, packed: bool = True
+    samples: Iterable[TrainSample],
+    max_tokens: int,
+    pad_multiple: int = 1,
+    packed: bool = True,
+    segment_multiple: int = 1,
 ) -> Bins:
     """Return bins: the longest sample first, each in the first bin where it fits. No sample is longer than the cap.
 
-    max_tokens counts padding: of the bin's sum to pad_multiple if packed, otherwise of every row to the longest one's.
+    max_tokens counts padding: of every sample to segment_multiple and of the bin's sum to pad_multiple, its multiple,
+    if packed; otherwise of every row to the longest one's.
     """
     ordered = longest_first(samples)
     if not packed:
@@ -27,7 +32,7 @@ def first_fit_decreasing(
     free_room = _FreeRoom(len(ordered), usable_tokens(max_tokens, pad_multiple))
     bins: Bins = []
     for sample in ordered:
-        place = free_room.take_first(sample.length)
+        place = free_room.take_first(round_up(sample.length, segment_multiple))
         if place == len(bins):
             bins.append([])
         bins[place].append(sample)
@@ -81,7 +86,9 @@ class _FreeRoom:
         return place
 
 
-def balanced(samples: Iterable[TrainSample], num_bins: int, capacity: int, cost: CostModel) -> Bins | None:
+def balanced(
+    samples: Iterable[TrainSample], num_bins: int, capacity: int, cost: CostModel, segment_multiple: int = 1
+) -> Bins | None:
     """Return num_bins bins of about equal cost, the longest sample first into the cheapest bin with room for it.
 
     Of equally cheap bins the first. None if it does not work out: the cap is hard, and only first-fit-decreasing is
@@ -94,16 +101,17 @@ def balanced(samples: Iterable[TrainSample], num_bins: int, capacity: int, cost:
     cheapest = [(0.0, place) for place in range(num_bins)]
     too_full: list[tuple[int, tuple[float, int]]] = []
     for sample in longest_first(samples):
-        while too_full and -too_full[0][0] >= sample.length:
+        size = round_up(sample.length, segment_multiple)
+        while too_full and -too_full[0][0] >= size:
             heappush(cheapest, heappop(too_full)[1])
-        while cheapest and free_room[cheapest[0][1]] < sample.length:
+        while cheapest and free_room[cheapest[0][1]] < size:
             candidate = heappop(cheapest)
             heappush(too_full, (-free_room[candidate[1]], candidate))
         if not cheapest:
             return None
         cost_before, place = cheapest[0]
         bins[place].append(sample)
-        free_room[place] -= sample.length
+        free_room[place] -= size
         heapreplace(cheapest, (cost_before + cost(sample.length), place))
     return bins
 

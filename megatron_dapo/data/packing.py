@@ -25,6 +25,7 @@ def schedule(
     dp_size: int,
     max_tokens: int,
     pad_multiple: int = 1,
+    segment_multiple: int = 1,
     packed: bool = True,
     num_microbatches_multiple: int = 1,
     cost: CostModel | None = None,
@@ -42,6 +43,7 @@ def schedule(
         shards,
         max_tokens=max_tokens,
         pad_multiple=pad_multiple,
+        segment_multiple=segment_multiple,
         packed=packed,
         num_microbatches_multiple=num_microbatches_multiple,
         cost=cost,
@@ -53,6 +55,7 @@ def schedule_shards(
     *,
     max_tokens: int,
     pad_multiple: int = 1,
+    segment_multiple: int = 1,
     packed: bool = True,
     num_microbatches_multiple: int = 1,
     cost: CostModel | None = None,
@@ -64,13 +67,13 @@ def schedule_shards(
     """
     check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
     cost = cost or CostModel()
-    bins_of_rank = [first_fit_decreasing(shard, max_tokens, pad_multiple, packed) for shard in shards]
+    bins_of_rank = [first_fit_decreasing(shard, max_tokens, pad_multiple, packed, segment_multiple) for shard in shards]
     num_bins = round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
     capacity = usable_tokens(max_tokens, pad_multiple)
 
     def spread(shard: Sequence[TrainSample], bins: Bins) -> Bins:
         # In a rectangle, mixing lengths costs more padding than balance wins: there the bins stay sorted by length.
-        even = balanced(shard, num_bins, capacity, cost) if packed else None
+        even = balanced(shard, num_bins, capacity, cost, segment_multiple) if packed else None
         return sorted(even or halved(bins, num_bins, cost), key=lambda bin_: -_cost(bin_, cost))
 
     return [spread(shard, bins) for shard, bins in zip(shards, bins_of_rank, strict=True)]
@@ -101,8 +104,9 @@ class MicroBatch:
     to the position that predicts: entry t belongs to token t + 1 of the same sequence, which is targets[t]. A
     sequence's last token and padding have target 0 and mask 0.
     position_ids count from 0 in every segment.
-    Packed: cu_seqlens [num_segments + 1] int32 covers all T; what T was padded with is one more segment, the last.
-    Not packed: cu_seqlens is None, every row is a segment, padded at its right.
+    Packed: cu_seqlens [num_segments + 1] int32 covers all T; segments may be padded at their right, and what T was
+    padded with is one more segment, the last. Not packed: cu_seqlens is None, every row is a segment, padded at its
+    right.
     """
 
     tokens: Tensor
@@ -117,6 +121,7 @@ class MicroBatch:
     cu_seqlens: Tensor | None
     max_seqlen: int
     num_segments: int
+    widths: tuple[int, ...]  # of the segments, with their padding; stay on the host
     counted_rows: np.ndarray  # positions with loss, ascending in Megatron's order (s * B + b); stays on the host
     sample_ids: tuple[int, ...]  # of the segments, in order; padding and dummies have none
     lengths: tuple[int, ...]  # of those samples
@@ -181,18 +186,20 @@ class MicroBatch:
 
     def _spans(self) -> list[tuple[int, int, int]]:
         """Return (sample_id, start in the flat tensors, length) of every sample."""
-        rows = self.lengths if self.is_packed else (self.tokens.size(1),) * len(self.lengths)
-        starts = [0, *accumulate(rows)][:-1]
+        starts = [0, *accumulate(self.widths)][: len(self.lengths)]
         return list(zip(self.sample_ids, starts, self.lengths, strict=True))
 
 
-def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bool = True) -> MicroBatch:
-    """Return the micro-batch of these samples, in order, T or S padded to pad_multiple.
+def collate(
+    samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bool = True, segment_multiple: int = 1
+) -> MicroBatch:
+    """Return the micro-batch of these samples, in order, T or S padded to pad_multiple; packed, every segment to
+    segment_multiple, which divides it.
 
     Of no samples it is a dummy without loss.
     """
     if packed:
-        widths = [sample.length for sample in samples]
+        widths = [round_up(sample.length, segment_multiple) for sample in samples]
         padding = round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
         widths += [padding] if padding else []
     else:
@@ -205,6 +212,7 @@ def collate(samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bo
         cu_seqlens=torch.tensor([0, *accumulate(widths)], dtype=torch.int32) if packed else None,
         max_seqlen=max(widths),
         num_segments=len(widths),
+        widths=tuple(widths),
         counted_rows=np.flatnonzero(tensors["loss_mask"].numpy().T),
         sample_ids=tuple(sample.sample_id for sample in samples),
         lengths=tuple(sample.length for sample in samples),

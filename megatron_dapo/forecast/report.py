@@ -23,10 +23,12 @@ def time_plan(config: Config, model: str, assumed: Assumptions, run: RunTime) ->
 
 def _layout(config: Config, model: str, assumed: Assumptions, run: RunTime) -> Iterator[str]:
     sizes = parallel_sizes(config)
+    context = f"CP {sizes.cp}, " if sizes.cp > 1 else ""
     parts = run.parts
     yield f"{model} on {run.num_gpus} {assumed.hardware.name.upper()}"
     yield (
-        f"{sizes.world} train (TP {sizes.tp}, PP {sizes.pp}, DP {sizes.dp}), {run.num_gpus - sizes.world} sample "
+        f"{sizes.world} train (TP {sizes.tp}, PP {sizes.pp}, {context}DP {sizes.dp}), "
+        f"{run.num_gpus - sizes.world} sample "
         f"({parts.num_servers} server{'' if parts.num_servers == 1 else 's'} x TP {parts.server_tp})"
     )
 

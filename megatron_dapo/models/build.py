@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
@@ -53,6 +54,11 @@ def build_model(
     for_training: false saves time and memory where there will be no gradients.
     """
     use_te = _use_transformer_engine(megatron)
+    if layout.cp > 1 and is_gpu() and not use_te:
+        raise UserError(
+            f"{MEGATRON}.context_parallel_size is {layout.cp}, which on GPUs needs Transformer Engine and bfloat16; "
+            "install it and set use_transformer_engine to on, or context_parallel_size to 1."
+        )
     config = _transformer_config(spec, layout, megatron, use_te, for_training, fused=fused_head and is_gpu())
     chunks = [
         _build_chunk(spec, layout, config, use_te, stage if layout.vpp else None)
@@ -73,12 +79,11 @@ def _use_transformer_engine(megatron: MegatronConfig) -> bool:
     """Say yes where Megatron itself can load it, on a GPU, in half precision: its packed attention has no float32
     kernel."""
     available = is_gpu() and HAVE_TE and model_dtype(megatron.dtype) == torch.bfloat16
-    key = "actor_rollout_ref.actor.megatron"
     needs = "which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load"
     if megatron.use_transformer_engine == "on" and not available:
-        raise UserError(f"{key}.use_transformer_engine is on, {needs}; one of them is missing here: use auto.")
+        raise UserError(f"{MEGATRON}.use_transformer_engine is on, {needs}; one of them is missing here: use auto.")
     if megatron.fp8 != "none" and not available:
-        raise UserError(f"{key}.fp8 is {megatron.fp8}, {needs}; one of them is missing here: set fp8 to none.")
+        raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8}, {needs}; one of them is missing here: set fp8 to none.")
     return available and megatron.use_transformer_engine != "off"
 
 
@@ -150,6 +155,7 @@ def _transformer_config(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,  # of Megatron's kinds the first and default: keys and values go round, p2p
         sequence_parallel=layout.sp,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -1,16 +1,20 @@
 """The parts of a layer that Megatron has only through Transformer Engine: RMSNorm, packed attention, the router."""
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron_dapo.models.context_parallel import ContextCut
 from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.models.segments import segments_by_length
 
@@ -47,6 +51,8 @@ class PackedAttention(MegatronModule):
     Packed, on a GPU, in half precision: torch's variable-length flash attention in one launch, and nothing is read back
     to the host. Elsewhere: one scaled_dot_product_attention for all segments of one length, which gives each of them
     the bits that it would have alone. Segments padded to one length would not.
+
+    Context-parallel ranks attend from their own tokens to the gathered keys and values of all.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class PackedAttention(MegatronModule):
         attn_mask_type=None,
         attention_type=None,
         softmax_scale=None,
+        pg_collection=None,
         *,
         rotary: Rotary,
         **unused,
@@ -63,6 +70,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self._rotary = rotary
+        self._context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -78,6 +86,9 @@ class PackedAttention(MegatronModule):
         sits to the right, where no query looks."""
         assert attention_bias is None and attention_mask is None
         offsets = packed_seq_params.cu_seqlens_q if packed_seq_params else None
+        if self._context_group is not None:
+            assert offsets is not None, "context parallelism cuts packed segments"
+            return self._from_own_tokens(query, key, value, offsets, self._context_group)
         query, key = self._rotary(query, key, offsets)
         if packed_seq_params is None:
             s, b = query.shape[:2]
@@ -96,11 +107,42 @@ class PackedAttention(MegatronModule):
         ]
         return torch.cat(attended).index_select(0, segments.inverse).flatten(1)
 
+    def _from_own_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, group: ProcessGroup
+    ) -> Tensor:
+        """Return [T / CP, heads * dim] of this rank's tokens (`models.context_parallel`). In each segment they are two
+        chunks; a chunk attends to all keys up to its own end."""
+        rank, size = group.rank(), group.size()
+        bounds = tuple(offsets.tolist())
+        cut = ContextCut.make(tuple(end - start for start, end in pairwise(bounds)), group, query.device)
+        query, key = self._rotary(query, key, offsets, cut.on_device)
+        # backward: each rank's gradients of all keys and values are summed, and scattered
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=1), group=group)
+        segments = segments_by_length(bounds, query.device)
+        keys, values = both.index_select(0, cut.order[segments.order]).chunk(2, dim=1)
+        own = segments_by_length(tuple(bound // size for bound in bounds), query.device)
+        attended = []
+        for batch in zip(
+            own.batches(query.index_select(0, own.order)), segments.batches(keys), segments.batches(values), strict=True
+        ):
+            q, k, v = (t.transpose(1, 2) for t in batch)
+            chunk = k.size(2) // (2 * size)
+            ends = (chunk * (rank + 1), chunk * (2 * size - rank))
+            chunks = [
+                self._causal(part, k[:, :, :end], v[:, :, :end]) for part, end in zip(q.chunk(2, 2), ends, strict=True)
+            ]
+            attended.append(torch.cat(chunks, dim=2).transpose(1, 2).flatten(0, 1))
+        return torch.cat(attended).index_select(0, own.inverse).flatten(1)
+
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally; [B, heads, S, dim] each, KV with fewer heads."""
+        """Attend causally, the last query to all keys; [B, heads, S, dim] each, KV with fewer heads."""
         grouped = query.size(1) != key.size(1)
+        mask = None
+        if query.size(2) != key.size(2):
+            mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device)
+            mask = mask.tril(key.size(2) - query.size(2))
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:

@@ -32,31 +32,35 @@ class Rotary:
         self._tables_of: tuple | None = None
         self._tables: tuple[Tensor, Tensor] = (self.frequencies, self.frequencies)  # replaced before they are read
 
-    def __call__(self, query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, query: Tensor, key: Tensor, cu_seqlens: Tensor | None, places: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return both rotated. [T, heads, dim] with the segments' offsets, or [S, B, heads, dim] without, position 0
-        first."""
-        cos, sin = (table.view(len(table), *[1] * (query.dim() - 2), -1) for table in self._of(query, cu_seqlens))
+        first. places: of the given tokens in their row, where they are not all of it."""
+        tables = self._of(query, cu_seqlens, places)
+        cos, sin = (table.view(len(table), *[1] * (query.dim() - 2), -1) for table in tables)
         return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
-    def _of(self, query: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _of(self, query: Tensor, cu_seqlens: Tensor | None, places: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return cos and sin, [T, dim]. Those of the last micro-batch are kept, because its layers ask one after the
         other."""
         wanted = (cu_seqlens, query.size(0), query.dtype)
         if self._tables_of is None or self._tables_of[0] is not cu_seqlens or self._tables_of[1:] != wanted[1:]:
-            angles = torch.outer(positions(query.size(0), cu_seqlens, query.device).float(), self.frequencies)
+            if places is None:
+                places = torch.arange(query.size(0), device=query.device)
+            angles = torch.outer(positions(places, cu_seqlens).float(), self.frequencies)
             angles = torch.cat((angles, angles), dim=-1)
             self._tables_of = wanted
             self._tables = (angles.cos().to(query.dtype), angles.sin().to(query.dtype))
         return self._tables
 
 
-def positions(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """Return [T]: each token's place in its segment, int64. cu_seqlens: [segments + 1], from 0 to T; none = one
-    segment."""
-    t = torch.arange(length, device=device)
+def positions(places: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return each token's place in its segment, from its place in the row, int64. cu_seqlens: [segments + 1], from 0 to
+    the row's length; none = one segment."""
     if cu_seqlens is None:
-        return t
-    return t - cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1]
+        return places
+    return places - cu_seqlens[torch.searchsorted(cu_seqlens, places, right=True) - 1]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

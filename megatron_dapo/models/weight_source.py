@@ -84,7 +84,7 @@ class WeightSource:
         here = [i for i, slot in enumerate(slots) if slot.owner in (None, layout.ep_rank)]
         split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
         full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
-        if layout.tp > 1 and layout.dp_rank == 0:
+        if layout.tp > 1 and layout.copy_rank == 0:
             dims = {i: slot.entry.transform.dim for i, slot in enumerate(slots)}
             cut = {i: dim for i, dim in dims.items() if dim is not None}
             for i, slices in zip(cut, self._exchange([full[i] for i in cut]), strict=True):

@@ -98,13 +98,13 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     states = model_states(config, actor, stage)
-    tokens = _padded(config, config.actor_rollout_ref.actor.max_tokens_per_microbatch)
+    tokens = _of_rank(config, config.actor_rollout_ref.actor.max_tokens_per_microbatch)
     activations = activation_bytes(config, actor, stage, tokens)
     critic_total = 0
     reference = 0
     if uses_critic(config):
         critic_total = model_states(config, critic, stage).total
-        its_tokens = _padded(config, critic_batching(config).max_tokens_per_microbatch)
+        its_tokens = _of_rank(config, critic_batching(config).max_tokens_per_microbatch)
         activations = max(activations, activation_bytes(config, critic, stage, its_tokens))
     is_last = stage == sizes.pp - 1
     if needs_reference(config):
@@ -153,15 +153,15 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     """Return the bytes of the weights, of the float32 gradients, and of Adam's two moments together with the float32
     weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter). The distributed
-    optimizer shards the last of the three over DP, and that of experts over the ranks that hold the same experts."""
+    optimizer shards the last of the three over DP x CP, that of experts over the ranks that hold the same experts."""
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     shared, experts = num_parameters(spec, sizes, stage)
     state = ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0)
     by_dp, by_expert_dp = 1, 1
     if config.actor_rollout_ref.actor.megatron.use_distributed_optimizer:
-        by_dp = sizes.dp
-        by_expert_dp = sizes.tp * sizes.dp // sizes.ep
+        by_dp = sizes.num_copies
+        by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
     return States(
         weights=(shared + experts) * width,
         gradients=(shared + experts) * MAIN_GRADIENT,
@@ -174,7 +174,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
 
     The method is that of arXiv 2205.05198 (section 4: what each operation keeps; 1F1B keeps PP - stage micro-batches;
     with full recompute a layer keeps its input alone), for the layers of this program: RMSNorm with float32 statistics,
-    flash attention, gated MLP, no dropout. tokens: of one micro-batch.
+    flash attention, gated MLP, no dropout. tokens: of one micro-batch, on one context-parallel rank.
     """
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
@@ -279,7 +279,7 @@ def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
     and of its chunk of logits."""
     sizes = parallel_sizes(config)
     actor = config.actor_rollout_ref.actor
-    sharing = sizes.dp * (sizes.tp if actor.megatron.sequence_parallel else 1)
+    sharing = sizes.num_copies * (sizes.tp if actor.megatron.sequence_parallel else 1)
     tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
     chunk = log_prob_chunk_size(config, on_gpu=True) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
     return tokens * spec.hidden_size * dtype_bytes(config) + chunk
@@ -343,7 +343,8 @@ def dtype_bytes(config: Config) -> int:
     return 4 if config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
 
 
-def _padded(config: Config, tokens: int) -> int:
-    """Return a number of tokens rounded up to a multiple that tensor-parallel ranks can share."""
-    tp = parallel_sizes(config).tp
-    return round_up(tokens, tp)
+def _of_rank(config: Config, tokens: int) -> int:
+    """Return how many tokens of a micro-batch a context-parallel rank has, rounded up to a multiple that
+    tensor-parallel ranks can share."""
+    sizes = parallel_sizes(config)
+    return round_up(ceil_div(tokens, sizes.cp), sizes.tp)

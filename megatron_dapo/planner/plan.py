@@ -67,6 +67,7 @@ def _trainer(config: Config) -> Iterator[str]:
     sizes = parallel_sizes(config)
     trainer = config.trainer
     parallel = f"TP {sizes.tp}, PP {sizes.pp}, DP {sizes.dp}"
+    parallel += f", CP {sizes.cp}" if sizes.cp > 1 else ""
     parallel += f", EP {sizes.ep}" if sizes.ep > 1 else ""
     parallel += f", {sizes.vpp} chunks per stage" if sizes.vpp else ""
     parallel += ", sequence parallel" if config.actor_rollout_ref.actor.megatron.sequence_parallel else ""
@@ -77,8 +78,9 @@ def _trainer(config: Config) -> Iterator[str]:
         coordinates = sizes.coordinates(first)
         last = first + sizes.tp - 1
         ranks = f"rank  {first:>{width}}" if first == last else f"ranks {first:>{width}}-{last:>{width}}"
+        context = f", CP {coordinates.cp}" if sizes.cp > 1 else ""
         tensor_ranks = "0" if sizes.tp == 1 else f"0-{sizes.tp - 1}"
-        yield f"{ranks}  TP {tensor_ranks}, PP {coordinates.pp}, DP {coordinates.dp}"
+        yield f"{ranks}  TP {tensor_ranks}, PP {coordinates.pp}, DP {coordinates.dp}{context}"
 
 
 def _rollout_step(config: Config) -> Iterator[str]:
@@ -236,7 +238,7 @@ def _reference(config: Config) -> Iterator[str]:
     if uses_full_kl(config):
         sizes = parallel_sizes(config)
         megatron = actor.megatron
-        sharing = sizes.dp * (sizes.tp if megatron.sequence_parallel else 1)
+        sharing = sizes.num_copies * (sizes.tp if megatron.sequence_parallel else 1)
         tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
         yield "KL over the whole vocabulary: each rank of the last stage keeps its last hidden states until the update,"
         yield f"up to {tokens} tokens x hidden size x bytes of dtype, and holds a second chunk of logits"

@@ -89,7 +89,7 @@ class TrainingWork:
 class TrainingTime:
     """Seconds of a rollout step on the trainer's GPUs.
 
-    update: all of it. Of the update: tensor (collectives of tensor and expert parallel ranks), bubble (of the
+    update: all of it. Of the update: tensor (collectives of tensor, context and expert parallel ranks), bubble (of the
     pipeline), optimizer (gradients over data-parallel ranks, Adam, weights back). score: one pass for log-probs. mfu:
     of the update, model FLOPs without recomputation over the peak (PaLM, arXiv 2204.02311, appendix B).
     """
@@ -151,14 +151,14 @@ def training_time(
     micro-batches a pipeline of P stages in V chunks takes m + (P - 1) / V times one (arXiv 2104.04473, section 2.2).
     """
     sizes = layout.sizes
-    tokens = work.num_tokens / sizes.dp
+    tokens = work.num_tokens / sizes.num_copies
     layers_flops, head_flops = work.forward_flops(spec)
-    rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.dp
+    rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
     layers_s = layers_flops / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
     head_s = head_flops / rate
     collective_s = _collective_s(spec, layout, tokens, hardware, efficiency)
 
-    num_micro_batches = max(tokens / layout.max_tokens, 1.0)
+    num_micro_batches = max(tokens * sizes.cp / layout.max_tokens, 1.0)
     weights_s = _weights_s(spec, sizes, WIDTH, hardware, efficiency) * num_micro_batches
     score_s = layers_s + head_s + collective_s + weights_s
     score_s *= 1 + (sizes.pp - 1) / (sizes.vpp or 1) / num_micro_batches
@@ -209,18 +209,22 @@ def _collective_s(
 
     Tensor parallel ranks: two all-reduces per layer, or with sequence parallelism two all-gathers and two
     reduce-scatters, which is the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank (arXiv 2205.05198,
-    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls).
+    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls). Context parallel
+    ranks: each token's key and value go round the others (arXiv 2310.01889); behind how much attention they hide is
+    left out.
     """
     sizes = layout.sizes
     layers = spec.num_layers / sizes.pp
     wide = spec.hidden_size * WIDTH
     tensor = 4 * (sizes.tp - 1) / sizes.tp * wide / _bandwidth(sizes.tp, layout, hardware)
+    ring = 2 * spec.num_kv_heads * spec.head_dim * WIDTH / sizes.tp * (sizes.cp - 1)
+    context = ring / _bandwidth(sizes.tp * sizes.cp, layout, hardware)
     experts = 0.0
     if spec.moe and sizes.ep > 1:
         copies = spec.moe.experts_per_token * (sizes.ep - 1) / sizes.ep
         part = sizes.tp if layout.sequence_parallel else 1
         experts = 2 * copies * wide / part / _bandwidth(sizes.ep, layout, hardware)
-    return tokens * layers * (tensor + experts) / efficiency.link
+    return tokens * layers * (tensor + context + experts) / efficiency.link
 
 
 def optimizer_step_s(
@@ -229,17 +233,18 @@ def optimizer_step_s(
     """Return the seconds between the last backward pass of an optimizer step and the next forward pass.
 
     With the distributed optimizer gradients are reduced and scattered in float32, and weights gathered in bfloat16:
-    (DP - 1) / DP x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7). Adam goes over its share in
-    between. backward_s: of one micro-batch, behind which the gradients' part hides with `overlap_grad_reduce`.
+    (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7), N = DP x CP. Adam goes over its
+    share in between. backward_s: of one micro-batch, behind which the gradients' part hides with `overlap_grad_reduce`.
     """
     sizes = layout.sizes
     parameters = sum(num_parameters(spec, sizes, sizes.pp - 1))
-    bandwidth = _bandwidth(sizes.tp * sizes.dp, layout, hardware) * efficiency.link
-    share = (sizes.dp - 1) / sizes.dp
+    copies = sizes.num_copies
+    bandwidth = _bandwidth(sizes.tp * copies, layout, hardware) * efficiency.link
+    share = (copies - 1) / copies
     gradients_s = share * parameters * GRADIENT / bandwidth
     if layout.overlap_grad_reduce:
         gradients_s = max(0.0, gradients_s - backward_s)
-    adam_s = parameters / sizes.dp * ADAM_TRAFFIC / (hardware.memory_bandwidth * efficiency.memory)
+    adam_s = parameters / copies * ADAM_TRAFFIC / (hardware.memory_bandwidth * efficiency.memory)
     return gradients_s + adam_s + share * parameters * WIDTH / bandwidth
 
 

@@ -17,13 +17,16 @@ from megatron_dapo.platform.device import collective_backend, device, is_gpu, pr
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes and ranks of tensor (tp), pipeline (pp, virtual vpp), data (dp) parallelism; sp = sequence parallel.
+    """Sizes and ranks of tensor (tp), pipeline (pp, virtual vpp), context (cp), data (dp) parallelism; sp = sequence
+    parallel.
 
-    ep: expert parallelism. The experts of a mixture are spread over ep neighbouring ranks of a stage, of its tp x dp,
-    and are the same in each of its expert_dp such groups; none of them is cut.
-    tp_group, dp_group, pp_group, ep_group: Megatron's groups. cpu_group: all ranks over gloo, for Python objects and
-    for collectives that wait for the rollout. agreement: of all ranks, over cpu_group. replicas: by data-parallel rank
-    the ranks that hold a model together; cpu_model_group: those that this rank is one of, over gloo.
+    cp: the ranks that share the tokens of each micro-batch. They hold the same weights, as data-parallel ranks do.
+    ep: expert parallelism. The experts of a mixture are spread over ep neighbouring ranks of a stage, of its tp x cp x
+    dp, and are the same in each of its expert_dp such groups; none of them is cut.
+    tp_group, pp_group, ep_group, copies_group: Megatron's groups, the last of the ranks that hold the same weights, dp
+    x cp. cpu_group: all ranks over gloo, for Python objects and for collectives that wait for the rollout. agreement:
+    of all ranks, over cpu_group. replicas: by data-parallel rank the ranks that work on the same samples;
+    cpu_model_group: those that this rank is one of, over gloo.
     """
 
     rank: int
@@ -38,13 +41,15 @@ class ParallelLayout:
     dp_rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
+    copies_group: dist.ProcessGroup
     cpu_group: dist.ProcessGroup
     agreement: Agreement
     replicas: Sequence[Sequence[int]]
     cpu_model_group: dist.ProcessGroup
     ep: int = 1
     ep_group: dist.ProcessGroup | None = None
+    cp: int = 1
+    cp_rank: int = 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -53,7 +58,29 @@ class ParallelLayout:
     @property
     def sequence_multiple(self) -> int:
         """Return the number that a micro-batch's length must be a multiple of."""
-        return self.tp if self.sp else 1
+        return self.segment_multiple * (self.tp if self.sp else 1)
+
+    @property
+    def segment_multiple(self) -> int:
+        """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is
+        cut into 2 x cp chunks (models/context_parallel.py)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Return whether, of the ranks of a stage that know the same of the same samples, this is the one whose part
+        enters a sum over all ranks: there each token counts once."""
+        return self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def num_copies(self) -> int:
+        """Return how many ranks hold the same weights."""
+        return self.dp * self.cp
+
+    @property
+    def copy_rank(self) -> int:
+        """Return this rank's place among those that hold the same weights."""
+        return self.dp_rank * self.cp + self.cp_rank
 
     @property
     def num_model_chunks(self) -> int:
@@ -61,8 +88,8 @@ class ParallelLayout:
 
     @property
     def stage_rank(self) -> int:
-        """Return this rank's place among the tp x dp ranks of the stage."""
-        return self.dp_rank * self.tp + self.tp_rank
+        """Return this rank's place among the tp x cp x dp ranks of the stage."""
+        return self.copy_rank * self.tp + self.tp_rank
 
     @property
     def ep_rank(self) -> int:
@@ -71,7 +98,7 @@ class ParallelLayout:
     @property
     def expert_dp(self) -> int:
         """Return how many ranks hold the same experts."""
-        return self.tp * self.dp // self.ep
+        return self.tp * self.num_copies // self.ep
 
     @property
     def expert_dp_rank(self) -> int:
@@ -90,7 +117,7 @@ class ParallelLayout:
 
     def coordinates(self) -> RankCoordinates:
         """Return where this rank is."""
-        return RankCoordinates(dp=self.dp_rank, pp=self.pp_rank, tp=self.tp_rank)
+        return RankCoordinates(dp=self.dp_rank, pp=self.pp_rank, tp=self.tp_rank, cp=self.cp_rank)
 
     @classmethod
     def initialize(
@@ -100,6 +127,7 @@ class ParallelLayout:
         pp: int = 1,
         vpp: int | None = None,
         ep: int = 1,
+        cp: int = 1,
         sp: bool = False,
         seed: int = 1,
         timeout_s: float = 600.0,
@@ -123,14 +151,15 @@ class ParallelLayout:
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vpp,
+            context_parallel_size=cp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,  # only Megatron's older checkpoint formats use them
         )
         agreement = Agreement(cpu_group, object_timeout.total_seconds())
-        model_ranks = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
-        replicas = sorted(set(agreement.gather(tuple(model_ranks))))
+        dp_ranks = agreement.gather(parallel_state.get_data_parallel_rank())
+        replicas = [[i for i, dp_rank in enumerate(dp_ranks) if dp_rank == dp] for dp in range(max(dp_ranks) + 1)]
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         return cls(
@@ -146,19 +175,21 @@ class ParallelLayout:
             dp_rank=parallel_state.get_data_parallel_rank(),
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             pp_group=parallel_state.get_pipeline_model_parallel_group(),
-            dp_group=parallel_state.get_data_parallel_group(),
+            copies_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             cpu_group=cpu_group,
             agreement=agreement,
             replicas=replicas,
             cpu_model_group=_own_group(replicas, object_timeout),
             ep=ep,
             ep_group=parallel_state.get_expert_model_parallel_group(),
+            cp=cp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
         )
 
     def hand_out(self, parts: Sequence[np.ndarray] | None) -> np.ndarray:
         """Return what rank 0 brings for this data-parallel rank. Collective over all ranks.
 
-        One copy of it goes to the first of the ranks that hold a model together, which broadcasts it to the others.
+        One copy of it goes to the first of the ranks that work on the same samples, which broadcasts it to the others.
 
         parts: on rank 0 bytes for each data-parallel rank, uint8, of any lengths; None elsewhere.
         """
@@ -203,6 +234,6 @@ class ParallelLayout:
 
 
 def _own_group(replicas: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group of the ranks that hold a model together with this one. Collective over all ranks."""
+    """Return a gloo group of the ranks that work on the same samples as this one. Collective over all ranks."""
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas], timeout, backend="gloo")
     return group

@@ -51,7 +51,7 @@ def _per_token(
         for batch in _batches(shard):
             kl = _kl(batch, config.algorithm.kl_penalty) if penalised else torch.zeros_like(batch.loss_mask).double()
             estimates.append(_estimate(batch, kl, coefficient, shard, config))
-            if layout.tp_rank == 0:  # each token once
+            if layout.counts_tokens:
                 counted = batch.loss_mask != 0
                 sums[:3] += moments(estimates[-1][0], counted)
                 sums[3:5] += _sum_of_means(kl, counted, batch)
@@ -114,7 +114,7 @@ def _per_group(
     samples of the mean over their tokens."""
     # sample -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older policy's)
     kl_of_sample: dict[int, tuple[float, float]] = {}
-    if layout.is_last_stage and layout.tp_rank == 0:
+    if layout.is_last_stage and layout.counts_tokens:
         for batch in _batches(shard):
             kl_of_sample.update(_kl_by_sample(batch, config.algorithm.kl_penalty))
     kl_of_sample = {sample: kl for part in layout.gather(kl_of_sample) for sample, kl in part.items()}

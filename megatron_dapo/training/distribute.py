@@ -40,7 +40,9 @@ class StepDistributor:
     def __init__(self, config: Config, layout: ParallelLayout, spec: ModelSpec) -> None:
         self._config = config
         self._layout = layout
-        self._pad_multiple = layout.sequence_multiple * tokens_multiple(config)
+        self._padding = dict(
+            pad_multiple=layout.sequence_multiple * tokens_multiple(config), segment_multiple=layout.segment_multiple
+        )
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
             ffn_size=spec.active_ffn_size,
@@ -58,8 +60,7 @@ class StepDistributor:
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
         packed = self._config.actor_rollout_ref.model.use_remove_padding
         return [
-            [collate(bin_, pad_multiple=self._pad_multiple, packed=packed).to(device()) for bin_ in bins]
-            for bins in bins_of_mini_batch
+            [collate(bin_, packed=packed, **self._padding).to(device()) for bin_ in bins] for bins in bins_of_mini_batch
         ]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
@@ -114,7 +115,7 @@ class StepDistributor:
     def _cutting(self) -> dict:
         """Return what the actor's cut and the critic's have in common."""
         return dict(
-            pad_multiple=self._pad_multiple,
+            **self._padding,
             packed=self._config.actor_rollout_ref.model.use_remove_padding,
             # the interleaved schedule deals micro-batches to the stages in rounds
             num_microbatches_multiple=self._layout.pp if self._layout.vpp else 1,

@@ -35,9 +35,9 @@ class MetricSums(NamedTuple):
 
     @classmethod
     def all_reduce(cls, part: "MetricSums | None", layout: ParallelLayout) -> "MetricSums":
-        """Add the parts of all ranks up, each token once: the last stage's first tensor-parallel rank of every
-        data-parallel rank contributes. Collective over all ranks, and the same on all of them."""
-        if part is None or layout.tp_rank != 0:
+        """Add the parts of all ranks up, each token once: of every data-parallel rank one rank of the last
+        stage contributes. Collective over all ranks, and the same on all of them."""
+        if part is None or not layout.counts_tokens:
             none = torch.zeros(0, dtype=torch.float64, device=device())
             part = cls((), (), none.view(0, 2), none)
         names = layout.gather((part.sum_names, part.max_names))

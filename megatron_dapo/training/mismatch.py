@@ -76,7 +76,7 @@ def difference_sums(batches: Iterable[MicroBatch], weight_version: int, *, with_
 def mean_over_ranks(sums: Tensor | None, layout: ParallelLayout, device: torch.device) -> float:
     """Return the mean over all ranks, each token once; 0 without any. Collective over all ranks, the same on all of
     them."""
-    if sums is None or layout.tp_rank != 0:
+    if sums is None or not layout.counts_tokens:
         sums = torch.zeros(2, dtype=torch.float64, device=device)
     dist.all_reduce(sums := sums.clone())
     total, number = sums.tolist()

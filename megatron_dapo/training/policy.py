@@ -102,7 +102,7 @@ class Policy:
         batches = list(chain(*mini_batches))
         log_probs = self._schedule.log_probs(batches)
         own_shares: Shares = {}
-        if log_probs and self.layout.tp_rank == 0:
+        if log_probs and self.layout.counts_tokens:
             own_shares = shares_of(batches, log_probs, weight_version, with_stale=self._checks_stale)
         return {sample_id: share for shares in self.layout.gather(own_shares) for sample_id, share in shares.items()}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import KLReference
 from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.context_parallel import ContextCut
 from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
 from megatron_dapo.platform import watchdog
 
@@ -89,15 +90,34 @@ def run_micro_batches(
     for stage in stages:
         stage.train(not forward_only)
     has_head = get_attr_wrapped_model(stages[-1], "post_process")
+    group = get_attr_wrapped_model(stages[-1], "cp_group")
 
     def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(iterator)
         watchdog.beat()
         asked = task(batch) if task is not None and has_head and stage is stages[-1] else None
-        answer = stage(batch.tokens, batch.position_ids, packed_seq_params=packed_seq_params(batch), task=asked)
+        tokens = batch.tokens
+        positions = batch.position_ids
+        cut = None
+        if group.size() > 1:
+            cut = ContextCut.make(batch.widths, group, tokens.device)
+            tokens, positions = cut.part(tokens), cut.part(positions)
+            asked = cut.task(asked) if asked is not None else None
+        packed = packed_seq_params(batch, is_cut=cut is not None)
+        answer = stage(tokens, positions, packed_seq_params=packed, task=asked)
         # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
         output = answer if isinstance(answer, Tensor) else answer.log_probs
-        return output, lambda _, non_loss_data=False: finish(answer, batch)
+
+        def finished(_: Tensor, non_loss_data: bool = False) -> Any:
+            if cut is None:
+                return finish(answer, batch)
+            result = finish(cut.answer(answer, batch.counted_rows), batch)
+            if forward_only:
+                return result
+            loss_sum, count, own = result
+            return loss_sum, cut.once(count), own  # Megatron adds the counts up over these ranks as well
+
+        return output, finished
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -111,10 +131,15 @@ def run_micro_batches(
     )
 
 
-def packed_seq_params(batch: MicroBatch) -> PackedSeqParams | None:
-    """Return Megatron's description of the packing; None for a padded rectangle."""
+def packed_seq_params(batch: MicroBatch, *, is_cut: bool = False) -> PackedSeqParams | None:
+    """Return Megatron's description of the packing; None for a padded rectangle.
+
+    is_cut: over context-parallel ranks. The lengths are of whole segments then, too, and Transformer Engine asks for
+    those with padding besides: they are the same, since no token looks at the padding to its right.
+    """
     if batch.cu_seqlens is None:
         return None
     offsets = batch.cu_seqlens
     longest = batch.max_seqlen
-    return PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
+    padded = dict(cu_seqlens_q_padded=offsets, cu_seqlens_kv_padded=offsets) if is_cut else {}
+    return PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, **padded)

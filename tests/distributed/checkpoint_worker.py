@@ -43,6 +43,7 @@ COMMON = [
     "trainer.total_training_steps=20",
 ]
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+SIZES |= {"cp": "context_parallel_size"}
 SIZES |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size", "sp": "sequence_parallel"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"  # the optimizer's own copy of a half-precision parameter

@@ -63,6 +63,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
         "ep": "expert_model_parallel_size",
+        "cp": "context_parallel_size",
     }
     parallel = [f"actor_rollout_ref.actor.megatron.{names[k]}={v}" for k, v in sizes.items() if k in names]
     parallel.append(f"trainer.n_procs_per_node={layout.world_size}")

@@ -22,13 +22,13 @@ from tests.tiny_models import make_tiny
 pytestmark = pytest.mark.distributed
 
 # name: (processes, sizes, sharded optimizer); a vocabulary of 67 is padded where TP is 2
-WRITERS = {"tp2": (2, {"tp": 2}, False), "tp2_dp2": (4, {"tp": 2, "sp": True}, True)}
+WRITERS = {"tp2": (2, {"tp": 2}, False), "tp2_cp2": (4, {"tp": 2, "sp": True, "cp": 2}, True)}
 READERS = {
     "pp2": (2, {"pp": 2}, False),
     "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, True),
     "pp2_dp2": (4, {"pp": 2}, True),
     "tp2_pp2": (4, {"tp": 2, "sp": True, "pp": 2}, False),
-    "dp4": (4, {}, True),
+    "cp2_dp2": (4, {"cp": 2}, True),  # to a checkpoint the same as DP 4
     "tp1": (1, {}, False),
 }
 # of a mixture of experts: spread over tensor-parallel ranks, over these and data-parallel ones, or on every rank
@@ -190,7 +190,7 @@ def damage(folder: Path) -> None:
 def refusals(folder: Path) -> list[dict]:
     whole, weights = str(folder / "from_tp2"), str(folder / "weights")
     return [
-        dict(name="stock", model="start", sizes={}, stock=True, load=str(folder / "from_tp2_dp2")),
+        dict(name="stock", model="start", sizes={}, stock=True, load=str(folder / "from_tp2_cp2")),
         dict(name="weights/write", model="start", sizes={}, steps=(0, 1), save=weights, weights_only=True),
         dict(name="weights/read", model="other", sizes={}, load=weights, weights_only=True),
         dict(name="weights/of_training", model="other", sizes={}, load=whole, weights_only=True),
@@ -241,13 +241,13 @@ def test_half_precision_is_the_same_at_another_layout_and_without_a_sharded_opti
 
 def test_every_rank_writes_files_of_bounded_size(results):
     """torch's writer keeps what a file holds in memory until the file ends."""
-    files = results["write/tp2_dp2"]["files"]
+    files = results["write/tp2_cp2"]["files"]
     assert files == [f"__{number}_0.distcp" for number in range(len(files))] and len(files) >= 8
 
 
 def test_megatron_itself_reads_the_tensors(results):
     """Under its names, whole and unpadded, though tensor-, data- and sequence-parallel ranks wrote them."""
-    read, written = results["stock"], results["write/tp2_dp2"]["tensors"]
+    read, written = results["stock"], results["write/tp2_cp2"]["tensors"]
     layer = "decoder.layers.2.mlp"
     pairs = {
         "embedding.word_embeddings.weight": "model.embed_tokens.weight",

@@ -27,6 +27,7 @@ LAYOUTS = {
         "pp2": {"pp": 2},
         "pp2_vpp2": {"pp": 2, "vpp": 2},
         "dp2": {},
+        "cp2": {"cp": 2},
     },
     4: {
         "tp2_sp_dp2": {"tp": 2, "sp": True},

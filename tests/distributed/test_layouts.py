@@ -45,9 +45,13 @@ LAYOUTS = {
     "tp2_sp_dp2": {"tp": 2, "sp": True},
     "pp2_dp2": {"pp": 2},
     "pp2_vpp2_dp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
+    "tp2_sp_cp2": {"tp": 2, "sp": True, "cp": 2},
+    "pp2_cp2": {"pp": 2, "cp": 2},
+    "cp2_dp2": {"cp": 2},
 }
 # 1, 2 or 4 processes: what is not named is data parallelism
-WORLD_SIZES = {name: 1 if name == "tp1" else 2 if name in list(LAYOUTS)[1:6] else 4 for name in LAYOUTS}
+WORLD_SIZES = {name: 1 if name == "tp1" else 2 if name in (*list(LAYOUTS)[1:6], "cp2") else 4 for name in LAYOUTS}
 # the head's gradient is in its buffer before backward begins; the reduction must wait for the hook all the same
 OVERLAP = {"overlap": ["actor_rollout_ref.actor.megatron.overlap_grad_reduce=true"]}
 DISTRIBUTED_OPTIMIZER = ["actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]
@@ -122,6 +126,8 @@ def variants(layout: str) -> dict[str, list[str]]:
         extras = {"kl": KL, "reinforce": REINFORCE, "replay": REPLAY, **CORRECTIONS, **RECOMPUTE, **HEADS}
         product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
+    if "cp2" in layout:
+        return context_variants(layout)
     chosen = [("token-mean", "padded"), ("seq-mean-token-mean", "small")]
     other = {"reinforce/small": [*REINFORCE, *CUTS["small"]]}
     if layout in (*ONE_OF_A_KIND, ALL_KINDS):
@@ -135,6 +141,18 @@ def variants(layout: str) -> dict[str, list[str]]:
     modes = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m, cut in chosen}
     sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
     return {**modes, **sharded, **other, **_extras(layout)}
+
+
+def context_variants(layout: str) -> dict[str, list[str]]:
+    """Packed alone: a loss that the head computes by itself, whose tokens are cut, and what needs whole responses."""
+    cases = {"seq-mean-token-mean": mode("seq-mean-token-mean"), "kl": KL}
+    if layout == "cp2":
+        cases |= {**CORRECTIONS, "reinforce": REINFORCE, "replay": REPLAY}
+        cases |= {"recompute_selective": RECOMPUTE["recompute_selective"], "composed": HEADS["composed"]}
+    elif layout == "tp2_sp_cp2":
+        cases |= {"rejected_k3": CORRECTIONS["rejected_k3"], "chunks": HEADS["chunks"]}
+    sharded = {"token-mean/distributed_optimizer": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}
+    return {f"{name}/small": [*overrides, *CUTS["small"]] for name, overrides in cases.items()} | sharded
 
 
 def _extras(layout: str) -> dict[str, list[str]]:
@@ -184,6 +202,7 @@ MIXTURE_LAYOUTS = {
     "tp2_sp": {"tp": 2, "sp": True},  # the experts of both ranks are the same
     "tp2_sp_ep2": {"tp": 2, "sp": True, "ep": 2},
     "dp2_ep2": {"ep": 2},
+    "cp2_ep2": {"cp": 2, "ep": 2},
     "tp2_sp_dp2_ep2": {"tp": 2, "sp": True, "ep": 2},
     "tp2_sp_dp2_ep4": {"tp": 2, "sp": True, "ep": 4},
     "pp2_dp2_ep2": {"pp": 2, "ep": 2},
@@ -205,11 +224,13 @@ MIXTURE_EXTRAS = {  # the reduction of experts and of the rest, in groups of the
 
 
 def mixture_variants(layout: str) -> dict[str, list[str]]:
+    if layout == "cp2_ep2":
+        return {"distributed_optimizer": MIXTURE_VARIANTS["distributed_optimizer"], "small": CUTS["small"]}
     return MIXTURE_VARIANTS | MIXTURE_EXTRAS.get(layout, {})
 
 
 MIXTURE_WORLD_SIZES = {
-    name: 1 if name == "tp1" else 2 if name in list(MIXTURE_LAYOUTS)[1:4] else 4 for name in MIXTURE_LAYOUTS
+    name: 1 if name == "tp1" else 2 if name in list(MIXTURE_LAYOUTS)[1:5] else 4 for name in MIXTURE_LAYOUTS
 }
 
 

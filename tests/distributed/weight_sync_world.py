@@ -100,7 +100,7 @@ def _layout(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
     return ParallelLayout(
         rank=rank, world_size=tp * pp * dp, tp=tp, pp=pp, vpp=None, dp=dp, sp=False,
         tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=dp_rank,
-        tp_group=tp_groups[rank // tp], pp_group=everyone, dp_group=everyone, cpu_group=everyone,
+        tp_group=tp_groups[rank // tp], pp_group=everyone, copies_group=everyone, cpu_group=everyone,
         agreement=Agreement(everyone, WAIT_S), replicas=(), cpu_model_group=everyone,
     )  # fmt: skip
 

@@ -84,6 +84,10 @@ def test_rank_coordinates_are_megatrons_order():
     assert [(rank.tp, rank.pp, rank.dp) for rank in coordinates] == [
         (0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1),
     ]  # fmt: skip
+    sizes = ParallelSizes(tp=2, pp=1, vpp=None, world=8, cp=2)
+    assert [(rank.tp, rank.cp, rank.dp) for rank in map(sizes.coordinates, range(8))] == [
+        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1),
+    ]  # fmt: skip
 
 
 def test_the_plan_says_how_many_servers_each_server_node_runs():

@@ -73,6 +73,11 @@ CONTRADICTIONS = [
     ("trainer.resume=never trainer.accept_changes=[trainer.seed]", ["accept_changes is given", "resume is never"]),
     ("megatron.sequence_parallel=true", ["sequence_parallel is true", "tensor_model_parallel_size is 1"]),
     ("vpp=2", ["virtual_pipeline_model_parallel_size is 2"]),
+    ("megatron.context_parallel_size=2 trainer.n_procs_per_node=3",
+     ["world size is 3", "not a multiple of 2", "context_parallel_size 2"]),
+    ("megatron.context_parallel_size=2 trainer.n_procs_per_node=2 "
+     "actor_rollout_ref.model.use_remove_padding=false",
+     ["context_parallel_size is 2", "use_remove_padding is false", "set it to true"]),
     ("megatron.fp8=hybrid megatron.use_transformer_engine=off",
      ["fp8 is hybrid", "use_transformer_engine is off", "fp8 to none"]),
     ("megatron.fp8=e4m3 megatron.dtype=float32", ["fp8 is e4m3", "dtype is float32", "bfloat16"]),

@@ -169,7 +169,7 @@ def test_estimates_per_token_are_masked_after_they_were_whitened(monkeypatch):
     samples = assemble(groups, estimator="reinforce_plus_plus")
     shard = StepShard([[collate(samples)]], {sample.sample_id: sample.earned for sample in samples})
     config = load_config(None, ["algorithm.adv_estimator=reinforce_plus_plus"])
-    layout = SimpleNamespace(is_last_stage=True, tp_rank=0)
+    layout = SimpleNamespace(is_last_stage=True, counts_tokens=True)
     shard, metrics = estimate_advantages(shard, None, config, layout)
     (batch,) = shard.mini_batches[0]
     returns = torch.tensor([1.0] * 3 + [0.0] * 7 + [-1.0] * 4, dtype=torch.float64)

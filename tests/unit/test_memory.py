@@ -168,6 +168,16 @@ def test_reference_and_critic_count_where_they_are_used():
     assert trainer_memory(config.model_copy(), spec).total == sum(parts.by_name.values())
 
 
+def test_context_parallel_ranks_share_activations_and_optimizer_state():
+    """A rank has half of a micro-batch's tokens, and all weights; as many ranks as without share the state."""
+    key = f"{MEGATRON}.context_parallel_size=2"
+    (one, spec), (two, _) = recipe("dapo_7b.yaml"), recipe("dapo_7b.yaml", key)
+    whole, cut = trainer_memory(one, spec), trainer_memory(two, spec)
+    assert cut.activations == pytest.approx(whole.activations / 2, rel=1e-6)
+    assert (cut.weights, cut.gradients, cut.optimizer) == (whole.weights, whole.gradients, whole.optimizer)
+    assert parallel_sizes(two).dp == parallel_sizes(one).dp // 2
+
+
 def written(folder: Path, sizes: dict) -> str:
     (folder / "config.json").write_text(json.dumps(sizes))
     return f"actor_rollout_ref.model.path={folder}"

@@ -55,8 +55,12 @@ LAYOUTS = st.fixed_dictionaries(
         "packed": st.booleans(),
         "num_microbatches_multiple": st.integers(1, 3),
     }
-)
+).map(lambda layout: layout | {"segment_multiple": min(2, layout["pad_multiple"])})
 LENGTHS = st.lists(st.integers(1, 24), max_size=40)
+
+
+def cut_of(layout: dict) -> dict:
+    return {name: layout[name] for name in ("pad_multiple", "segment_multiple", "packed")}
 
 
 @QUICK
@@ -72,7 +76,7 @@ def test_every_sample_is_scheduled_exactly_once(lengths, layout):
 def test_no_micro_batch_exceeds_the_cap_padding_included(lengths, layout):
     for rank in schedule(make_samples(lengths), **layout):
         for bin_ in rank:
-            batch = collate(bin_, pad_multiple=layout["pad_multiple"], packed=layout["packed"])
+            batch = collate(bin_, **cut_of(layout))
             assert batch.tokens.numel() <= layout["max_tokens"]
             assert batch.tokens.size(1) % layout["pad_multiple"] == 0
 
@@ -85,10 +89,7 @@ def test_all_ranks_have_the_same_number_of_micro_batches(lengths, layout):
     (number,) = {len(rank) for rank in plan}
     assert number >= 1 and number % layout["num_microbatches_multiple"] == 0
     # No more than first-fit-decreasing needs on the worst rank.
-    sizes = [
-        len(first_fit_decreasing(sum(rank, []), layout["max_tokens"], layout["pad_multiple"], layout["packed"]))
-        for rank in plan
-    ]
+    sizes = [len(first_fit_decreasing(sum(rank, []), layout["max_tokens"], **cut_of(layout))) for rank in plan]
     assert number == round_up(max(1, *sizes), layout["num_microbatches_multiple"])
 
 
@@ -121,7 +122,7 @@ def test_a_second_cut_leaves_every_sample_on_its_rank(lengths, layout, offset):
     assert number % layout["num_microbatches_multiple"] == 0
     for rank, shard in zip(plan, shards, strict=True):
         assert sorted(s.sample_id for bin_ in rank for s in bin_) == [s.sample_id for s in shard]
-        sizes = [collate(b, pad_multiple=layout["pad_multiple"], packed=layout["packed"]).tokens.numel() for b in rank]
+        sizes = [collate(b, **cut_of(layout)).tokens.numel() for b in rank]
         assert max(sizes) <= layout["max_tokens"]
     first = schedule(samples, **layout)
     assert schedule_shards([sum(rank, []) for rank in first], **cut) == first

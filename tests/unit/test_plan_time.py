@@ -178,6 +178,17 @@ def test_tensor_parallel_ranks_exchange_what_was_worked_out_by_hand(sequence_par
     assert training_time(SMALL, apart, work, SLOW, HALF).tensor == pytest.approx(2.56 * passes)
 
 
+def test_context_parallel_ranks_pass_keys_and_values_round():
+    """Of 4 tokens 2 each, 2 layers; a key and a value of 4 numbers of 2 bytes go to CP - 1 = 1 other rank: 64 bytes a
+    pass, at 1000 per second, and backward as much. The optimizer's state is shared as over data-parallel ranks."""
+    work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
+    layout = TrainerLayout(ParallelSizes(1, 1, None, 2, cp=2), 2, False, 0.0, 64)
+    time = training_time(SMALL, layout, work, SLOW, HALF)
+    assert time.tensor == pytest.approx(0.064 * 2)
+    data_parallel = replace(layout, sizes=ParallelSizes(1, 1, None, 2))
+    assert time.optimizer == training_time(SMALL, data_parallel, work, SLOW, HALF).optimizer
+
+
 def test_gradients_are_reduced_and_weights_gathered_over_data_parallel_ranks():
     """TP 2: 2 x (576 / 2 + 16) + 2 x 16 x 8 + 8 = 872 parameters. DP 2: half of 4 + 2 bytes each over the link, and
     Adam over half of them."""

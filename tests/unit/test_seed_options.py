@@ -178,7 +178,7 @@ def advantages_of(config: Config, values=(0.2, 0.6, 0.3), k1=(0.0, 0.0, 0.0)) ->
     )
     kl_ctrl = config.algorithm.kl_ctrl
     controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    layout = SimpleNamespace(is_last_stage=True, tp_rank=0, gather=lambda part: [part])
+    layout = SimpleNamespace(is_last_stage=True, counts_tokens=True, gather=lambda part: [part])
     shard = StepShard([[batch]], {sample.sample_id: sample.earned for sample in samples})
     shard, metrics = estimate_advantages(shard, controller, config, layout)
     return shard.mini_batches[0][0].advantages[counted].tolist(), metrics | {"next": controller.value}

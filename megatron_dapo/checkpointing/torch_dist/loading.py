@@ -40,7 +40,7 @@ class LoadReport:
     """What was loaded.
 
     restored: of model, optimizer, lr_schedule, rng. not_restored: sentences. written_with: sizes of the layout that the
-    checkpoint was written with (tp, pp, vpp, dp, ep, world_size).
+    checkpoint was written with (tp, pp, vpp, dp, ep, cp, world_size).
     """
 
     restored: tuple[str, ...]

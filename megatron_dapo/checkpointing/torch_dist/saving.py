@@ -116,13 +116,14 @@ def _complete(
 
 
 def written_with(layout: ParallelLayout) -> dict[str, int]:
-    """Return the layout as it is stored; vpp 0: none."""
+    """Return the layout as it is stored; vpp 0: none; cp: where there is any."""
     return {
         "tp": layout.tp,
         "pp": layout.pp,
         "vpp": layout.vpp or 0,
         "dp": layout.dp,
         "ep": layout.ep,
+        **({"cp": layout.cp} if layout.cp > 1 else {}),
         "world_size": layout.world_size,
     }
 

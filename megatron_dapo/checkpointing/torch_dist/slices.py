@@ -51,7 +51,7 @@ class Region:
         Args:
             values: flat and contiguous, the parameter's elements from `first` on; the slices are views of it.
             first: element of the parameter.
-            replica: place among the data-parallel ranks that hold the same values; the one with 0 writes.
+            replica: place among the ranks that hold the same values; the one with 0 writes.
             prefix: of the stored tensor's name.
         """
         begin = max(first, self.start)
@@ -97,7 +97,7 @@ def model_regions(model: ModelParts, layout: ParallelLayout) -> dict[torch.nn.Pa
     """
     regions: dict[torch.nn.Parameter, list[Region]] = {}
     for chunk in model.chunks:
-        described = chunk.sharded_state_dict(metadata={**CONTENT, "dp_cp_group": layout.dp_group})
+        described = chunk.sharded_state_dict(metadata={**CONTENT, "dp_cp_group": layout.copies_group})
         for shard in described.values():
             if isinstance(shard, ShardedTensor | ShardedTensorFactory):  # else: a module's state beside its parameters
                 shards = [shard] if isinstance(shard, ShardedTensor) else shard.build()
@@ -138,4 +138,4 @@ def replica_of(parameter: torch.nn.Parameter, number: int, layout: ParallelLayou
     """
     if is_expert(parameter):
         return (layout.expert_dp_rank + number) % layout.expert_dp
-    return (layout.dp_rank + number) % layout.dp
+    return (layout.copy_rank + number) % layout.num_copies

@@ -62,9 +62,12 @@ class MegatronConfig(Section):
     sequence_parallel: MayChangeOnResume[bool] = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
     expert_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
-    """Ranks that share the experts of a MoE model, out of a stage's TP x DP; each expert is whole on its rank."""
+    """Ranks that share the experts of a MoE model, out of a stage's TP x CP x DP; each expert is whole on its rank."""
+    context_parallel_size: MayChangeOnResume[NumProcesses] = 1
+    """Ranks that share the tokens of each packed micro-batch, for sequences too long for one; on GPUs needs Transformer
+    Engine."""
     use_distributed_optimizer: MayChangeOnResume[bool] = True
-    """Shard optimizer state and main weights over the data-parallel ranks."""
+    """Shard optimizer state and main weights over the data-parallel ranks (DP x CP)."""
     overlap_grad_reduce: MayChangeOnResume[bool] = False
     """Reduce gradients while the backward pass still runs."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -99,7 +102,7 @@ class ActorConfig(Section):
     """Assign groups to mini-batches at random (seeded by `trainer.seed` and the step), not in the order in which their
     prompts were drawn."""
     max_tokens_per_microbatch: MayChangeOnResume[PositiveInt] = 16384
-    """Hard cap on the packed tokens of one micro-batch on one data-parallel rank."""
+    """Hard cap on the packed tokens of one micro-batch on one data-parallel rank; context-parallel ranks share them."""
     policy_loss: OfBuiltInLoss[Literal["dapo", "cispo", "gspo"]] = "dapo"
     """What is clipped: the surrogate of each token; the ratio that weighs its log-prob (cispo); the surrogate with one
     ratio per response (gspo). See docs/loss.md."""

@@ -1,0 +1,129 @@
+"""The cut of a packed micro-batch over context-parallel ranks, and the way back: a rank computes its tokens alone.
+
+Megatron's convention: each segment lies in 2 x CP chunks of one length, and rank r has chunks r and 2 CP - 1 - r. Early
+tokens attend to few others and late ones to many, so each rank gets one chunk of either kind. Transformer Engine's ring
+attention expects the same (its `thd_get_partitioned_indices`).
+
+A micro-batch is whole on every rank before the model and after it: its tensors are cut on their way in, and what the
+head says is put together again, so that nobody else knows of the cut.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.kernels.fused_head import HeadLoss
+from megatron_dapo.kernels.row_plan import to_device
+from megatron_dapo.models.log_prob_head import HeadTask, LossTask, Scores, at_rows
+
+Task = TypeVar("Task", bound=HeadTask)
+
+
+@lru_cache(maxsize=64)
+def rank_places(widths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
+    """Return [T / size] int64: the places in the row of the tokens that a context-parallel rank has, ascending.
+
+    widths: of the segments, each a multiple of 2 x size.
+    """
+    parts = []
+    for start, end in pairwise([0, *accumulate(widths)]):
+        chunk, rest = divmod(end - start, 2 * size)
+        assert rest == 0, f"a segment of {end - start} tokens cannot be cut into {2 * size} chunks"
+        for number in (rank, 2 * size - 1 - rank):
+            parts.append(np.arange(start + number * chunk, start + (number + 1) * chunk))
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextCut:
+    """Which tokens of a packed row [T] this rank of the group has.
+
+    places: [T / CP], of this rank's tokens, on the host. on_device: the same there. order: [T], the place of each token
+    of the row in the ranks' parts one after the other, on the device.
+    """
+
+    group: dist.ProcessGroup
+    places: np.ndarray
+    on_device: Tensor
+    order: Tensor
+
+    @classmethod
+    def make(cls, widths: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> "ContextCut":
+        """Return the cut of a row whose segments have these widths, each a multiple of 2 x CP."""
+        by_rank = [rank_places(widths, rank, group.size()) for rank in range(group.size())]
+        own = by_rank[group.rank()]
+        return cls(group, own, to_device(own, device), to_device(np.concatenate(by_rank).argsort(), device))
+
+    def part(self, values: Tensor) -> Tensor:
+        """Return this rank's part [1, T / CP] of [1, T]."""
+        return values.index_select(1, self.on_device)
+
+    def task(self, task: Task) -> Task:
+        """Return what this rank's head is asked: the same about this rank's tokens. A count is of the whole
+        micro-batch: the first rank has it, the others have 0."""
+        counted = np.zeros(task.targets_BS.size(1), dtype=bool)
+        counted[task.counted_rows] = True
+        changes: dict[str, Any] = dict(
+            targets_BS=self.part(task.targets_BS), counted_rows=np.flatnonzero(counted[self.places])
+        )
+        if isinstance(task, LossTask):
+            values = {field.name: getattr(task.tokens, field.name) for field in fields(task.tokens)}
+            per_token = {name: self.part(v) for name, v in values.items() if isinstance(v, Tensor) and v.dim()}
+            changes["tokens"] = replace(task.tokens, **per_token, count=self.once(task.tokens.count))
+        return replace(task, **changes)
+
+    def once(self, number: Tensor) -> Tensor:
+        """Return a number that all ranks have such that it enters a sum over them once."""
+        return number if self.group.rank() == 0 else torch.zeros_like(number)
+
+    def answer(self, answer: Any, counted_rows: np.ndarray) -> Any:
+        """Return what the heads of all ranks answer about the whole micro-batch, the same on all of them. Collective.
+
+        Only what a loss is made of has a gradient. That of whole log-probs or values is of this rank's tokens alone, so
+        each rank sends its part of one loss backward; the loss that a head computed by itself is of its own tokens.
+
+        counted_rows: of the micro-batch.
+        """
+        if isinstance(answer, Tensor):
+            return self.whole(answer)
+        if isinstance(answer, Scores):
+            full_kl = None if answer.full_kl is None else self.whole(answer.full_kl)
+            entropy = None if answer.entropy is None else self.whole(answer.entropy)
+            return replace(answer, log_probs=self.whole(answer.log_probs), full_kl=full_kl, entropy=entropy)
+        assert isinstance(answer, HeadLoss)
+        return self._loss(answer, counted_rows)
+
+    def _loss(self, answer: HeadLoss, counted_rows: np.ndarray) -> HeadLoss:
+        sums = torch.cat([answer.sums.flatten(), answer.count.double().view(1)])
+        maxima = answer.maxima.clone()
+        dist.all_reduce(sums, group=self.group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
+        rows = to_device(counted_rows, sums.device)
+        counted = np.zeros(len(self.order), dtype=bool)
+        counted[counted_rows] = True
+        own = to_device(np.flatnonzero(counted[self.places]), sums.device)
+
+        def whole(values: Tensor) -> Tensor:
+            return self.whole(at_rows(values, own, torch.Size((1, len(self.places)))))[0, rows]
+
+        return HeadLoss(
+            answer.loss_sum,
+            whole(answer.log_probs),
+            None if answer.entropy is None else whole(answer.entropy),
+            sums[-1].to(answer.count.dtype),
+            sums[:-1].view_as(answer.sums),
+            maxima,
+        )
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Return [1, T] of every rank's [1, T / CP]. Collective. The gradient is that of this rank's own tokens."""
+        parts = values.new_empty(len(self.order))
+        dist.all_gather_into_tensor(parts, values.detach().reshape(-1).contiguous(), group=self.group)
+        row = parts.index_select(0, self.order)
+        return (row.index_copy(0, self.on_device, values[0]) if values.requires_grad else row)[None]

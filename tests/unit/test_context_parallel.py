@@ -1,0 +1,114 @@
+"""The cut of packed segments over context-parallel ranks, by hand; the layout tests compare what is computed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.data.packing import collate
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.models import build
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.context_parallel import ContextCut, rank_places
+from megatron_dapo.models.log_prob_head import LossTask
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.schedule import packed_seq_params
+from tests.model_json import MODEL_JSON
+from tests.unit.test_packing import make_samples
+
+pytestmark = pytest.mark.unit
+
+
+class Group:
+    """Of a process group what a cut asks, where nothing travels."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.numbers = rank, size
+
+    def rank(self) -> int:
+        return self.numbers[0]
+
+    def size(self) -> int:
+        return self.numbers[1]
+
+
+def test_each_rank_has_an_early_and_a_late_chunk_of_every_segment():
+    # chunks of 2 tokens: 01|23|45|67, and of 1: 8|9|10|11; rank 0 has the first and the last, rank 1 those between
+    assert rank_places((8, 4), 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert rank_places((8, 4), 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
+    # three ranks: chunks 0 and 5, 1 and 4, 2 and 3
+    assert [rank_places((6,), rank, 3).tolist() for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_a_segment_that_was_not_padded_for_the_cut_is_refused():
+    with pytest.raises(AssertionError, match="6 tokens cannot be cut into 4 chunks"):
+        rank_places((8, 6), 0, 2)
+
+
+def test_segments_are_padded_for_the_cut_and_megatron_is_told_their_padded_lengths():
+    batch = collate(make_samples([5, 4, 2]), pad_multiple=8, segment_multiple=4)
+    assert batch.widths == (8, 4, 4) and batch.tokens.size(1) == 16
+    packed = packed_seq_params(batch, is_cut=True)
+    assert (packed.qkv_format, packed.max_seqlen_q, packed.max_seqlen_kv) == ("thd", 8, 8)
+    for offsets in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert getattr(packed, offsets).tolist() == [0, 8, 12, 16]
+    assert packed_seq_params(batch).cu_seqlens_q_padded is None
+    # the samples are found behind the padding of those before them
+    assert {i: row.tolist() for i, row in batch.by_sample(batch.tokens).items()} == {
+        0: [1000, 1001, 1002, 1003, 1004], 1: [2000, 2001, 2002, 2003], 2: [3000, 3001],
+    }  # fmt: skip
+    assert batch.position_ids[0, :12].tolist() == [*range(8), *range(4)]
+
+
+def test_the_ranks_parts_together_are_the_row():
+    values = torch.arange(16.0)[None]
+    cuts = [ContextCut.make((8, 4, 4), Group(rank, 2), torch.device("cpu")) for rank in range(2)]
+    parts = torch.cat([cut.part(values)[0] for cut in cuts])
+    assert all(torch.equal(parts[cut.order], values[0]) for cut in cuts)
+
+
+def test_every_counted_token_is_asked_of_one_rank_and_the_count_once():
+    batch = collate(make_samples([5, 4, 2]), pad_multiple=8, segment_multiple=4)
+    tokens = TokenBatch(
+        weights=batch.loss_mask,
+        count=batch.loss_mask.sum(),
+        advantages=batch.advantages,
+        old_log_probs=None,
+        ref_log_probs=None,
+        rollout_log_probs=batch.rollout_log_probs,
+        is_current=batch.loss_mask != 0,
+    )
+    task = LossTask(batch.targets, batch.counted_rows, 1.0, tokens=tokens, loss=LossConfig())
+    asked = [ContextCut.make(batch.widths, Group(rank, 2), torch.device("cpu")).task(task) for rank in range(2)]
+    assert [float(part.tokens.count) for part in asked] == [float(batch.loss_mask.sum()), 0.0]
+    targets = [part.targets_BS[0, part.counted_rows].tolist() for part in asked]
+    assert sorted(sum(targets, [])) == batch.targets[0, batch.counted_rows].sort().values.tolist()
+    # of the first sample, tokens 0 1 | 2 3 | 4 . | . .: the last one predicts nothing
+    assert targets[0][:2] == [1001, 1002] and targets[1][:2] == [1003, 1004]
+    for part in asked:
+        assert part.tokens.weights.shape == part.targets_BS.shape == (1, 8)
+        assert np.array_equal(np.flatnonzero(part.tokens.weights[0]), part.counted_rows)
+    assert task.targets_BS.shape == (1, 16)
+
+
+@pytest.fixture(scope="module")
+def layout():
+    yield replace(ParallelLayout.initialize(), cp=2)
+    ParallelLayout.shutdown()
+
+
+def test_megatron_is_told_and_without_transformer_engine_a_gpu_refuses(layout, monkeypatch):
+    assert (layout.segment_multiple, layout.sequence_multiple) == (4, 4)
+    assert replace(layout, tp=2, sp=True).sequence_multiple == 8
+    spec = model_spec(MODEL_JSON)
+    config = build_model(spec, layout, MegatronConfig()).config
+    assert config.context_parallel_size == 2 and config.cp_comm_type is None  # Megatron's default: p2p
+    monkeypatch.setattr(build, "is_gpu", lambda: True)
+    with pytest.raises(UserError) as error:
+        build_model(spec, layout, MegatronConfig())
+    (sentence,) = error.value.sentences
+    assert "context_parallel_size is 2" in sentence and "Transformer Engine" in sentence
