@@ -8,7 +8,6 @@ ARGS ?=
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -q
-TWO_AT_A_TIME := -n 2 --dist loadfile
 COMMA := ,
 LAYER = @printf '\n== %s\n' "$(1)"
 
@@ -55,7 +54,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 
 test-unit: setup ## Unit tests only (under three minutes)
 	$(call LAYER,unit tests)
-	@$(PYTEST) $(TWO_AT_A_TIME) tests/unit
+	@$(PYTEST) -n 3 --dist loadfile tests/unit
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu

@@ -1,5 +1,6 @@
 """Settings of every test: one thread per process, no network, unhurried property tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -53,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.get_closest_marker(layer) for layer in ("distributed", "e2e", "slurm")):
             item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))
     _mix(items)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from what all test modules have imported: a look through that takes half a second."""
+    gc.freeze()
 
 
 def _mix(items: list[pytest.Item]) -> None:
