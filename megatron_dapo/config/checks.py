@@ -108,6 +108,17 @@ def parallel_layout(config: Config) -> Iterator[Mistake]:
         )
 
 
+def overlaps(config: Config) -> Iterator[Mistake]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    missing = [name for name in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(megatron, name)]
+    if megatron.overlap_param_gather and missing:
+        yield Mistake(
+            (f"{MEGATRON}.overlap_param_gather", *(f"{MEGATRON}.{name}" for name in missing)),
+            f"{MEGATRON}.overlap_param_gather is true, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} false; set that to true, or overlap_param_gather to false.",
+        )
+
+
 def fp8(config: Config) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     state = f"{MEGATRON}.fp8 is {megatron.fp8}"
@@ -236,6 +247,7 @@ CHECKS = (
     batch_sizes,
     lengths,
     parallel_layout,
+    overlaps,
     fp8,
     *ALGORITHM_CHECKS,
     *CORRECTION_CHECKS,

@@ -66,6 +66,7 @@ class Critic:
             for mini_batch in mini_batches:
                 parts.append(self.accumulate_gradients(mini_batch))
                 norms.append(self.state.step())
+        self.state.finish_gathers()
         metrics = self.metrics_of(MetricSums.merge(parts))
         metrics["critic/grad_norm"] = sum(norms) / len(norms)
         metrics["critic/lr"] = self.state.lr

@@ -30,6 +30,13 @@ class TrainingState:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def finish_gathers(self) -> None:
+        """Have the weights whole on every rank after a last optimizer step, behind which no forward pass waits for
+        them: they are pushed and saved next. Does nothing where `step` gathers them."""
+        for stage in self.stages:
+            if stage.ddp_config.overlap_param_gather:
+                stage.start_param_sync(force_sync=True)
+
     def step(self) -> float:
         """Take one optimizer step with the accumulated gradients and return their norm before clipping. A norm that is
         not finite is the same on all ranks: all of them stop, before such weights reach a server."""
@@ -52,6 +59,7 @@ def make_training_state(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
         overlap_grad_reduce=megatron.overlap_grad_reduce,
+        overlap_param_gather=megatron.overlap_param_gather,
         # it would stop the host once per bucket, and one rank while the others wait for it: `TrainingState.step` stops
         # on the norm, which is the same on all ranks
         check_for_nan_in_grad=False,

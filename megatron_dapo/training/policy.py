@@ -128,6 +128,7 @@ class Policy:
                         check(mean_over_ranks(self._difference_sums(parts[0]), self.layout, self._device))
                     self.state.lr_schedule.step(increment=1)
                 norms.append(self.state.step())
+        self.state.finish_gathers()
         metrics = self.metrics_of(MetricSums.all_reduce(MetricSums.merge(parts), self.layout))
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.state.lr

@@ -55,6 +55,14 @@ WORLD_SIZES = {name: 1 if name == "tp1" else 2 if name in (*list(LAYOUTS)[1:6], 
 # the head's gradient is in its buffer before backward begins; the reduction must wait for the hook all the same
 OVERLAP = {"overlap": ["actor_rollout_ref.actor.megatron.overlap_grad_reduce=true"]}
 DISTRIBUTED_OPTIMIZER = ["actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]
+# the second optimizer step's forward pass waits for what the first one left scattered; what is pushed is whole
+OVERLAP |= {
+    "gather": [
+        *OVERLAP["overlap"],
+        *DISTRIBUTED_OPTIMIZER,
+        "actor_rollout_ref.actor.megatron.overlap_param_gather=true",
+    ]
+}
 # every micro-batch in several chunks of the head; the head composed from torch operations
 HEADS = {
     "chunks": ["actor_rollout_ref.actor.log_prob_chunk_size=7"],

@@ -73,6 +73,7 @@ CONTRADICTIONS = [
     ("trainer.resume=never trainer.accept_changes=[trainer.seed]", ["accept_changes is given", "resume is never"]),
     ("megatron.sequence_parallel=true", ["sequence_parallel is true", "tensor_model_parallel_size is 1"]),
     ("vpp=2", ["virtual_pipeline_model_parallel_size is 2"]),
+    ("megatron.overlap_param_gather=true", ["overlap_param_gather is true", "overlap_grad_reduce is false"]),
     ("megatron.context_parallel_size=2 trainer.n_procs_per_node=3",
      ["world size is 3", "not a multiple of 2", "context_parallel_size 2"]),
     ("megatron.context_parallel_size=2 trainer.n_procs_per_node=2 "

@@ -70,6 +70,9 @@ class MegatronConfig(Section):
     """Shard optimizer state and main weights over the data-parallel ranks (DP x CP)."""
     overlap_grad_reduce: MayChangeOnResume[bool] = False
     """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: MayChangeOnResume[bool] = False
+    """Gather weights while the forward pass behind an optimizer step runs, save the last of a rollout step; needs
+    use_distributed_optimizer and overlap_grad_reduce."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Parameters and activations; auto = bfloat16 (with fp32 main weights) on GPU, float32 on CPU."""
     recompute_granularity: MayChangeOnResume[Literal["none", "full", "selective"]] = "none"
