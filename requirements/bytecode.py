@@ -14,6 +14,7 @@ import select
 import signal
 import site
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,12 +51,18 @@ def compile_file(file: Path) -> None:
     compileall.compile_file(file, quiet=2)
 
 
+def become_worker() -> None:
+    # with our handler it could miss the signal in the moment before it waits for work
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    warnings.simplefilter("ignore")  # of other people's source, into a pipe that is read at the end
+
+
 def main() -> None:
     os.nice(NICE)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaving the pool ends its processes
     packages = Path(site.getsitepackages()[0])
     seen: set[Path] = set()
-    with multiprocessing.Pool() as pool:
+    with multiprocessing.Pool(len(os.sched_getaffinity(0)), initializer=become_worker) as pool:
         batches = []
         ended = False
         while not ended:
@@ -65,6 +72,8 @@ def main() -> None:
             batches.append(pool.map_async(compile_file, chosen, chunksize=20))
         for batch in batches:
             batch.get()
+        pool.close()
+        pool.join()
 
 
 if __name__ == "__main__":

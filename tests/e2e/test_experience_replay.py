@@ -8,9 +8,10 @@ import pytest
 from examples.arithmetic import problems
 from examples.arithmetic.pretrain import BASE
 from examples.demo_run import config_path
+from launch.local import main
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.helpers import run_module
+from tests.forked_local import run_here
 
 pytestmark = pytest.mark.e2e
 
@@ -20,8 +21,9 @@ NUM_STEPS, NUM_GROUPS, N = 4, 8, 4
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> RunFolder:
     folder = tmp_path_factory.mktemp("replay")
-    run_module(
-        *("launch.local", "--config", str(config_path("experience_replay.yaml"))),
+    run_here(
+        main,
+        *("--config", str(config_path("experience_replay.yaml"))),
         f"data.train_files=[{problems.write_files(folder)[0]}]",
         f"actor_rollout_ref.model.path={BASE}",
         f"data.train_batch_size={NUM_GROUPS}",

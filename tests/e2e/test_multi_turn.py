@@ -11,11 +11,13 @@ from itertools import groupby
 
 import pytest
 
+from examples.calculator.demo import DEMO
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.helpers import REPOSITORY, run_module
+from tests.forked_local import run_here
+from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 
@@ -29,8 +31,8 @@ END = VOCABULARY["<eos>"]
 def run(tmp_path_factory) -> RunFolder:
     folder = tmp_path_factory.mktemp("calculator")
     multi_turn = "actor_rollout_ref.rollout.multi_turn"
-    run_module(
-        "examples.calculator.demo",
+    run_here(
+        DEMO.run,
         f"{multi_turn}.environment=tests.stuck_calculator:StuckCalculator",
         f"{multi_turn}.environment_kwargs.marker={folder}/stuck",
         f"{multi_turn}.step_timeout_s=8.0",

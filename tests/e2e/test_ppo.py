@@ -7,17 +7,20 @@ and a reward that climbs from below 0.40 to above 0.62 (means of three steps).
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from examples.arithmetic.demo import DEMO
+from launch.local import main
 from megatron_dapo.checkpointing.folders import newest_first
 from megatron_dapo.checkpointing.manifest import read_manifest
 from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.helpers import run_module
+from tests.forked_local import run_here
 
 pytestmark = pytest.mark.e2e
 
@@ -43,9 +46,9 @@ PP2 = (
 )
 
 
-def run(module: str, folder: Path, *arguments: str) -> list[dict]:
+def run(command: Callable[[list[str]], int], folder: Path, *arguments: str) -> list[dict]:
     """One run of the program; its metrics, step by step."""
-    run_module(module, *arguments, f"trainer.run_dir={folder}")
+    run_here(command, *arguments, f"trainer.run_dir={folder}")
     lines = [json.loads(line) for line in RunFolder(folder).metrics.read_text().splitlines()]
     return [line for line in lines if "critic/vf_loss" in line]
 
@@ -57,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tp2(folder) -> list[dict]:
-    return run("examples.arithmetic.demo", folder / "tp2", *PPO)
+    return run(DEMO.run, folder / "tp2", *PPO)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,7 @@ def pp2(folder, tp2) -> list[dict]:
     first = RunFolder(folder / "tp2")
     replay = ("--config", str(first.config), "--replay", str(first.batches))
     own = ("trainer.dump_batches=false", "trainer.save_interval=-1", "actor_rollout_ref.rollout.server_urls=[]")
-    return run("launch.local", folder / "pp2", *replay, *PP2, *own)
+    return run(main, folder / "pp2", *replay, *PP2, *own)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])

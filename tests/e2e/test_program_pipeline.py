@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.local import main
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.helpers import run_module
+from tests.forked_local import run_here
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -50,7 +51,7 @@ def run(folder: Path, name: str, layout: dict[str, int], *options: str, **more: 
     paths = {"actor_rollout_ref.model.path": folder / "model", "trainer.run_dir": folder / name}
     overrides = OVERRIDES | layout | paths | more
     settings = [f"{key}={value}" for key, value in overrides.items()]
-    run_module("launch.local", *options, *settings)
+    run_here(main, *options, *settings)
     return [json.loads(line) for line in RunFolder(folder / name).metrics.read_text().splitlines()]
 
 

@@ -24,8 +24,8 @@ AN_HOUR = "weight_sync.timeout_s=3600.0"
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
-    times = {"POLL_INTERVAL_S": 0.05, "ASK_INTERVAL_S": 0.1, "ANSWER_S": 0.3, "HEALTH_ANSWER_S": 0.3}
-    times |= {"SUSPECT_LIMIT_S": 0.5, "GENERATE_LIMIT_S": 1.0}
+    times = {"POLL_INTERVAL_S": 0.05, "ASK_INTERVAL_S": 0.1, "ANSWER_S": 0.8, "HEALTH_ANSWER_S": 0.8}
+    times |= {"SUSPECT_LIMIT_S": 1.5, "GENERATE_LIMIT_S": 1.5}
     for name, value in times.items():
         monkeypatch.setattr(server_watch, name, value)
     monkeypatch.setattr("megatron_dapo.rollout.supervisor.PUSH_MARGIN_S", 0.0)
