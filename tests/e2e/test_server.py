@@ -137,11 +137,14 @@ def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, 
 def test_a_server_tells_how_full_its_cache_is(server):
     async def read(client: SGLangClient):
         sampling = SamplingParams(max_new_tokens=400, temperature=0.0)
-        running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id="c" * 32))
         busy = 0.0
-        while not running.done() and not busy:  # its scheduler tells of itself now and then
-            busy = await client.kv_used()
-        await running
+        for number in range(50):  # its scheduler tells of itself now and then, perhaps not during the first of them
+            running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=f"c{number:031}"))
+            while not running.done() and not busy:
+                busy = await client.kv_used()
+            await running
+            if busy:
+                break
         return busy, (await client.server_info())["max_total_num_tokens"]
 
     busy, capacity = ask(server, read)
