@@ -167,9 +167,10 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
     least recomputation that fits."""
     specs = [source.actor] if source.critic is None else [source.actor, source.critic]
     num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
+    cp = config.actor_rollout_ref.actor.megatron.context_parallel_size
     for tp in SIZES:
         for pp in SIZES:
-            if num_gpus % (tp * pp) or tp > config.trainer.n_procs_per_node:
+            if num_gpus % (tp * pp * cp) or tp > config.trainer.n_procs_per_node:
                 continue
             if not all(_divides(spec, tp, pp) for spec in specs):
                 continue

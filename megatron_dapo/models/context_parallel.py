@@ -44,12 +44,14 @@ def rank_places(widths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
 class ContextCut:
     """Which tokens of a packed row [T] this rank of the group has.
 
-    places: [T / CP], of this rank's tokens, on the host. on_device: the same there. order: [T], the place of each token
-    of the row in the ranks' parts one after the other, on the device.
+    places: [T / CP], of this rank's tokens, on the host. owners: [T], the rank of each token of the row, on the host.
+    on_device: the places there. order: [T], the place of each token of the row in the ranks' parts one after the other,
+    on the device.
     """
 
     group: dist.ProcessGroup
     places: np.ndarray
+    owners: np.ndarray
     on_device: Tensor
     order: Tensor
 
@@ -58,7 +60,8 @@ class ContextCut:
         """Return the cut of a row whose segments have these widths, each a multiple of 2 x CP."""
         by_rank = [rank_places(widths, rank, group.size()) for rank in range(group.size())]
         own = by_rank[group.rank()]
-        return cls(group, own, to_device(own, device), to_device(np.concatenate(by_rank).argsort(), device))
+        order = np.concatenate(by_rank).argsort()
+        return cls(group, own, order // len(own), to_device(own, device), to_device(order, device))
 
     def part(self, values: Tensor) -> Tensor:
         """Return this rank's part [1, T / CP] of [1, T]."""
@@ -66,7 +69,8 @@ class ContextCut:
 
     def task(self, task: Task) -> Task:
         """Return what this rank's head is asked: the same about this rank's tokens. A count is of the whole
-        micro-batch: the first rank has it, the others have 0."""
+        micro-batch: the rank with the first counted row has it, the others have 0. A head without any row asks for no
+        loss, and would lose it."""
         counted = np.zeros(task.targets_BS.size(1), dtype=bool)
         counted[task.counted_rows] = True
         changes: dict[str, Any] = dict(
@@ -75,7 +79,9 @@ class ContextCut:
         if isinstance(task, LossTask):
             values = {field.name: getattr(task.tokens, field.name) for field in fields(task.tokens)}
             per_token = {name: self.part(v) for name, v in values.items() if isinstance(v, Tensor) and v.dim()}
-            changes["tokens"] = replace(task.tokens, **per_token, count=self.once(task.tokens.count))
+            counts = len(task.counted_rows) > 0 and self.owners[task.counted_rows[0]] == self.group.rank()
+            count = task.tokens.count if counts else torch.zeros_like(task.tokens.count)
+            changes["tokens"] = replace(task.tokens, **per_token, count=count)
         return replace(task, **changes)
 
     def once(self, number: Tensor) -> Tensor:

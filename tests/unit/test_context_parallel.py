@@ -95,6 +95,28 @@ def test_every_counted_token_is_asked_of_one_rank_and_the_count_once():
     assert task.targets_BS.shape == (1, 16)
 
 
+def test_a_rank_without_counted_rows_is_not_the_one_that_has_the_count():
+    """Of a segment of eight, places 0, 1, 6 and 7 are the first rank's: no answer is in them."""
+    (sample,) = make_samples([5])
+    batch = collate([sample], pad_multiple=8, segment_multiple=4)
+    rows = np.array([2, 3])
+    weights = torch.zeros_like(batch.loss_mask)
+    weights[0, rows] = 1
+    tokens = TokenBatch(
+        weights=weights,
+        count=weights.sum(),
+        advantages=batch.advantages,
+        old_log_probs=None,
+        ref_log_probs=None,
+        rollout_log_probs=batch.rollout_log_probs,
+        is_current=weights != 0,
+    )
+    task = LossTask(batch.targets, rows, 1.0, tokens=tokens, loss=LossConfig())
+    asked = [ContextCut.make(batch.widths, Group(rank, 2), torch.device("cpu")).task(task) for rank in range(2)]
+    assert [len(part.counted_rows) for part in asked] == [0, 2]
+    assert [float(part.tokens.count) for part in asked] == [0.0, 2.0]
+
+
 @pytest.fixture(scope="module")
 def layout():
     yield replace(ParallelLayout.initialize(), cp=2)

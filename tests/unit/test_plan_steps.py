@@ -124,6 +124,15 @@ def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypa
         assert pasted.actor_rollout_ref.rollout.max_staleness == candidate.max_staleness
 
 
+def test_the_search_keeps_the_context_parallel_size(small_search):
+    source, config = small_search
+    cut = search.with_keys(config, {f"{search.MEGATRON}.context_parallel_size": 2})
+    layouts = [keys for _, keys in search._layouts(source, cut, assumptions())]
+    names = [f"{search.MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline")]
+    sizes = [[keys[name] for name in names] for keys in layouts]
+    assert sizes and all(16 % (2 * tp * pp) == 0 for tp, pp in sizes)
+
+
 def test_the_search_counts_a_critic_of_another_size(small_search):
     source, _ = small_search
     overrides = ("trainer.nnodes=2", "actor_rollout_ref.rollout.server.nnodes=2", "data.train_batch_size=64")
