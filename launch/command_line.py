@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.validation import load_and_validate
@@ -47,7 +48,8 @@ def require_one_node(config: Config) -> None:
             f"trainer.nnodes = {config.trainer.nnodes}: this command starts the processes of one machine; "
             "set trainer.nnodes=1, or start the run with a cluster's launcher."
         )
-    if nodes := config.actor_rollout_ref.rollout.server.nnodes:
+    nodes = config.actor_rollout_ref.rollout.server.nnodes
+    if nodes and uses_servers(config):
         raise UserError(
             f"actor_rollout_ref.rollout.server.nnodes = {nodes}: this command starts the servers on the trainer's "
             "machine; set it to 0, or start the run with a cluster's launcher."

@@ -7,23 +7,28 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from launch.acceptance.ladder import LADDER
 from launch.acceptance.report import GREEN, NOT_REACHED, RED, SKIPPED, RungResult, summary, write_report
 from launch.acceptance.rung import Attempt, Inputs, Red, Rung
-from launch.acceptance.sizes import sizes_of
-from launch.command_line import checked_config, parse, parser, require_one_node
+from launch.acceptance.sizes import MIN_GPU_BANDWIDTH, SYNTHETIC, measured, sizes_of
+from launch.command_line import STOP_SIGNALS, checked_config, parse, parser, require_one_node
+from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.child_environment import COMMON
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 where every rung is green or skipped, 1 where one is red, 2 for mistakes of the user."""
+    """Return the exit code: 0 where every rung from the first one, or that of --start, is green or skipped; 1 where one
+    is red; 2 for mistakes of the user; 128 + signal where it was asked to stop."""
     os.environ.update(COMMON)
     arguments, overrides = parse(_parser(), argv)
     if arguments.list:
@@ -37,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR_EXIT_CODE
     except KeyboardInterrupt:
         return 130
-    try:
-        results = climb(LADDER, inputs, arguments.start)
-    except KeyboardInterrupt:  # its program was ended, and the report has the rungs before it
-        return 130
+    with StopSignals(STOP_SIGNALS) as stop:
+        results = climb(LADDER, inputs, arguments.start, stop)
     print_line(f"{summary(results)}\nreport: {inputs.folder / 'report.md'}")
-    return FAILED_EXIT_CODE if any(result.state == RED for result in results) else 0
+    if not any(result.state == RED for result in results):
+        return 0
+    return stop.exit_code if stop.received else FAILED_EXIT_CODE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("runs/acceptance"), metavar="DIR", help="a new folder (runs/acceptance)"
     )
     options_parser.add_argument(
-        "--min-bandwidth", type=float, metavar="GB/S", help="floor of the all-reduce; else that of launch.preflight"
+        "--min-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help=f"floor of the all-reduce; else {MIN_GPU_BANDWIDTH:g} on GPUs",
     )
     return options_parser
 
@@ -70,8 +78,9 @@ def _inputs(arguments: argparse.Namespace, overrides: list[str]) -> Inputs:
     """Raises UserError with every mistake."""
     recipe: tuple[str, ...] = ()
     if arguments.config:
-        require_one_node(checked_config(arguments.config, [*overrides, "trainer.synthetic_batch=true"]))
-        recipe = ("--config", arguments.config, *overrides)
+        small = [*overrides, *measured(checked_config(arguments.config, [*overrides, SYNTHETIC]))]
+        require_one_node(checked_config(arguments.config, small))
+        recipe = ("--config", arguments.config, *small)
     elif overrides:
         raise UserError(f"{overrides[0]} sets a key of the recipe to measure; name that with --config FILE.")
     folder = arguments.output.absolute()
@@ -83,8 +92,18 @@ def _inputs(arguments: argparse.Namespace, overrides: list[str]) -> Inputs:
 
 
 def _num_gpus() -> int:
+    """Raises UserError where torch knows no GPUs, but the machine has some that nobody has hidden: else a machine of
+    GPUs would be accepted for what it does on the CPU."""
+    import torch
+
     from launch.preflight.gpus import are_expected
 
+    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None and nvidia_driver.is_loaded() and not are_hidden:
+        raise UserError(
+            f"This machine has an NVIDIA driver, but torch {torch.__version__} knows the CPU alone; run make setup "
+            "PLATFORM=cuda in this folder, or set CUDA_VISIBLE_DEVICES= to climb on the CPU."
+        )
     if not are_expected():
         return 0
     from megatron_dapo.rollout.supervisor import visible_gpus
@@ -92,12 +111,15 @@ def _num_gpus() -> int:
     return len(visible_gpus())
 
 
-def climb(ladder: Sequence[Rung], inputs: Inputs, start: str | None = None) -> list[RungResult]:
+def climb(
+    ladder: Sequence[Rung], inputs: Inputs, start: str | None = None, stop: StopSignals | None = None
+) -> list[RungResult]:
     """Climb rung by rung, up to the first red one; return a result for every rung. Each is shown, and the report is
-    written, as soon as it is known. start: name of the first rung to climb."""
+    written, as soon as it is known. start: name of the first rung to climb. stop: makes the rung red during which a
+    signal comes."""
     first = next((place for place, rung in enumerate(ladder) if rung.name == start), 0)
     results = [_without(rung, NOT_REACHED, f"--start {start}") for rung in ladder[:first]]
-    for result in _results(ladder[first:], inputs):
+    for result in _results(ladder[first:], inputs, stop):
         results.append(result)
         rest = [_without(rung, NOT_REACHED, "") for rung in ladder[len(results) :]]
         write_report(inputs.folder, [*results, *rest], asdict(inputs.sizes))
@@ -105,28 +127,30 @@ def climb(ladder: Sequence[Rung], inputs: Inputs, start: str | None = None) -> l
     return [*results, *(_without(rung, NOT_REACHED, "") for rung in ladder[len(results) :])]
 
 
-def _results(ladder: Sequence[Rung], inputs: Inputs) -> Iterator[RungResult]:
+def _results(ladder: Sequence[Rung], inputs: Inputs, stop: StopSignals | None) -> Iterator[RungResult]:
     for rung in ladder:
         if why := rung.needs(inputs):
             yield _without(rung, SKIPPED, why)
             continue
-        result = _climbed(rung, inputs)
+        result = _climbed(rung, inputs, stop)
         yield result
         if result.state == RED:
             return
 
 
-def _climbed(rung: Rung, inputs: Inputs) -> RungResult:
+def _climbed(rung: Rung, inputs: Inputs, stop: StopSignals | None) -> RungResult:
     start = time.monotonic()
-    attempt = Attempt(rung, inputs)
+    attempt = Attempt(rung, inputs, stop)
     try:
         verdict = rung.climb(attempt)
         state, text, numbers = GREEN, verdict.text, verdict.numbers
     except Red as red:
         state, text, numbers = RED, f"{red}; its log is {attempt.log}", {}
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of whatever kind: the report must name the rung
         state, numbers = RED, {}
-        text = f"its files are not what they should be ({type(error).__name__}: {error}); its log is {attempt.log}"
+        text = f"it could not be judged ({type(error).__name__}: {error}); its log is {attempt.log}"
+        with suppress(OSError):  # a full disk, which may be the error
+            attempt.note(traceback.format_exc())
     seconds = time.monotonic() - start
     return RungResult(
         rung.name, rung.question, state, text, seconds, rung.limit_s, str(attempt.log), attempt.commands, numbers

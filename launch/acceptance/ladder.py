@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from operator import attrgetter
 
 from launch.acceptance import verdicts
 from launch.acceptance.rung import Attempt, Inputs, Rung, RungVerdict
+from launch.acceptance.sizes import MIN_GPU_BANDWIDTH, SYNTHETIC
 from launch.preflight.machine import REPOSITORY
 from megatron_dapo.checkpointing.folders import newest_first
+from megatron_dapo.config.schema import Config
 
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
@@ -20,9 +23,19 @@ _SMALL = (
     "data.train_batch_size=4",
     "data.gen_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # of two optimizer steps: in the second the ratio is not 1
 )
-_SYNTHETIC = "trainer.synthetic_batch=true"
+# the demo's are of a machine that is warm: GPUs compile kernels and capture graphs first, so there the program's own
+_TIMEOUTS = (
+    "actor_rollout_ref.actor.megatron.timeout_s",
+    "actor_rollout_ref.rollout.request_timeout_s",
+    "actor_rollout_ref.rollout.step_timeout_s",
+    "actor_rollout_ref.rollout.server.startup_timeout_s",
+    "weight_sync.timeout_s",
+)
+# Where the ratio moves as far as on the CPU, rounding to bfloat16 decides whether a token whose gradient is most of
+# the norm is clipped (measured: the norm doubled).
+_GPU_LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=1e-5"
 _HEAD, _LOSS = "ours fused,ours composable", "ours (c)"
 
 
@@ -35,11 +48,14 @@ def _environment(attempt: Attempt) -> RungVerdict:
 def _node(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
     file = inputs.folder / "preflight.json"
-    floor = [] if inputs.min_bandwidth is None else ["--min-bandwidth", f"{inputs.min_bandwidth:g}"]
+    gb_s = inputs.min_bandwidth
+    if gb_s is None and inputs.sizes.num_gpus:
+        gb_s = MIN_GPU_BANDWIDTH
+    floor = [] if gb_s is None else ["--min-bandwidth", f"{gb_s:g}"]
     attempt.module(
         "launch.preflight",
         *(*DEMO, "--report", str(file), *floor),
-        *_small_run(inputs, "layout", _SYNTHETIC, *inputs.sizes.whole.overrides()),
+        *_small_run(inputs, "layout", SYNTHETIC, *inputs.sizes.whole.overrides()),
     )
     return verdicts.node(json.loads(file.read_text()))
 
@@ -55,8 +71,9 @@ def _kernels(attempt: Attempt) -> RungVerdict:
 
 
 def _gpu_tests(attempt: Attempt) -> RungVerdict:
-    attempt.module("pytest", "-q", "-c", str(REPOSITORY / "tests/gpu/pytest.ini"), str(REPOSITORY / "tests/gpu"))
-    return RungVerdict("kernels, layers and policy on a GPU pass their tests")
+    tests, file = REPOSITORY / "tests/gpu", attempt.inputs.folder / "gpu_tests.xml"
+    attempt.module("pytest", "-q", "-c", str(tests / "pytest.ini"), f"--junitxml={file}", str(tests))
+    return verdicts.gpu_tests(file)
 
 
 def _converters(attempt: Attempt) -> RungVerdict:
@@ -72,7 +89,7 @@ def _layout(attempt: Attempt) -> RungVerdict:
     whole = inputs.sizes.whole
     lines = []
     for name, layout in (("layout", whole), ("one_process", type(whole)())):
-        attempt.module("launch.local", *DEMO, *_small_run(inputs, name, _SYNTHETIC, *layout.overrides()))
+        attempt.module("launch.local", *DEMO, *_small_run(inputs, name, *_synthetic(inputs), *layout.overrides()))
         lines.append(verdicts.records(inputs.run(name).metrics, NUM_STEPS))
     verdict = verdicts.layout(lines[0], lines[1], inputs.sizes.num_gpus > 0)
     return RungVerdict(f"{whole} and one process: {verdict.text}", verdict.numbers)
@@ -92,7 +109,7 @@ def _servers(attempt: Attempt) -> RungVerdict:
 
 def _resume(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
-    own = (_SYNTHETIC, "trainer.save_interval=1", *inputs.sizes.resumed.overrides())
+    own = (*_synthetic(inputs), "trainer.save_interval=1", *inputs.sizes.resumed.overrides())
     killed = inputs.run("killed")
 
     def is_saved() -> bool:
@@ -100,9 +117,11 @@ def _resume(attempt: Attempt) -> RungVerdict:
 
     attempt.module("launch.local", *DEMO, *_small_run(inputs, "whole", *own))
     attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, "killed", *own), when=is_saved)
+    saved = verdicts.saved_before_the_kill(killed.checkpoints, NUM_STEPS)
     attempt.module("launch.local", *DEMO, *_small_run(inputs, "killed", "trainer.resume=required", *own))
+    verdicts.resumed_after(killed.log("checkpoints"), saved)
     after, whole = (verdicts.records(run.metrics, NUM_STEPS) for run in (killed, inputs.run("whole")))
-    return verdicts.resumed(after, whole, inputs.sizes.num_gpus > 0)
+    return verdicts.resumed(after, whole, saved, inputs.sizes.num_gpus > 0)
 
 
 def _throughput(attempt: Attempt) -> RungVerdict:
@@ -112,7 +131,6 @@ def _throughput(attempt: Attempt) -> RungVerdict:
         return verdicts.throughput(lines, "the demo's model")
     run = inputs.run("recipe")
     own = (
-        _SYNTHETIC,
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.logger=[jsonl]",
         "trainer.save_interval=-1",
@@ -122,7 +140,17 @@ def _throughput(attempt: Attempt) -> RungVerdict:
 
 
 def _small_run(inputs: Inputs, name: str, *more: str) -> Sequence[str]:
-    return (*_SMALL, f"trainer.run_dir={inputs.run(name).path}", *more)
+    timeouts = _default_timeouts() if inputs.sizes.num_gpus else ()
+    return (*_SMALL, *timeouts, f"trainer.run_dir={inputs.run(name).path}", *more)
+
+
+def _synthetic(inputs: Inputs) -> Sequence[str]:
+    return (SYNTHETIC, _GPU_LEARNING_RATE) if inputs.sizes.num_gpus else (SYNTHETIC,)
+
+
+def _default_timeouts() -> Sequence[str]:
+    defaults = Config()
+    return [f"{key}={attrgetter(key)(defaults):g}" for key in _TIMEOUTS]
 
 
 def _no_gpus(inputs: Inputs) -> str | None:

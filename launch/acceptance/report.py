@@ -40,8 +40,11 @@ def summary(results: Sequence[RungResult]) -> str:
         if result.state == RED:
             return f"RED at {result.name} after {total}: {result.text}"
     missing = ", ".join(result.name for result in results if result.state == NOT_REACHED)
-    if missing:
+    if results[-1].state == NOT_REACHED:
         return f"NOT ACCEPTED after {total}: green so far, without {missing}"
+    if missing:
+        first = next(result.name for result in results if result.state != NOT_REACHED)
+        return f"GREEN from {first} on in {total}, not a whole acceptance: without {missing}"
     skipped = ", ".join(result.name for result in results if result.state == SKIPPED)
     return f"ACCEPTED in {total}" + (f"; skipped: {skipped}" if skipped else "")
 

@@ -14,6 +14,7 @@ import psutil
 from launch.acceptance.sizes import Sizes
 from launch.preflight.machine import REPOSITORY
 from megatron_dapo.common.exit_codes import exit_phrase
+from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.rollout.child_process import ChildProcess
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -56,7 +57,8 @@ class Inputs:
     """What the ladder was asked for.
 
     folder: of the report, the logs and the runs. recipe: config file and overrides of the run that is measured; none =
-    the demo's. min_bandwidth: floor of the all-reduce in GB/s; none = the preflight's own.
+    the demo's. min_bandwidth: floor of the all-reduce in GB/s; none = `MIN_GPU_BANDWIDTH` on GPUs, else the
+    preflight's own.
     """
 
     sizes: Sizes
@@ -70,9 +72,10 @@ class Inputs:
 
 
 class Attempt:
-    """A rung that is being climbed. What its programs write is in one log file."""
+    """A rung that is being climbed. What its programs write is in one log file. stop: ends it when a signal came."""
 
-    def __init__(self, rung: Rung, inputs: Inputs) -> None:
+    def __init__(self, rung: Rung, inputs: Inputs, stop: StopSignals | None = None) -> None:
+        self._stop = stop
         self.inputs = inputs
         self.commands: list[str] = []  # as a shell takes them
         self.log = inputs.folder / "logs" / f"{rung.name}.log"
@@ -84,7 +87,7 @@ class Attempt:
         child = self._start(name, arguments)
         try:
             while (code := child.poll()) is None:
-                self._check_time(name)
+                self._check(name)
                 time.sleep(_POLL_S)
         finally:
             child.stop(_GRACE_S)
@@ -99,22 +102,28 @@ class Attempt:
             while not when():
                 if (code := child.poll()) is not None:
                     raise Red(f"{name} {exit_phrase(code)} before it could be killed")
-                self._check_time(name)
+                self._check(name)
                 time.sleep(_WATCH_S)
             _kill_family(child.pid)
         finally:
             child.stop(_GRACE_S)
 
+    def note(self, text: str) -> None:
+        """Write lines of the ladder's own to the rung's log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(text)
+
     def _start(self, name: str, arguments: Sequence[str]) -> ChildProcess:
         command = [sys.executable, "-m", name, *arguments]
         self.commands.append(shlex.join(["python", *command[1:]]))
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"$ {self.commands[-1]}\n")
+        self.note(f"$ {self.commands[-1]}\n")
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         return ChildProcess(name, command, self.log, os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
 
-    def _check_time(self, name: str) -> None:
+    def _check(self, name: str) -> None:
+        if self._stop and self._stop.received:
+            raise Red(f"{name} was ended, since the ladder was asked to stop by {self._stop.received.name}")
         if time.monotonic() > self._deadline:
             raise Red(f"{name} had not ended after the rung's {self._rung.limit_s:g} s")
 

@@ -3,9 +3,19 @@
 from dataclasses import dataclass
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema import Config
 
 _MEGATRON = "actor_rollout_ref.actor.megatron"
 _SERVER = "actor_rollout_ref.rollout.server"
+
+SYNTHETIC = "trainer.synthetic_batch=true"
+
+MIN_GPU_BANDWIDTH = 150.0
+"""GB/s of bus bandwidth that the all-reduce of one node's GPUs must reach, without --min-bandwidth. It needs NVLink:
+PCIe 5.0 x16, over which NCCL goes on where NVLink is broken, carries 64 GB/s in a direction at most (PCI-SIG). It is
+half of what an A100's NVLink carries in a direction and a third of an H100's (`megatron_dapo.planner.hardware`)."""
+
+_MEASURED_PROMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -78,3 +88,13 @@ def sizes_of(num_gpus: int) -> Sizes:
         f"This machine offers {num_gpus} GPU, but the ladder needs 2, one for the trainer and one for a server; ask "
         f"the scheduler for more, or hide it with CUDA_VISIBLE_DEVICES= to climb on the CPU."
     )
+
+
+def measured(config: Config) -> list[str]:
+    """Return the keys that make a step of a recipe small enough to be measured in minutes: synthetic batches of 64
+    prompts, or as near to that as whole mini-batches come, but no more than the recipe's own. An optimizer step, and
+    with it the memory and the tokens per second, stays as it is."""
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    prompts = min(config.data.train_batch_size, -(-_MEASURED_PROMPTS // mini) * mini)
+    # a gen batch has no meaning here, and would have to be as large as the batch where nothing is filtered
+    return [SYNTHETIC, f"data.train_batch_size={prompts}", "data.gen_batch_size=null"]

@@ -44,4 +44,4 @@ def test_a_machine_that_is_well_is_accepted(tmp_path, capsys, monkeypatch):
     runs = tmp_path / "new" / "runs"
     for name in ("layout", "one_process", "servers", "whole", "killed"):
         assert [line["step"] for line in read_metrics(runs / name / "metrics.jsonl")] == list(range(1, NUM_STEPS + 1))
-    assert "Resumed after step" in (runs / "killed" / "logs" / "checkpoints.log").read_text()
+    assert "resumed after " in next(each["text"] for each in report["rungs"] if each["name"] == "resume")

@@ -1,26 +1,31 @@
 """The ladder of acceptance: verdicts follow from exit codes and files, and the first red rung is the last."""
 
 import json
-import math
+import signal
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from launch.acceptance import verdicts
+import launch.acceptance.__main__ as command
 from launch.acceptance.__main__ import climb, main
 from launch.acceptance.ladder import LADDER
 from launch.acceptance.report import GREEN, NOT_REACHED, RED, SKIPPED
 from launch.acceptance.rung import Attempt, Inputs, Red, Rung, RungVerdict
-from launch.acceptance.sizes import Layout, Sizes, sizes_of
+from launch.acceptance.sizes import Layout, Sizes, measured, sizes_of
+from launch.preflight.machine import REPOSITORY
 from launch.preflight.nodes import NodeFinding
+from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.signals import StopSignals
+from megatron_dapo.config.derived import num_optimizer_steps_per_rollout_step
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
 
 pytestmark = pytest.mark.unit
 
 SIZES = Sizes(0, Layout(), Layout(), Layout(), num_servers=1)
-STEP = {"actor/loss": 0.5, "actor/grad_norm": 2.0, "actor/entropy": 3.0, "actor/rollout_kl": -0.25}
 
 
 def green(attempt: Attempt) -> RungVerdict:
@@ -69,24 +74,37 @@ def test_a_climb_that_starts_higher_up_accepts_nothing(inputs):
     results = climb([rung("a", red), rung("b"), rung("c")], inputs, start="b")
     assert [result.state for result in results] == [NOT_REACHED, GREEN, GREEN]
     assert not report(inputs)["is_accepted"]
-    assert report(inputs)["summary"] == "NOT ACCEPTED after 0 s: green so far, without a"
+    assert report(inputs)["summary"] == "GREEN from b on in 0 s, not a whole acceptance: without a"
+
+
+@pytest.mark.parametrize(
+    ("start", "code", "verdict"), [("a", 0, "ACCEPTED"), ("b", 0, "GREEN from b"), ("c", 1, "RED")]
+)
+def test_the_exit_code_is_of_the_rungs_from_the_first_on(start, code, verdict, monkeypatch, capsys, tmp_path):
+    ladder = (rung("a"), rung("b"), rung("c", red if start == "c" else green))
+    monkeypatch.setattr(command, "LADDER", ladder)
+    assert main(["--start", start, "--output", str(tmp_path / "new")]) == code
+    assert capsys.readouterr().out.splitlines()[-2].startswith(verdict)
 
 
 def test_a_report_is_there_after_every_rung(inputs):
     def look(attempt: Attempt) -> RungVerdict:
         assert [each["state"] for each in report(inputs)["rungs"]] == [GREEN, NOT_REACHED]
         assert not report(inputs)["is_accepted"]
+        assert report(inputs)["summary"] == "NOT ACCEPTED after 0 s: green so far, without b"
         return RungVerdict("")
 
     assert climb([rung("a"), rung("b", look)], inputs)[1].state == GREEN
 
 
-def test_files_that_cannot_be_judged_make_their_rung_red(inputs):
+@pytest.mark.parametrize("error", [KeyError("actor/loss"), TypeError("must be real number"), RuntimeError("no idea")])
+def test_a_rung_that_cannot_be_judged_is_red_and_its_log_has_the_traceback(error, inputs):
     def judge(attempt: Attempt) -> RungVerdict:
-        return verdicts.layout([{}], [STEP], on_gpus=False)
+        raise error
 
     (result,) = climb([rung("a", judge)], inputs)
-    assert result.state == RED and result.text.startswith("its files are not what they should be (KeyError: ")
+    assert result.state == RED and result.text.startswith(f"it could not be judged ({type(error).__name__}: ")
+    assert "Traceback" in Path(result.log).read_text() and report(inputs)["summary"].startswith("RED at a ")
 
 
 @pytest.fixture
@@ -110,6 +128,24 @@ def test_a_program_that_does_not_end_is_ended_at_the_rungs_limit(inputs, modules
     assert result.text.startswith("sleeping had not ended after the rung's 0.2 s") and time.monotonic() - start < 15
 
 
+ASKING = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+
+
+def test_a_signal_ends_the_program_and_the_report_names_the_rung(inputs, modules):
+    (modules / "asking.py").write_text(ASKING)
+    with StopSignals([signal.SIGTERM]) as stop:
+        results = climb([rung("a"), rung("b", lambda attempt: attempt.module("asking")), rung("c")], inputs, stop=stop)
+    assert [result.state for result in results] == [GREEN, RED, NOT_REACHED]
+    words = "asking was ended, since the ladder was asked to stop by SIGTERM"
+    assert report(inputs)["summary"].startswith("RED at b") and words in report(inputs)["summary"]
+
+
+def test_the_exit_code_tells_of_the_signal(monkeypatch, tmp_path, modules):
+    (modules / "asking.py").write_text(ASKING)
+    monkeypatch.setattr(command, "LADDER", (rung("a", lambda attempt: attempt.module("asking")),))
+    assert main(["--output", str(tmp_path / "new")]) == 143
+
+
 def test_a_program_is_killed_with_what_it_started_at_the_moment_that_was_asked_for(inputs, modules):
     started = modules / "started"
     child = f"open({str(started)!r}, 'w').close(); import time; time.sleep(600)"
@@ -130,131 +166,6 @@ def test_a_program_that_ends_before_it_is_killed_shows_nothing(inputs, modules):
         Attempt(rung("a"), inputs).module_killed("short", when=lambda: False)
 
 
-def metrics(tmp_path: Path, *lines: dict) -> Path:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(STEP | {"time": 0.0} | line) + "\n" for line in lines))
-    return file
-
-
-def test_a_run_must_have_written_each_of_its_steps_with_finite_numbers(tmp_path):
-    assert len(verdicts.records(metrics(tmp_path, {"step": 1}, {"step": 2}), 2)) == 2
-    for lines, words in (
-        ([{"step": 1}], "has the steps \\[1\\], not those from 1 to 2"),
-        ([{"step": 1}, {"step": 2, "actor/grad_norm": math.nan}], "actor/grad_norm of step 2 is nan"),
-    ):
-        with pytest.raises(Red, match=words):
-            verdicts.records(metrics(tmp_path, *lines), 2)
-    with pytest.raises(Red, match="wrote no"):
-        verdicts.records(tmp_path / "none", 2)
-
-
-def test_a_layout_may_differ_by_rounding_alone():
-    assert verdicts.layout([STEP | {"actor/grad_norm": 2.0001}], [STEP], on_gpus=False).numbers["grad_norm"] == 2.0001
-    for name in verdicts.COMPARED:
-        with pytest.raises(Red, match=name):
-            verdicts.layout([STEP | {name: STEP[name] * 1.001}], [STEP], on_gpus=False)
-        with pytest.raises(Red, match=name):
-            verdicts.layout([STEP | {name: STEP[name] * 1.2}], [STEP], on_gpus=True)
-        with pytest.raises(Red, match=name):
-            verdicts.layout([STEP | {name: math.nan}], [STEP], on_gpus=True)
-
-
-def test_a_resumed_run_is_the_same_to_the_bit_on_a_cpu():
-    steps = [STEP | {"step": 1}, STEP | {"step": 2}]
-    assert "2 steps, the same bits" in verdicts.resumed(steps, steps, on_gpus=False).text
-    changed = [steps[0], steps[1] | {"actor/loss": math.nextafter(0.5, 1)}]
-    with pytest.raises(Red, match="actor/loss of step 2 is 0.5"):
-        verdicts.resumed(changed, steps, on_gpus=False)
-    assert "but for rounding" in verdicts.resumed(changed, steps, on_gpus=True).text
-
-
-SERVED = {
-    "step": 1,
-    "weight_sync/num_servers": 2,
-    "weight_sync/verify_s": 0.1,
-    "time/weight_sync": 0.2,
-    "actor/rollout_abs_diff": 1e-7,
-    "reward/mean": 0.5,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"weight_sync/num_servers": 1}, "after step 1 1 of 2 servers held the weights, read back"),
-        ({"weight_sync/verify_s": None}, "2 of 2 servers held the weights, not read back"),
-        ({"actor/rollout_abs_diff": 0.1}, "servers and trainer differ by 1.0e-01"),
-        ({"actor/rollout_abs_diff": None}, "no step had tokens"),
-    ],
-)
-def test_servers_must_have_the_weights_and_agree(change, words):
-    assert verdicts.servers([SERVED], 2, on_gpus=False).numbers["push_s"] == 0.2
-    line = {name: value for name, value in (SERVED | change).items() if value is not None}
-    with pytest.raises(Red, match=words):
-        verdicts.servers([line], 2, on_gpus=False)
-
-
-def test_a_model_must_come_back_byte_for_byte_and_whole(tmp_path):
-    source, back = tmp_path / "source", tmp_path / "back"
-    for folder in (source, back):
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_bytes(b"weights")
-    (source / "README.md").write_text("not a part of the model")
-    assert verdicts.round_trip(source, back).numbers == {"bytes": 9}
-    (back / "model.safetensors").write_bytes(b"weightz")
-    with pytest.raises(Red, match="byte for byte"):
-        verdicts.round_trip(source, back)
-    (back / "model.safetensors").unlink()
-    with pytest.raises(Red, match="model.safetensors of .* did not come back"):
-        verdicts.round_trip(source, back)
-
-
-def measured(dtype: str, failure: str | None = None, **errors: float) -> dict:
-    row = {"provider": "ours", "failure": failure, "errors": errors}
-    return {"results": [{"shape": {"name": "7B"}, "dtype": dtype, "rows": [row]}]}
-
-
-def test_kernels_must_be_near_float64():
-    head, loss = dict.fromkeys(verdicts.HEAD_BOUNDS["bfloat16"], 1e-6), {"loss_sum_rel": 1e-7}
-    good = measured("bfloat16", **head), measured("float32", **loss)
-    assert verdicts.kernels(*good).numbers["head/log_prob_max"] == 1e-6
-    for bad, words in (
-        ((measured("bfloat16", **head | {"log_prob_max": 1e-3}), good[1]), "ours at 7B: log_prob_max is 1.0e-03"),
-        ((measured("bfloat16", **head | {"entropy_max": math.nan}), good[1]), "entropy_max is nan"),
-        ((measured("bfloat16", "out of memory", **head), good[1]), "ours at 7B: out of memory"),
-        ((good[0], measured("float32")), "the loss was not compared"),
-    ):
-        with pytest.raises(Red, match=words):
-            verdicts.kernels(*bad)
-
-
-def test_programs_that_see_other_gpus_than_the_ladder_are_noticed():
-    versions = dict.fromkeys("torch megatron-core sglang transformer-engine".split(), "1")
-    assert verdicts.environment({"gpus": ["H100"] * 8, "versions": versions}, 8).text.startswith("8 x H100; torch 1")
-    for gpus, planned in (([], 8), (["H100"], 0)):
-        with pytest.raises(Red, match=f"see {len(gpus)} GPUs, the ladder was planned for {planned}"):
-            verdicts.environment({"gpus": gpus, "versions": versions}, planned)
-
-
-def test_the_preflights_table_must_have_an_all_reduce_and_no_problem():
-    reduced, limits = NodeFinding("n1", "all-reduce", "300 GB/s over 8 ranks"), NodeFinding("n1", "limits", "few")
-    assert verdicts.node([asdict(limits), asdict(reduced)]).text == "all-reduce 300 GB/s over 8 ranks"
-    with pytest.raises(Red, match="measured no all-reduce"):
-        verdicts.node([asdict(limits)])
-    with pytest.raises(Red, match="raise them"):
-        verdicts.node([asdict(reduced), asdict(replace(limits, problem="raise them"))])
-
-
-def test_speed_is_the_median_without_the_first_step_and_none_is_red():
-    name = "perf/update_tokens_per_s_per_gpu"
-    lines = [{name: value} for value in (1.0, 30.0, 10.0, 20.0)]
-    verdict = verdicts.throughput(lines, "it")
-    assert verdict.numbers == {name: 20.0} and verdict.text == "it: 20 tokens/s per rank of updates"
-    with pytest.raises(Red, match="no tokens per second"):
-        verdicts.throughput([{}, {}], "it")
-
-
 def test_the_sizes_fit_the_gpus():
     for num_gpus in (2, 3, 4, 8, 16):
         sizes = sizes_of(num_gpus)
@@ -264,6 +175,122 @@ def test_the_sizes_fit_the_gpus():
         assert (sizes.whole, sizes.num_servers) == (Layout(2, 2, 2), 2)
     with pytest.raises(UserError, match="offers 1 GPU, but the ladder needs 2"):
         sizes_of(1)
+
+
+class RecordingAttempt:
+    """Stands for an Attempt: remembers the arguments of each program, and writes what the programs would."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.arguments: list[tuple[str, ...]] = []
+
+    def module(self, name: str, *arguments: str) -> None:
+        self.arguments.append(arguments)
+        if name == "launch.preflight":
+            finding = asdict(NodeFinding("n1", "all-reduce", "300 GB/s"))
+            (self.inputs.folder / "preflight.json").write_text(json.dumps([finding]))
+
+    def module_killed(self, name: str, *arguments: str, when) -> None:
+        self.arguments.append(arguments)
+
+
+def climbed(name: str, inputs: Inputs) -> list[tuple[str, ...]]:
+    """Return the arguments of the programs of a rung, which gets no further than its first file."""
+    (rung,) = [rung for rung in LADDER if rung.name == name]
+    attempt = RecordingAttempt(inputs)
+    try:
+        rung.climb(attempt)
+    except (OSError, Red):
+        assert name != "node"
+    return attempt.arguments
+
+
+def test_gpus_of_one_node_must_add_faster_than_they_could_without_nvlink(inputs):
+    """PCIe 5.0 x16 carries 64 GB/s in a direction; an A100's NVLink 300."""
+    on_gpus = replace(inputs, sizes=sizes_of(8))
+
+    def floor(inputs: Inputs) -> float | None:
+        (arguments,) = climbed("node", inputs)
+        place = arguments.index("--min-bandwidth") if "--min-bandwidth" in arguments else None
+        return None if place is None else float(arguments[place + 1])
+
+    assert floor(inputs) is None and 2 * 64 < floor(on_gpus) < 300
+    assert floor(replace(on_gpus, min_bandwidth=5.0)) == 5.0 and floor(replace(on_gpus, min_bandwidth=0.0)) == 0.0
+
+
+def config_of(arguments: tuple[str, ...]) -> Config:
+    place = arguments.index("--config")
+    assert arguments[:place] == ()
+    return load_config(arguments[place + 1], arguments[place + 2 :])
+
+
+def test_the_compared_runs_take_two_optimizer_steps_so_that_old_log_probs_count(inputs):
+    for name in ("layout", "resume"):
+        assert num_optimizer_steps_per_rollout_step(config_of(climbed(name, inputs)[0])) == 2
+
+
+def test_the_ratio_moves_less_where_bfloat16_decides_who_is_clipped(inputs):
+    for sizes, rate in ((sizes_of(0), 2e-4), (sizes_of(8), 1e-5)):
+        for name in ("layout", "resume"):
+            config = config_of(climbed(name, replace(inputs, sizes=sizes))[0])
+            assert config.actor_rollout_ref.actor.optim.lr == rate
+
+
+def test_cold_gpus_have_the_programs_own_timeouts(inputs):
+    def timeouts(inputs: Inputs) -> list[float]:
+        config = config_of(climbed("layout", inputs)[0])
+        rollout = config.actor_rollout_ref.rollout
+        megatron = config.actor_rollout_ref.actor.megatron
+        return [megatron.timeout_s, config.weight_sync.timeout_s, rollout.server.startup_timeout_s]
+
+    assert timeouts(inputs) == [120, 60, 400]
+    assert timeouts(replace(inputs, sizes=sizes_of(8))) == [600, 300, 900]
+
+
+@pytest.mark.parametrize(("train", "mini", "prompts"), [(512, 32, 64), (480, 48, 96), (512, 512, 512), (16, 8, 16)])
+def test_a_measured_step_has_64_prompts_or_the_whole_mini_batches_nearest_to_that(train, mini, prompts):
+    sizes = [f"data.train_batch_size={train}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
+    small = load_config(None, [*sizes, *measured(load_config(None, sizes))])
+    assert (small.data.train_batch_size, small.data.gen_batch_size) == (prompts, None) and small.trainer.synthetic_batch
+
+
+def test_the_command_of_the_documentation_measures_a_recipe_that_has_server_nodes(monkeypatch, tmp_path):
+    """As docs/acceptance.md has it, but with a model that is here, which is cut for fewer ranks and shorter texts."""
+    words = (REPOSITORY / "docs" / "acceptance.md").read_text().partition("--config ")[2].partition("\n")[0].split()
+    assert words[0] == "configs/dapo_7b.yaml" and words[1].startswith("actor_rollout_ref.model.path=")
+    (rung,) = [rung for rung in LADDER if rung.name == "throughput"]
+    seen = []
+
+    def look(attempt: Attempt) -> RungVerdict:
+        seen.append(attempt.inputs.recipe)
+        return green(attempt)
+
+    monkeypatch.setattr(command, "LADDER", (replace(rung, climb=look),))
+    here = [
+        f"actor_rollout_ref.model.path={REPOSITORY / 'examples' / 'arithmetic' / 'base'}",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.use_transformer_engine=off",
+        "actor_rollout_ref.actor.megatron.recompute_granularity=none",
+        "data.max_prompt_length=8",
+        "data.max_response_length=40",
+        "algorithm.dapo.overlong_reward_shaping.buffer_len=10",
+    ]
+    recipe = str(REPOSITORY / words[0])
+    assert main(["--config", recipe, *here, "--output", str(tmp_path / "new")]) == 0
+    config = config_of(seen[0])
+    assert config.data.train_batch_size == 64 and config.actor_rollout_ref.rollout.server.nnodes == 1
+
+
+def test_a_machine_with_gpus_is_not_accepted_by_a_torch_that_knows_none(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr(nvidia_driver, "VERSION_FILE", tmp_path)
+    monkeypatch.setattr(command, "LADDER", (rung("a"),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["--output", str(tmp_path / "new")]) == 2
+    assert "knows the CPU alone; run make setup PLATFORM=cuda" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["--output", str(tmp_path / "new")]) == 0
 
 
 def test_without_a_run_to_measure_there_is_no_speed(inputs):

@@ -230,6 +230,10 @@ def test_server_nodes_are_refused_with_the_cure(tmp_path):
         require_one_node(nodes)
 
 
+def test_server_nodes_of_a_run_that_starts_no_servers_are_none():
+    require_one_node(load_config(None, ["actor_rollout_ref.rollout.server.nnodes=1", "trainer.synthetic_batch=true"]))
+
+
 def test_log_files_go_to_the_log_folder_where_one_is_given(tmp_path):
     chosen = config(tmp_path, f"trainer.log_dir={tmp_path / 'attempt'}")
     assert run_local(chosen, rank_script("print('here', file=sys.stderr)")) == 0
