@@ -12,9 +12,10 @@ from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import replaces_groups, uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.measured import MeasuredRun
 from megatron_dapo.forecast.report import time_plan
 from megatron_dapo.forecast.search import ConfigSource, search_report
-from megatron_dapo.forecast.step_time import HAND_OVER_S, Assumptions, run_time
+from megatron_dapo.forecast.step_time import HAND_OVER_S, Assumptions, Factors, run_time
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named
 from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
@@ -45,10 +46,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     lengths = parser.add_argument_group("what the run will meet")
     lengths.add_argument("--mean-length", metavar="TOKENS", type=_positive, help="of responses; 0.3 of the longest")
-    lengths.add_argument("--spread", type=_positive, default=SPREAD, help="deviation of the logarithm of lengths; 0.9")
-    lengths.add_argument("--prompt-length", metavar="TOKENS", type=_positive, default=PROMPT, help="on average; 170")
+    lengths.add_argument("--spread", type=_positive, help="deviation of the logarithm of lengths; 0.9")
+    lengths.add_argument("--prompt-length", metavar="TOKENS", type=_positive, help="on average; 170")
     lengths.add_argument(
         "--acceptance", metavar="SHARE", type=_share, help="groups with signal; 0.45 where others are replaced, else 1"
+    )
+    lengths.add_argument(
+        "--measured",
+        metavar="RUN",
+        type=Path,
+        help="a run's folder: lengths, prompts, acceptance and speeds as it logged them, where no other option says so",
     )
     speeds = parser.add_argument_group("speeds, in place of the estimate's")
     speeds.add_argument(
@@ -130,26 +137,42 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
 
 def assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardware) -> Assumptions:
     """Return what the options, or their defaults, say of the run. Raises UserError."""
-    longest = config.data.max_response_length
-    mean = arguments.mean_length or MEAN_SHARE * longest
-    if mean >= longest:
-        raise UserError(f"--mean-length is {mean:g}, but data.max_response_length is {longest}; give less.")
+    run = MeasuredRun.of(arguments.measured) if arguments.measured else None
     acceptance = arguments.acceptance
     if acceptance is None:
-        acceptance = ACCEPTANCE if replaces_groups(config) else 1.0
+        acceptance = (run.acceptance() if run else ACCEPTANCE) if replaces_groups(config) else 1.0
     if acceptance < 1 and not replaces_groups(config):
         raise UserError(f"--acceptance is {acceptance:g}, but the config replaces no groups; leave it out.")
     if acceptance < 1 and config.actor_rollout_ref.rollout.n < 2:
         raise UserError("actor_rollout_ref.rollout.n is 1: no group of one response carries signal; raise it.")
+    efficiency = Efficiency(**{name: getattr(arguments, f"{name}_efficiency") for name in vars(_EFFICIENCY)})
+    prompt = arguments.prompt_length or (run.prompt() if run else PROMPT)
     return Assumptions(
         hardware,
-        Lengths.with_mean(mean, arguments.spread, longest),
-        round(min(arguments.prompt_length, config.data.max_prompt_length)),
+        _lengths(config.data.max_response_length, arguments, run),
+        round(min(prompt, config.data.max_prompt_length)),
         acceptance,
-        Efficiency(**{name: getattr(arguments, f"{name}_efficiency") for name in vars(_EFFICIENCY)}),
+        efficiency,
         arguments.server_tokens_s,
         arguments.hand_over_us / 1e6,
+        _factors(run, hardware, efficiency),
     )
+
+
+def _lengths(longest: int, arguments: argparse.Namespace, run: MeasuredRun | None) -> Lengths:
+    if run and not arguments.mean_length and not arguments.spread:
+        return run.lengths(longest)
+    mean = arguments.mean_length or (run.lengths(longest).mean if run else MEAN_SHARE * longest)
+    if mean >= longest:
+        raise UserError(f"--mean-length is {mean:g}, but data.max_response_length is {longest}; give less.")
+    return Lengths.with_mean(mean, arguments.spread or SPREAD, longest)
+
+
+def _factors(run: MeasuredRun | None, hardware: Hardware, efficiency: Efficiency) -> Factors:
+    if run is None:
+        return Factors()
+    name, model_json = model_of(run.config, None)
+    return run.factors(model_spec(model_json, source=name), hardware, efficiency)
 
 
 def _positive(text: str) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.schema import Config
-from megatron_dapo.forecast.step_time import Assumptions, RunTime
+from megatron_dapo.forecast.step_time import Assumptions, Factors, RunTime
 
 LABEL_WIDTH = 14
 COLUMN = 12
@@ -44,11 +44,14 @@ def _assumed(assumed: Assumptions, run: RunTime) -> Iterator[str]:
     yield f"{assumed.acceptance:.0%} of the groups carry signal"
     yield f"a server decodes {speed.slots} requests at once, {speed.tokens_per_s:.0f} tokens/s then"
     yield (
-        f"per GPU {hardware.flops / 1e12:.0f} TFLOP/s, memory {hardware.memory_bandwidth / 1e12:.2f} TB/s, links "
+        f"per GPU {hardware.flops / 1e12:.3g} TFLOP/s, memory {hardware.memory_bandwidth / 1e12:.3g} TB/s, links "
         f"{hardware.link_bandwidth / GB:.0f} GB/s, network {hardware.network_bandwidth / GB:.0f} GB/s; of these "
         f"{assumed.efficiency.matmul:.0%}, {assumed.efficiency.memory:.0%}, {assumed.efficiency.link:.0%} and "
         f"{assumed.efficiency.link:.0%}"
     )
+    if assumed.factors != Factors():
+        factors = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in vars(assumed.factors).items())
+        yield f"measured / estimated, by which the estimates are multiplied: {factors}"
 
 
 def table(config: Config, run: RunTime) -> list[str]:

@@ -41,11 +41,23 @@ SEED = 1
 
 
 @dataclass(frozen=True)
+class Factors:
+    """By how much each part takes longer than its estimate: a server's tokens, the update (the critic's too), a pass
+    for log-probs, the hand-over, a push."""
+
+    server: float = 1.0
+    update: float = 1.0
+    log_probs: float = 1.0
+    hand_over: float = 1.0
+    push: float = 1.0
+
+
+@dataclass(frozen=True)
 class Assumptions:
     """What a plan of time has to be told, besides the config and the model's shape.
 
     prompt: mean tokens. acceptance: share of groups that carry signal. server_tokens_per_s: of one server all of whose
-    slots are used; none = by the roofline. hand_over_s: per token of a step.
+    slots are used; none = by the roofline. hand_over_s: per token of a step. factors: of an earlier run.
     """
 
     hardware: Hardware
@@ -55,6 +67,7 @@ class Assumptions:
     efficiency: Efficiency = Efficiency()
     server_tokens_per_s: float | None = None
     hand_over_s: float = HAND_OVER_S
+    factors: Factors = Factors()
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,10 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
     hardware = assumed.hardware
     efficiency = assumed.efficiency
     work = training_work(config, assumed.responses, assumed.prompt)
-    training = training_time(spec, trainer_layout(config, spec), work, hardware, efficiency)
+    factors = assumed.factors
+    training = training_time(spec, trainer_layout(config, spec), work, hardware, efficiency).slower_by(
+        factors.update, factors.log_probs
+    )
     critic_s = 0.0
     if uses_critic(config):
         own = (critic or spec).as_critic()
@@ -116,7 +132,9 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
         layout = replace(trainer_layout(config, own), max_tokens=sizes.max_tokens_per_microbatch)
         mini_batches = ceil_div(config.data.train_batch_size, sizes.ppo_mini_batch_size)
         its_work = replace(work, mini_batches=mini_batches, epochs=sizes.ppo_epochs)
-        its_time = training_time(own, layout, its_work, hardware, efficiency)
+        its_time = training_time(own, layout, its_work, hardware, efficiency).slower_by(
+            factors.update, factors.log_probs
+        )
         critic_s = its_time.score + its_time.update  # values, and its update
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     speed = server_of(config, spec, assumed)
@@ -129,8 +147,8 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
         score=training.score if needs_old_log_probs(config) else 0.0,
         reference=training.score if needs_reference(config) else 0.0,
         critic=critic_s,
-        hand_over=work.num_tokens * assumed.hand_over_s,
-        push=push_s(spec, config.weight_sync.bucket_size_mb, hardware, efficiency),
+        hand_over=work.num_tokens * assumed.hand_over_s * factors.hand_over,
+        push=push_s(spec, config.weight_sync.bucket_size_mb, hardware, efficiency) * factors.push,
         prefill_s=0.0 if config.weight_sync.pause_mode == "in_place" else speed.slots * context * speed.prefill_s,
     )
 
@@ -157,7 +175,9 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
         assumed.hardware,
         assumed.efficiency,
     )
-    return speed if assumed.server_tokens_per_s is None else speed.scaled_to(assumed.server_tokens_per_s)
+    if assumed.server_tokens_per_s is not None:
+        return speed.scaled_to(assumed.server_tokens_per_s)
+    return speed.scaled_to(speed.tokens_per_s / assumed.factors.server)
 
 
 def step_recipe(config: Config, max_staleness: int) -> Recipe:

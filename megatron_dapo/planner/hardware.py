@@ -82,6 +82,9 @@ HARDWARE = {
         _row("B200", 180, 8.0, 900, 50),
         # NVIDIA GB200 NVL72 (2024): 72 GPUs with 13.4 TB and 576 TB/s together, NVLink 130 TB/s
         _row("GB200", 186, 8.0, 900, 50),
+        # One core of a server with AVX-512, in float32: 2.5 GHz x 2 units x 16 numbers x 2 operations; memory and
+        # loopback are orders of magnitude. For plans of runs on a CPU, with what one of them measured.
+        Hardware("cpu", 0.16e12, 12 * GB, 10e9, 2 * GB, 1 * GB),
     )
 }
 

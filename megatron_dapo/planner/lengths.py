@@ -14,6 +14,7 @@ MEAN_SHARE = 0.3
 SPREAD = 0.9
 """Deviation of the logarithm of lengths where nobody gives one."""
 _NORMAL = NormalDist()
+_WIDEST = 3.0  # spread of lengths that is taken for two kinds of responses, short ones and cut ones
 _STEPS = 60  # of the bisection: the median is exact to the last digits of a float
 
 
@@ -40,6 +41,21 @@ class Lengths:
             else:
                 high = middle
         return cls(math.exp((low + high) / 2), sigma, longest)
+
+    @classmethod
+    def with_moments(cls, mean: float, mean_square: float, longest: int) -> "Lengths":
+        """Return the distribution with this mean and this mean square after the cut; where no log-normal has both, with
+        this mean and the spread that comes nearest. Needs 0 < mean <= longest."""
+        if mean_square <= mean**2 or mean >= longest:
+            return cls(mean, 0.0, longest)
+        low, high = 0.0, _WIDEST
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            if cls.with_mean(mean, middle, longest).mean_square < mean_square:
+                low = middle
+            else:
+                high = middle
+        return cls.with_mean(mean, (low + high) / 2, longest)
 
     def sample(self, source: random.Random) -> int:
         """Return one length, at least 1."""

@@ -101,6 +101,17 @@ class TrainingTime:
     score: float
     mfu: float
 
+    def slower_by(self, update: float, score: float) -> "TrainingTime":
+        """Return the times with the update and all its parts, and the score, each multiplied by its factor."""
+        return TrainingTime(
+            update=self.update * update,
+            tensor=self.tensor * update,
+            bubble=self.bubble * update,
+            optimizer=self.optimizer * update,
+            score=self.score * score,
+            mfu=self.mfu / update,
+        )
+
 
 def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
     """Return the layout that a config asks for."""

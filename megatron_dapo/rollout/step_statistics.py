@@ -28,6 +28,7 @@ _MEANS: dict[str, Callable[[Sample], float | None]] = {
     "reward/raw_mean": lambda sample: sample.raw_reward,
     "reward/accuracy": lambda sample: sample.correct,
     "response_length/mean": lambda sample: sample.num_response_tokens,
+    "response_length/mean_square": lambda sample: sample.num_response_tokens**2,
     "rollout/num_turns_mean": lambda sample: sample.num_turns,
 }
 # the same of all samples of a group, replayed ones too

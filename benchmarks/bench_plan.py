@@ -1,0 +1,111 @@
+"""How near a plan of time comes to runs of the demo: the plan is told what one run measured, and then foretells others.
+
+python -m benchmarks.bench_plan [--quick] [--runs FOLDER] [--json FILE]
+
+Lengths and acceptance are inputs of a plan, so each run's own are given. What is foretold are the seconds of a step: by
+the run's own speeds (whether the parts are put together rightly), and by those of the demo as it is.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.report import plain_table, written
+from megatron_dapo.config.derived import replaces_groups
+from megatron_dapo.forecast.measured import MeasuredRun
+from megatron_dapo.forecast.step_time import Assumptions, Factors, run_time
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.planner.hardware import hardware_named
+from megatron_dapo.planner.training_time import Efficiency
+from megatron_dapo.storage.run_folder import RunFolder
+
+# The first one is the demo as it is. All of max_staleness 0: with more, trainer and server would share the two cores.
+VARIANTS = {
+    "the demo": [],
+    "twice the groups": ["data.train_batch_size=32", "data.gen_batch_size=32"],
+    "half the groups": ["data.train_batch_size=8", "data.gen_batch_size=8"],
+    "twice the samples a group": ["actor_rollout_ref.rollout.n=16"],
+    "32 requests at once": ["actor_rollout_ref.rollout.max_concurrency=32"],
+}
+STEPS, QUICK_STEPS = 20, 5
+HARDWARE = hardware_named("cpu")
+
+
+def finished_run(name: str, runs: Path, num_steps: int) -> MeasuredRun:
+    """Run a variant of the demo, unless its folder holds a run that came to its end; return what it measured."""
+    folder = runs / name.replace(" ", "_")
+    if not RunFolder(folder).model.exists():
+        shorter = [f"trainer.run_dir={folder}", f"trainer.total_training_steps={num_steps}"]
+        command = [sys.executable, "-m", "examples.arithmetic.demo", *VARIANTS[name], *shorter]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return MeasuredRun.of(folder)
+
+
+def factors(run: MeasuredRun) -> Factors:
+    """Return how much slower the run was than its estimate."""
+    return run.factors(read_model_spec(run.config.actor_rollout_ref.model.path), HARDWARE, Efficiency())
+
+
+def foretold(run: MeasuredRun, speeds: Factors) -> float:
+    """Return the seconds of a step of the run's config by these speeds."""
+    config = run.config
+    acceptance = run.acceptance() if replaces_groups(config) else 1.0
+    lengths = run.lengths(config.data.max_response_length)
+    assumed = Assumptions(HARDWARE, lengths, round(run.prompt()), acceptance, factors=speeds)
+    return run_time(config, read_model_spec(config.actor_rollout_ref.model.path), assumed, [0]).steps[0].step
+
+
+def measured(runs: Path, num_steps: int) -> list[dict]:
+    """Return a row per variant: seconds of a step, and both plans' shares of them."""
+    finished = {name: finished_run(name, runs, num_steps) for name in VARIANTS}
+    demo = factors(finished["the demo"])
+    rows = []
+    for name, run in finished.items():
+        seconds = run.mean("time/step")
+        own, from_demo = foretold(run, factors(run)), foretold(run, demo)
+        rows.append(
+            {
+                "run": name,
+                "num_steps": len(run.records),
+                "seconds_per_step": seconds,
+                "foretold_by_itself": own,
+                "foretold_by_the_demo": from_demo,
+                "ratio_by_itself": own / seconds,
+                "ratio_by_the_demo": from_demo / seconds,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict]):
+    """Return one line per variant."""
+    lines = plain_table("seconds of a step", ("run", "measured", "by its own speeds", "by the demo's speeds"))
+    for row in rows:
+        own, from_demo = (
+            f"{row[f'foretold_{by}']:.2f} s ({row[f'ratio_{by}']:.2f})" for by in ("by_itself", "by_the_demo")
+        )
+        lines.add_row(row["run"], f"{row['seconds_per_step']:.2f} s", own, from_demo)
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps each")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep the runs; those that it has are not repeated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="plan-") as temporary:
+        rows = measured(options.runs or Path(temporary), QUICK_STEPS if options.quick else STEPS)
+    Console(highlight=False, width=120).print(table(rows))
+    written("plan", torch.device("cpu"), rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
