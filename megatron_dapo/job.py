@@ -38,6 +38,7 @@ from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
+from megatron_dapo.telemetry.machine import write_machine
 from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training.advantages import estimate_advantages
@@ -46,6 +47,7 @@ from megatron_dapo.training.distribute import StepDistributor, StepShard
 from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.roles import make_critic, make_reference
+from megatron_dapo.training.token_dumps import TokenDumps
 from megatron_dapo.weight_sync.sync import NoServers, WeightSync
 
 Answer = TypeVar("Answer")
@@ -86,7 +88,8 @@ class Job:
         self._num_rejoins = 0  # of servers, in pushes between two steps
         self._num_optimizer_steps = 0  # of the last step
         self._max_mismatch = max_mismatch(config)
-        self._servers_of: list[tuple[str, ...]] = []  # of each of the step's samples, by sample_id; on rank 0
+        self._token_dumps = TokenDumps(config, layout, run)
+        self._groups: list[Group] | None = None  # of the step, on rank 0
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
         critics = [_trained(CRITIC, critic) for critic in self.critic.models]
@@ -122,7 +125,7 @@ class Job:
 
     def distribute(self, step: int, groups: list[Group] | None) -> StepShard:
         self._poll_save()
-        self._servers_of = [sample.servers for group in groups or () for sample in group.samples]
+        self._groups = groups
         with self.telemetry.phase("distribute"):
             return self.distributor(step, groups)
 
@@ -135,7 +138,10 @@ class Job:
                 self._refuse_foreign(step, shard, self.policy.mean_mismatch(shard.mini_batches, step - 1))
         shard = self.critic.score(shard)
         with self.telemetry.phase("advantages"):
-            return estimate_advantages(shard, self.kl_controller, self.config, self.layout)
+            shard, metrics = estimate_advantages(shard, self.kl_controller, self.config, self.layout)
+        with self.telemetry.phase("distribute"):
+            self._token_dumps.write(step, self._groups, shard.mini_batches)
+        return shard, metrics
 
     def update_critic(self, shard: StepShard) -> dict[str, float]:
         """Take the critic's optimizer steps, where there is a critic; return its metrics."""
@@ -166,9 +172,8 @@ class Job:
         with self._saved_if_lost(step - 1):
             shares = self.policy.mismatch_by_sample(shard.mini_batches, weight_version=step - 1)
             agreement = self.layout.agreement
-            raise ForeignSamples(
-                agreement.leader("rollout", foreign_samples, step, mean, limit, shares, self._servers_of)
-            )
+            servers_of = [sample.servers for group in self._groups or () for sample in group.samples]
+            raise ForeignSamples(agreement.leader("rollout", foreign_samples, step, mean, limit, shares, servers_of))
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Send the current weights to the servers that are there.
@@ -392,7 +397,7 @@ def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, own_wat
         rollout = start_rollout(config) if is_leader else RolloutFollower()
         stack.callback(rollout.close)
         own_watchdog.on_alarm = rollout.dump_stacks
-        telemetry = _telemetry(config, run, start) if is_leader else NullTelemetry()
+        telemetry = _telemetry(config, run, start, layout) if is_leader else NullTelemetry()
         stack.callback(telemetry.close)
         job = Job(config, layout, telemetry, rollout, run, start)
         stack.callback(job.weights.close)
@@ -401,7 +406,8 @@ def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, own_wat
         yield job
 
 
-def _telemetry(config: Config, run: RunFolder, start: Start) -> Telemetry:
-    """Write the resolved config into the run folder, and open the sinks there."""
+def _telemetry(config: Config, run: RunFolder, start: Start, layout: ParallelLayout) -> Telemetry:
+    """Write the resolved config and what the run computes on into the run folder, and open the sinks there."""
     write_whole(run.create().config, to_yaml(config))
+    write_machine(run.machine, layout.world_size)
     return Telemetry(config, run, start.step if start.folder else None)

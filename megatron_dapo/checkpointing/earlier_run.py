@@ -38,6 +38,6 @@ def remove_later_dumps(run: RunFolder, step: int) -> list[int]:
 
 
 def _dumps(folder: Path) -> dict[Path, int]:
-    """Return the files of one rollout step each, with the step."""
-    names = {path: re.fullmatch(r"step_(\d{6,})\.(jsonl|json\.gz)", path.name) for path in folder.glob("step_*")}
+    """Return the files of one rollout step each, with the step: samples, their tokens, batches."""
+    names = {path: re.fullmatch(r"step_(\d{6,})\.(jsonl|npz|json\.gz)", path.name) for path in folder.glob("step_*")}
     return {path: int(name[1]) for path, name in names.items() if name}

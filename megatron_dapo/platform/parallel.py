@@ -210,6 +210,28 @@ class ParallelLayout:
             work.wait()
         return own.numpy()
 
+    def collect(self, own: np.ndarray, senders: Sequence[int]) -> list[np.ndarray]:
+        """Return, on rank 0, what each of these ranks brings, in their order; [] elsewhere. Ranks that are not among
+        them do not wait.
+
+        Args:
+            own: bytes of this rank, uint8, of any length.
+            senders: ranks, the same on all of them.
+        """
+        if self.rank == 0:
+            return [own if sender == 0 else self._receive(sender) for sender in senders]
+        if self.rank in senders:
+            dist.send(torch.tensor([len(own)]), 0, group=self.cpu_group)
+            dist.send(torch.from_numpy(own), 0, group=self.cpu_group)
+        return []
+
+    def _receive(self, sender: int) -> np.ndarray:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, sender, group=self.cpu_group)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(content, sender, group=self.cpu_group)
+        return content.numpy()
+
     def gather(self, value: Any) -> list:
         """Return every rank's value, in rank order, on all of them. Collective over all ranks."""
         return self.agreement.gather(value)

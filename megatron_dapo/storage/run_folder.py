@@ -12,7 +12,8 @@ from megatron_dapo.config.schema.run import TrainerConfig
 
 @dataclass(frozen=True)
 class RunFolder:
-    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, batches/, checkpoints/, model/, logs/}."""
+    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, batches/, checkpoints/, model/, logs/}, and what
+    processes tell each other and the report by."""
 
     path: Path
     log_dir: Path | None = None
@@ -32,6 +33,11 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def machine(self) -> Path:
+        """Return the path of what the run computes on; see `telemetry.machine`."""
+        return self.path / "machine.json"
 
     @property
     def metrics(self) -> Path:
@@ -98,6 +104,10 @@ class RunFolder:
         """Return the path of the sample responses of one rollout step."""
         return self.rollouts / f"step_{step:06d}.jsonl"
 
+    def rollout_tokens(self, step: int) -> Path:
+        """Return the path of what is known of those responses' tokens; see `data.token_dump`."""
+        return self.rollouts / f"step_{step:06d}.npz"
+
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
@@ -128,6 +138,12 @@ def make_folder(folder: Path, key: str) -> Path:
 def batch_file(batches: str | Path, step: int) -> Path:
     """Return the path at which a folder of finished batches keeps the batch of one rollout step."""
     return Path(batches) / f"step_{step:06d}.json.gz"
+
+
+def rollout_steps(rollouts: str | Path) -> list[int]:
+    """Return the rollout steps of which a folder holds sample responses, ascending."""
+    names = (re.fullmatch(r"step_(\d{6,})\.jsonl", path.name) for path in Path(rollouts).glob("step_*.jsonl"))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def batch_steps(batches: str | Path) -> list[int]:

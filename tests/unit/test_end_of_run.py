@@ -90,7 +90,7 @@ def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
         layout=SimpleNamespace(rank=0, agreement=SingleRank()),
         telemetry=NullTelemetry(),
         _max_mismatch=0.5,
-        _servers_of=[("http://a:1",)],
+        _groups=[SimpleNamespace(samples=[SimpleNamespace(servers=("http://a:1",))])],
     )
     job._saved_if_lost = lambda step: Job._saved_if_lost(job, step)
     shard = SimpleNamespace(mini_batches=[])

@@ -1,0 +1,104 @@
+"""The tokens of the responses that a step keeps for people: rollouts/step_NNNNNN.npz, written by the trainer.
+
+What was said of each token, in the order of the responses in the step's .jsonl, one after the other, and the text of
+every token that occurs. A token takes 15 bytes before compression, about 5 on the disk.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from megatron_dapo.common.files import whole_file
+from megatron_dapo.data.tokenizer import Tokenizer
+
+_ARRAYS = {
+    "lengths": np.int32,
+    "tokens": np.int32,
+    "loss_mask": np.uint8,
+    "weight_versions": np.int32,
+    "rollout_log_probs": np.float16,
+    "log_prob_diffs": np.float16,
+    "advantages": np.float16,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDump:
+    """Arrays over the T tokens of R responses.
+
+    lengths: [R]. tokens, loss_mask (1 where the model wrote the token), weight_versions, rollout_log_probs (by the
+    server), log_prob_diffs (trainer - server, before the update) and advantages: [T]; the last two are NaN where the
+    trainer did not compute them. texts: of every token that occurs.
+    """
+
+    lengths: np.ndarray
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    weight_versions: np.ndarray
+    rollout_log_probs: np.ndarray
+    log_prob_diffs: np.ndarray
+    advantages: np.ndarray
+    texts: dict[int, str]
+
+    @classmethod
+    def of_responses(
+        cls, responses: Sequence[dict[str, np.ndarray]], texts: dict[int, str], *, limit: float = 6e4
+    ) -> "TokenDump":
+        """Join what is said of each response, by the names of the fields above; limit: of what float16 holds."""
+        arrays = {"lengths": np.array([len(response["tokens"]) for response in responses], dtype=np.int32)}
+        for name in list(_ARRAYS)[1:]:
+            parts = [np.asarray(response[name]) for response in responses]
+            joined = np.concatenate(parts) if parts else np.zeros(0)
+            if _ARRAYS[name] is np.float16:
+                joined = joined.astype(np.float32).clip(-limit, limit)
+            arrays[name] = joined.astype(_ARRAYS[name])
+        return cls(**arrays, texts=texts)
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raise OSError where that is not possible."""
+        ids = sorted(self.texts)
+        texts = json.dumps([self.texts[token] for token in ids]).encode()
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        with whole_file(path) as file:
+            np.savez_compressed(
+                file, **arrays, text_tokens=np.array(ids, dtype=np.int32), texts=np.frombuffer(texts, dtype=np.uint8)
+            )
+
+    @classmethod
+    def read(cls, path: Path) -> "TokenDump | None":
+        """Return what a file says; none where there is none, or it is damaged."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: stored[name].astype(dtype) for name, dtype in _ARRAYS.items()}
+                texts = json.loads(stored["texts"].tobytes())
+                dump = cls(**arrays, texts=dict(zip(stored["text_tokens"].tolist(), texts, strict=True)))
+        except (OSError, ValueError, KeyError, BadZipFile, EOFError):
+            return None
+        sizes = {len(array) for name, array in arrays.items() if name != "lengths"}
+        is_whole = sizes == {int(dump.lengths.sum())} and set(np.unique(dump.tokens).tolist()) <= dump.texts.keys()
+        return dump if is_whole else None
+
+
+class TokenTexts:
+    """The text of each token. Those that were asked for once are remembered."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def of(self, tokens: np.ndarray) -> dict[int, str]:
+        """Return the text of every token that occurs. Part of a character is the replacement character."""
+        ids = np.unique(tokens).tolist()
+        for token in ids:
+            if token not in self._texts:
+                self._texts[token] = self._text(token)
+        return {token: self._texts[token] for token in ids}
+
+    def _text(self, token: int) -> str:
+        """Return the text of a token inside a text: some tokenizers drop the space that begins a text."""
+        alone, twice = (self._tokenizer.decode([token] * number, skip_special_tokens=False) for number in (1, 2))
+        return twice[len(alone) :] if twice.startswith(alone) else alone

@@ -1,0 +1,95 @@
+"""Writes what the trainer knows of the tokens of the responses that people look at: rollouts/step_NNNNNN.npz."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+from torch import Tensor
+
+from megatron_dapo.config.derived import uses_servers
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
+from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.data.token_dump import TokenDump, TokenTexts
+from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.data.types import Group, Sample
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+Values = dict[int, dict[str, np.ndarray]]
+"""sample_id -> "advantages" and, where they were computed, "log_prob_diffs" of its tokens but the last, prompt first.
+"""
+
+
+class TokenDumps:
+    """The files of a run. Collective over all ranks: those that compute the loss send their part to rank 0."""
+
+    def __init__(self, config: Config, layout: ParallelLayout, run: RunFolder) -> None:
+        self._config = config
+        self._layout = layout
+        self._run = run
+        self._num_groups = config.actor_rollout_ref.rollout.dump_samples if uses_servers(config) else 0
+        self._texts: TokenTexts | None = None
+        knows = layout.is_last_stage and layout.counts_tokens
+        self._senders = [rank for rank, known in enumerate(layout.gather(knows)) if known] if self._num_groups else []
+
+    def write(self, step: int, groups: Sequence[Group] | None, mini_batches: Sequence[Sequence[MicroBatch]]) -> None:
+        """Write the file of a step. groups: all of the step, on rank 0. mini_batches: with log-probs and advantages."""
+        if not self._senders:
+            return
+        own: Values = {}
+        if self._layout.rank in self._senders:
+            num_samples = self._num_groups * self._config.actor_rollout_ref.rollout.n
+            own = values_of(chain.from_iterable(mini_batches), num_samples)
+        parts = self._layout.collect(flat_pickle(own), self._senders)
+        if groups is None:
+            return
+        values = {sample: known for part in parts for sample, known in from_flat_pickle(part).items()}
+        samples = [sample for group in groups[: self._num_groups] for sample in group.samples]
+        try:
+            self._dump(samples, values).write(self._run.rollout_tokens(step))
+        except OSError as error:  # no run ends for what people may read
+            log.warning("the tokens of step %d cannot be written (%s)", step, error)
+
+    def _dump(self, samples: Sequence[Sample], values: Values) -> TokenDump:
+        if self._texts is None:
+            self._texts = TokenTexts(load_tokenizer(ModelFolder.of(self._config.actor_rollout_ref.model.path).hf))
+        responses = [_response(sample, values.get(number, {})) for number, sample in enumerate(samples)]
+        tokens = [response["tokens"] for response in responses]
+        return TokenDump.of_responses(responses, self._texts.of(np.concatenate(tokens)) if tokens else {})
+
+
+def values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
+    """Return what is known of the tokens of the samples whose sample_id is below num_samples."""
+    values: Values = {}
+    for batch in batches:
+        if min(batch.sample_ids, default=num_samples) >= num_samples:
+            continue
+        tensors: dict[str, Tensor] = {"advantages": batch.advantages}
+        if batch.old_log_probs is not None:
+            tensors["log_prob_diffs"] = batch.old_log_probs.float() - batch.rollout_log_probs
+        for name, tensor in tensors.items():
+            for sample, rows in batch.by_sample(tensor.detach().cpu()).items():
+                if sample < num_samples:
+                    values.setdefault(sample, {})[name] = rows[:-1].half().numpy()
+    return values
+
+
+def _response(sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what is known of a response's tokens. An environment's tokens have neither advantage nor difference."""
+    unknown = np.full(sample.num_response_tokens, np.nan, dtype=np.float32)
+    response = {
+        "tokens": sample.response_tokens,
+        "loss_mask": sample.loss_mask,
+        "weight_versions": sample.weight_versions,
+        "rollout_log_probs": sample.rollout_log_probs,
+    }
+    for name in ("advantages", "log_prob_diffs"):
+        known = values.get(name)
+        ours = unknown if known is None else known[len(known) - sample.num_response_tokens :]
+        response[name] = np.where(sample.loss_mask != 0, ours, unknown)
+    return response
