@@ -94,6 +94,12 @@ def parallel_layout(config: Config) -> Iterator[Mistake]:
             f"{MEGATRON}.context_parallel_size is {sizes.cp}, which cuts packed micro-batches, but "
             f"actor_rollout_ref.model.use_remove_padding is false; set it to true, or context_parallel_size to 1.",
         )
+    if sizes.cp > 1 and megatron.use_transformer_engine == "off":
+        yield Mistake(
+            (f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.use_transformer_engine"),
+            f"{MEGATRON}.context_parallel_size is {sizes.cp}, which on GPUs Transformer Engine computes, but "
+            f"use_transformer_engine is off; set it to auto, or context_parallel_size to 1.",
+        )
     if megatron.sequence_parallel and sizes.tp == 1:
         yield Mistake(
             (f"{MEGATRON}.sequence_parallel", f"{MEGATRON}.tensor_model_parallel_size"),

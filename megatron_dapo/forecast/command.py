@@ -23,6 +23,7 @@ from megatron_dapo.planner.memory import shortage
 from megatron_dapo.planner.model_checks import model_json_of, read_model_json
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
 from megatron_dapo.planner.plan import memory_lines
+from megatron_dapo.planner.recompute import settled
 from megatron_dapo.planner.training_time import Efficiency
 from megatron_dapo.planner.validation import load_and_validate, validate
 
@@ -93,6 +94,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
         )
     spec = model_spec(model_json, source=name)
     critic = critic_of(config)
+    config = settled(config, spec, critic)
     assumed = assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})

@@ -22,17 +22,12 @@ from megatron_dapo.forecast.step_time import (
 )
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.memory import server_memory, trainer_memory
+from megatron_dapo.planner.recompute import least_that_fits
 from megatron_dapo.planner.validation import load_and_validate, validate
 
 NUM_SHOWN = 10
 SIZES = (1, 2, 4, 8)
 LAYOUTS_PER_SPLIT = 2  # the fastest ones; a slower layout of the same nodes is of no use
-# From the fastest to the one that needs least memory.
-RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {"recompute_granularity": "none"},
-    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-)
 SERVER = f"{ROLLOUT}.server"
 
 
@@ -167,26 +162,22 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
     least recomputation that fits."""
     specs = [source.actor] if source.critic is None else [source.actor, source.critic]
     num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
-    cp = config.actor_rollout_ref.actor.megatron.context_parallel_size
-    for tp in SIZES:
-        for pp in SIZES:
-            if num_gpus % (tp * pp * cp) or tp > config.trainer.n_procs_per_node:
-                continue
-            if not all(_divides(spec, tp, pp) for spec in specs):
-                continue
-            for recompute in RECOMPUTE:
-                keys = {
-                    f"{MEGATRON}.tensor_model_parallel_size": tp,
-                    f"{MEGATRON}.pipeline_model_parallel_size": pp,
-                    f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
-                    f"{MEGATRON}.sequence_parallel": tp > 1,
-                    **{f"{MEGATRON}.{name}": value for name, value in recompute.items()},
-                }
-                changed = with_keys(config, keys)
-                if trainer_memory(changed, source.actor, source.critic).total > config.trainer.gpu_memory_gb * GB:
-                    continue
-                yield phase_times(changed, source.actor, assumed, source.critic).train_s, keys
-                break
+    for tp, pp, cp in itertools.product(SIZES, SIZES, SIZES):
+        if num_gpus % (tp * pp * cp) or tp > config.trainer.n_procs_per_node:
+            continue
+        if not all(_divides(spec, tp, pp) for spec in specs):
+            continue
+        keys = {
+            f"{MEGATRON}.tensor_model_parallel_size": tp,
+            f"{MEGATRON}.pipeline_model_parallel_size": pp,
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
+            f"{MEGATRON}.context_parallel_size": cp,
+            f"{MEGATRON}.sequence_parallel": tp > 1,
+        }
+        recompute = least_that_fits(with_keys(config, keys), source.actor, source.critic)
+        if recompute is not None:
+            keys |= {f"{MEGATRON}.{name}": value for name, value in recompute.items()}
+            yield phase_times(with_keys(config, keys), source.actor, assumed, source.critic).train_s, keys
 
 
 def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
@@ -228,7 +219,7 @@ def search_report(source: ConfigSource, config: Config, assumed: Assumptions, st
     num_gpus = (config.trainer.nnodes + server.nnodes) * config.trainer.n_procs_per_node
     lines = [
         f"The fastest of {num_gpus} GPUs, within memory",
-        "  no    K  nodes train:sample  TP  PP  recompute  servers    GB      step  trainer idle  servers idle",
+        "  no    K  nodes train:sample  TP  PP  CP  recompute  servers    GB      step  trainer idle  servers idle",
     ]
     commands = []
     for number, (candidate, time) in enumerate(best, start=1):
@@ -240,13 +231,23 @@ def search_report(source: ConfigSource, config: Config, assumed: Assumptions, st
     return "\n".join([*lines, "", note, *commands])
 
 
+def _recomputed(keys: dict[str, Any]) -> str:
+    """Return the recomputation in at most 9 letters: none, mlp, 12 layers, all."""
+    granularity = keys[f"{MEGATRON}.recompute_granularity"]
+    if granularity != "full":
+        return {"none": "none", "selective": "mlp"}[granularity]
+    is_all = keys[f"{MEGATRON}.recompute_method"] == "uniform"
+    return "all" if is_all else f"{keys[f'{MEGATRON}.recompute_num_layers']} layers"
+
+
 def _line(number: int, candidate: Candidate, time: StepTime, num_bytes: int) -> str:
     keys = candidate.keys
     nodes = f"{keys['trainer.nnodes']}:{keys[f'{SERVER}.nnodes']}"
     servers = f"{keys[f'{SERVER}.num_servers']}xTP{keys[f'{SERVER}.tensor_model_parallel_size']}"
     return (
         f"  {number:>2}  {candidate.max_staleness:>3}  {nodes:>18}  {keys[f'{MEGATRON}.tensor_model_parallel_size']:>2}"
-        f"  {keys[f'{MEGATRON}.pipeline_model_parallel_size']:>2}  {keys[f'{MEGATRON}.recompute_granularity']:>9}"
+        f"  {keys[f'{MEGATRON}.pipeline_model_parallel_size']:>2}  {keys[f'{MEGATRON}.context_parallel_size']:>2}"
+        f"  {_recomputed(keys):>9}"
         f"  {servers:>7}  {num_bytes / GB:>4.0f}  {time.step:>6.0f} s  {time.trainer_idle:>12.0%}"
         f"  {max(time.servers_idle, 0.0):>12.0%}"
     )

@@ -51,11 +51,12 @@ class KLReference:
 
 @dataclass(frozen=True, eq=False)
 class HeadLoss:
-    """loss_sum: scalar, with gradient. The rest without: log_probs, entropy [N] (None where nobody asked), the count
-    that the loss is divided by, metric sums [K, 2] and maxima [M] in the order of `metric_names`."""
+    """loss_sum: scalar, with gradient. The rest without: log_probs, entropy [N] (None where nobody asked; the head
+    itself always has the log-probs), the count that the loss is divided by, metric sums [K, 2] and maxima [M] in the
+    order of `metric_names`."""
 
     loss_sum: Tensor
-    log_probs: Tensor
+    log_probs: Tensor | None
     entropy: Tensor | None
     count: Tensor
     sums: Tensor

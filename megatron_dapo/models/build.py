@@ -119,6 +119,7 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
 
 
 def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
+    assert megatron.recompute_granularity != "auto", "planner/recompute.py says what it stands for"
     if megatron.recompute_granularity == "full":
         return dict(
             recompute_granularity="full",

@@ -25,7 +25,6 @@ from megatron_dapo.models.log_prob_head import HeadTask, LossTask, Scores, at_ro
 Task = TypeVar("Task", bound=HeadTask)
 
 
-@lru_cache(maxsize=64)
 def rank_places(widths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
     """Return [T / size] int64: the places in the row of the tokens that a context-parallel rank has, ascending.
 
@@ -38,6 +37,18 @@ def rank_places(widths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
         for number in (rank, 2 * size - 1 - rank):
             parts.append(np.arange(start + number * chunk, start + (number + 1) * chunk))
     return np.concatenate(parts)
+
+
+# The layers of a model ask one after the other; in a pipeline a few micro-batches take turns.
+@lru_cache(maxsize=16)
+def _cut(
+    widths: tuple[int, ...], rank: int, size: int, device: torch.device
+) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
+    """Return a rank's `ContextCut.places`, `owners`, `on_device` and `order`."""
+    by_rank = [rank_places(widths, each, size) for each in range(size)]
+    own = by_rank[rank]
+    order = np.concatenate(by_rank).argsort()
+    return own, order // len(own), to_device(own, device), to_device(order, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +69,7 @@ class ContextCut:
     @classmethod
     def make(cls, widths: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> "ContextCut":
         """Return the cut of a row whose segments have these widths, each a multiple of 2 x CP."""
-        by_rank = [rank_places(widths, rank, group.size()) for rank in range(group.size())]
-        own = by_rank[group.rank()]
-        order = np.concatenate(by_rank).argsort()
-        return cls(group, own, order // len(own), to_device(own, device), to_device(order, device))
+        return cls(group, *_cut(widths, group.rank(), group.size(), device))
 
     def part(self, values: Tensor) -> Tensor:
         """Return this rank's part [1, T / CP] of [1, T]."""
@@ -88,13 +96,14 @@ class ContextCut:
         """Return a number that all ranks have such that it enters a sum over them once."""
         return number if self.group.rank() == 0 else torch.zeros_like(number)
 
-    def answer(self, answer: Any, counted_rows: np.ndarray) -> Any:
+    def answer(self, answer: Any, asked: HeadTask | None) -> Any:
         """Return what the heads of all ranks answer about the whole micro-batch, the same on all of them. Collective.
 
         Only what a loss is made of has a gradient. That of whole log-probs or values is of this rank's tokens alone, so
         each rank sends its part of one loss backward; the loss that a head computed by itself is of its own tokens.
 
-        counted_rows: of the micro-batch.
+        asked: of the micro-batch. Where its loss is summed by the heads, the log-probs are not put together but for a
+        comparison that reads those of older weights' tokens.
         """
         if isinstance(answer, Tensor):
             return self.whole(answer)
@@ -102,30 +111,26 @@ class ContextCut:
             full_kl = None if answer.full_kl is None else self.whole(answer.full_kl)
             entropy = None if answer.entropy is None else self.whole(answer.entropy)
             return replace(answer, log_probs=self.whole(answer.log_probs), full_kl=full_kl, entropy=entropy)
-        assert isinstance(answer, HeadLoss)
-        return self._loss(answer, counted_rows)
+        assert isinstance(answer, HeadLoss) and isinstance(asked, LossTask)
+        return self._loss(answer, asked)
 
-    def _loss(self, answer: HeadLoss, counted_rows: np.ndarray) -> HeadLoss:
+    def _loss(self, answer: HeadLoss, asked: LossTask) -> HeadLoss:
         sums = torch.cat([answer.sums.flatten(), answer.count.double().view(1)])
         maxima = answer.maxima.clone()
         dist.all_reduce(sums, group=self.group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
-        rows = to_device(counted_rows, sums.device)
+        log_probs = self._at_counted_rows(answer.log_probs, asked.counted_rows) if asked.loss.report_stale else None
+        count, sums = sums[-1].to(answer.count.dtype), sums[:-1].view_as(answer.sums)
+        return HeadLoss(answer.loss_sum, log_probs, None, count, sums, maxima)
+
+    def _at_counted_rows(self, values: Tensor | None, counted_rows: np.ndarray) -> Tensor:
+        """Return [N] of the micro-batch's counted rows, of each rank's [K]. Collective."""
+        assert values is not None, "a head answers with the log-probs of its rows"
         counted = np.zeros(len(self.order), dtype=bool)
         counted[counted_rows] = True
-        own = to_device(np.flatnonzero(counted[self.places]), sums.device)
-
-        def whole(values: Tensor) -> Tensor:
-            return self.whole(at_rows(values, own, torch.Size((1, len(self.places)))))[0, rows]
-
-        return HeadLoss(
-            answer.loss_sum,
-            whole(answer.log_probs),
-            None if answer.entropy is None else whole(answer.entropy),
-            sums[-1].to(answer.count.dtype),
-            sums[:-1].view_as(answer.sums),
-            maxima,
-        )
+        own = to_device(np.flatnonzero(counted[self.places]), values.device)
+        row = self.whole(at_rows(values, own, torch.Size((1, len(self.places)))))
+        return row[0, to_device(counted_rows, values.device)]
 
     def whole(self, values: Tensor) -> Tensor:
         """Return [1, T] of every rank's [1, T / CP]. Collective. The gradient is that of this rank's own tokens."""

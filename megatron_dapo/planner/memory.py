@@ -182,6 +182,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     part = sizes.tp if megatron.sequence_parallel else 1
     layers = spec.num_layers // sizes.pp
     number = megatron.recompute_num_layers
+    recomputed = min(number * (sizes.vpp or 1), layers)  # by the method block: Megatron counts the layers of a chunk
     entry = spec.hidden_size * width / part
     attention, mlp, rest = kept_per_token(spec, sizes, width, part)
     whole = attention + mlp + rest
@@ -189,7 +190,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
         kept = layers / number * entry
         computed = number * whole
     elif megatron.recompute_granularity == "full":
-        kept = number * entry + (layers - number) * whole
+        kept = recomputed * entry + (layers - recomputed) * whole
         computed = whole
     elif megatron.recompute_granularity == "selective":
         left_out = {"core_attn": attention / 3, "mlp": mlp}
@@ -330,7 +331,7 @@ CURES = {
     "weights": _MORE_RANKS,
     "gradients": _MORE_RANKS,
     "optimizer": f"{_MORE_RANKS}, or trainer.nnodes with use_distributed_optimizer, which shards it",
-    "activations": f"set {_ACTOR}.megatron.recompute_granularity=full, or lower {_ACTOR}.max_tokens_per_microbatch",
+    "activations": f"set {_ACTOR}.megatron.recompute_granularity=auto, or lower {_ACTOR}.max_tokens_per_microbatch",
     "log prob head": f"lower {_ACTOR}.log_prob_chunk_size, or (not fused) {_ACTOR}.max_tokens_per_microbatch",
     "weight sync": "lower weight_sync.bucket_size_mb",
     "reference": _MORE_RANKS,

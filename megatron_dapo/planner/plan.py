@@ -27,6 +27,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.memory import server_memory, trainer_memory
 from megatron_dapo.planner.model_checks import read_model_specs
+from megatron_dapo.planner.recompute import in_words
 from megatron_dapo.storage.run_folder import RunFolder
 
 LABEL_WIDTH = 14
@@ -274,6 +275,7 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     fits = parts.total <= config.trainer.gpu_memory_gb * GB
     whole = f"{format_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU{'' if fits else ' DO NOT FIT'}"
     yield f"trainer: {whole}: {sizes}"
+    yield f"recomputed in backward: {in_words(config.actor_rollout_ref.actor.megatron)}"
     rollout = config.actor_rollout_ref.rollout
     # a Slurm job names the servers that it starts in a file
     are_a_jobs = bool(rollout.server_urls_file and rollout.server.nnodes and uses_servers(config))

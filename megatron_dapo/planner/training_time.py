@@ -56,6 +56,7 @@ class TrainerLayout:
     recompute: float
     max_tokens: int
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
         recomputed_share(config, spec),
         config.actor_rollout_ref.actor.max_tokens_per_microbatch,
         megatron.overlap_grad_reduce,
+        megatron.overlap_param_gather,
     )
 
 
@@ -139,7 +141,8 @@ def recomputed_share(config: Config, spec: ModelSpec) -> float:
         return mlp / (mlp + attention) if "mlp" in megatron.recompute_modules else 0.0
     if megatron.recompute_method == "uniform":
         return 1.0
-    return min(1.0, megatron.recompute_num_layers * parallel_sizes(config).pp / spec.num_layers)
+    sizes = parallel_sizes(config)
+    return min(1.0, megatron.recompute_num_layers * sizes.pp * (sizes.vpp or 1) / spec.num_layers)
 
 
 def training_work(config: Config, responses: Lengths, prompt: int) -> TrainingWork:
@@ -168,28 +171,30 @@ def training_time(
     layers_s = layers_flops / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
     head_s = head_flops / rate
     collective_s = _collective_s(spec, layout, tokens, hardware, efficiency)
+    ring_s = _ring_s(spec, layout, tokens, hardware, efficiency)
 
     num_micro_batches = max(tokens * sizes.cp / layout.max_tokens, 1.0)
     weights_s = _weights_s(spec, sizes, WIDTH, hardware, efficiency) * num_micro_batches
-    score_s = layers_s + head_s + collective_s + weights_s
+    score_s = layers_s + head_s + collective_s + ring_s + weights_s
     score_s *= 1 + (sizes.pp - 1) / (sizes.vpp or 1) / num_micro_batches
 
     # backward: twice the products and the traffic; with sequence parallelism inputs are gathered once more
     passes = TRAINING_PASSES + layout.recompute
     tensor_s = collective_s * (2.0 + layout.recompute + (0.5 if layout.sequence_parallel else 0.0))
+    tensor_s += ring_s * (TRAINING_PASSES + layout.recompute)  # backward: keys and values, and their gradients
     weights_s += _weights_s(spec, sizes, WIDTH + 2 * GRADIENT, hardware, efficiency) * num_micro_batches
     worked_s = passes * layers_s + TRAINING_PASSES * head_s + tensor_s + weights_s
     per_step = max(num_micro_batches / work.mini_batches, 1.0)  # micro-batches of an optimizer step
     micro_batch_s = worked_s / (per_step * work.mini_batches)
     bubble_s = micro_batch_s * (sizes.pp - 1) / (sizes.vpp or 1) * work.mini_batches
-    optimizer_s = optimizer_step_s(spec, layout, micro_batch_s * 2 / 3, hardware, efficiency) * work.mini_batches
-    update_s = (worked_s + bubble_s + optimizer_s) * work.epochs
+    optimizer_s = _optimizer_s(spec, layout, work, micro_batch_s, hardware, efficiency)
+    update_s = (worked_s + bubble_s) * work.epochs + optimizer_s
     model_flops = TRAINING_PASSES * (layers_flops + head_flops) * work.epochs
     return TrainingTime(
         update=update_s,
         tensor=tensor_s * work.epochs,
         bubble=bubble_s * work.epochs,
-        optimizer=optimizer_s * work.epochs,
+        optimizer=optimizer_s,
         score=score_s,
         mfu=model_flops / (update_s * sizes.world * hardware.flops),
     )
@@ -220,22 +225,46 @@ def _collective_s(
 
     Tensor parallel ranks: two all-reduces per layer, or with sequence parallelism two all-gathers and two
     reduce-scatters, which is the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank (arXiv 2205.05198,
-    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls). Context parallel
-    ranks: each token's key and value go round the others (arXiv 2310.01889); behind how much attention they hide is
-    left out.
+    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls).
     """
     sizes = layout.sizes
     layers = spec.num_layers / sizes.pp
     wide = spec.hidden_size * WIDTH
     tensor = 4 * (sizes.tp - 1) / sizes.tp * wide / _bandwidth(sizes.tp, layout, hardware)
-    ring = 2 * spec.num_kv_heads * spec.head_dim * WIDTH / sizes.tp * (sizes.cp - 1)
-    context = ring / _bandwidth(sizes.tp * sizes.cp, layout, hardware)
     experts = 0.0
     if spec.moe and sizes.ep > 1:
         copies = spec.moe.experts_per_token * (sizes.ep - 1) / sizes.ep
         part = sizes.tp if layout.sequence_parallel else 1
         experts = 2 * copies * wide / part / _bandwidth(sizes.ep, layout, hardware)
-    return tokens * layers * (tensor + context + experts) / efficiency.link
+    return tokens * layers * (tensor + experts) / efficiency.link
+
+
+def _ring_s(spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency) -> float:
+    """Return the seconds for which each token's key and value go round the other context-parallel ranks in a forward
+    pass (arXiv 2310.01889). In backward they go round again, beside their gradients (TE 2.20, attention/
+    dot_product_attention/context_parallel.py). Behind how much attention they hide is left out."""
+    sizes = layout.sizes
+    ring = 2 * spec.num_kv_heads * spec.head_dim * WIDTH / sizes.tp * (sizes.cp - 1)
+    bandwidth = _bandwidth(sizes.tp * sizes.cp, layout, hardware) * efficiency.link
+    return tokens * spec.num_layers / sizes.pp * ring / bandwidth
+
+
+def _optimizer_s(
+    spec: ModelSpec,
+    layout: TrainerLayout,
+    work: TrainingWork,
+    micro_batch_s: float,
+    hardware: Hardware,
+    efficiency: Efficiency,
+) -> float:
+    """Return the seconds of all optimizer steps of a rollout step. With `overlap_param_gather` the weights of all but
+    the last are gathered behind a forward pass; the servers wait for those of the last. micro_batch_s: forward and
+    backward of one, a third and two thirds of it."""
+    forward_s, backward_s = micro_batch_s / 3, micro_batch_s * 2 / 3
+    last_s = optimizer_step_s(spec, layout, backward_s, hardware, efficiency)
+    hidden_s = min(forward_s, _gather_s(spec, layout, hardware, efficiency)) if layout.overlap_param_gather else 0.0
+    num_steps = work.mini_batches * work.epochs
+    return last_s * num_steps - hidden_s * (num_steps - 1)
 
 
 def optimizer_step_s(
@@ -256,7 +285,15 @@ def optimizer_step_s(
     if layout.overlap_grad_reduce:
         gradients_s = max(0.0, gradients_s - backward_s)
     adam_s = parameters / copies * ADAM_TRAFFIC / (hardware.memory_bandwidth * efficiency.memory)
-    return gradients_s + adam_s + share * parameters * WIDTH / bandwidth
+    return gradients_s + adam_s + _gather_s(spec, layout, hardware, efficiency)
+
+
+def _gather_s(spec: ModelSpec, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency) -> float:
+    """Return the seconds for which the ranks that share the optimizer's state gather the weights."""
+    sizes = layout.sizes
+    copies = sizes.num_copies
+    bandwidth = _bandwidth(sizes.tp * copies, layout, hardware) * efficiency.link
+    return (copies - 1) / copies * sum(num_parameters(spec, sizes, sizes.pp - 1)) * WIDTH / bandwidth
 
 
 def _bandwidth(num_adjacent: int, layout: TrainerLayout, hardware: Hardware) -> float:

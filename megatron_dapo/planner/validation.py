@@ -18,7 +18,8 @@ from megatron_dapo.config.rollout_checks import own_host
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
-from megatron_dapo.planner.model_checks import MODEL_CHECKS, model_json_of, read_model_json
+from megatron_dapo.planner.model_checks import MODEL_CHECKS, model_json_of, read_model_json, read_model_specs
+from megatron_dapo.planner.recompute import settled
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder, batch_steps
 from megatron_dapo.storage.server_key import KEY as SERVER_KEY
@@ -40,7 +41,8 @@ def validate(
 def load_and_validate(
     path: str | Path | None, overrides: Sequence[str] = (), check_files: bool = True, num_processes: int | None = None
 ) -> Config:
-    """Return the checked config of a file and its overrides.
+    """Return the checked config of a file and its overrides, with what `auto` in it stands for, as far as the model is
+    here.
 
     Raises UserError with every mistake: unknown keys and refused values, and what contradicts the rest or this machine
     among the keys whose values are known.
@@ -48,7 +50,8 @@ def load_and_validate(
     reading = read_config(path, overrides)
     mistakes = _mistakes(reading.config, read_model_json(reading.config), check_files, num_processes)
     _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
-    return reading.config
+    specs = read_model_specs(reading.config)
+    return settled(reading.config, *specs) if specs else reading.config
 
 
 def _raise(mistakes: list[Mistake]) -> None:
@@ -155,12 +158,26 @@ def _model(key: str, path: str) -> Iterator[Mistake]:
 def _transformer_engine(config: Config) -> Iterator[Mistake]:
     """Look for Transformer Engine on machines with GPUs alone: a recipe is read, and a job planned, on others too."""
     megatron = config.actor_rollout_ref.actor.megatron
-    if not nvidia_driver.is_loaded() or importlib.util.find_spec("transformer_engine") is not None:
+    if not nvidia_driver.is_loaded():
+        return
+    if megatron.context_parallel_size > 1 and megatron.dtype == "float32":
+        yield Mistake(
+            (f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.dtype"),
+            f"{MEGATRON}.context_parallel_size is {megatron.context_parallel_size}, but dtype is float32, in which "
+            f"Transformer Engine has no packed attention; set dtype to bfloat16, or context_parallel_size to 1.",
+        )
+    if importlib.util.find_spec("transformer_engine") is not None:
         return
     absent = "but the package transformer_engine is not installed here; install it (docs/install.md)"
     if megatron.use_transformer_engine == "on":
         yield Mistake(
             (f"{MEGATRON}.use_transformer_engine",), f"{MEGATRON}.use_transformer_engine is on, {absent}, or set auto."
+        )
+    if megatron.context_parallel_size > 1 and megatron.use_transformer_engine == "auto":
+        yield Mistake(
+            (f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.use_transformer_engine"),
+            f"{MEGATRON}.context_parallel_size is {megatron.context_parallel_size}, {absent}, or set "
+            f"context_parallel_size to 1.",
         )
     if megatron.fp8 != "none" and megatron.use_transformer_engine != "off":
         yield Mistake(

@@ -4,6 +4,7 @@ import importlib.metadata
 from collections.abc import Iterator
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.platform.device import is_gpu
@@ -31,9 +32,19 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
     yield f"weights in {str(config.params_dtype).removeprefix('torch.')}" + (
         f", FP8 {config.fp8}" if config.fp8 else ""
     )
+    if config.recompute_granularity:
+        yield f"{_recomputed(config)} recomputed in backward"
     if model.head is not None and not model.spec.value_head:
         yield f"{'fused' if model.head.is_fused else 'composed'} log-prob head"
     yield f"optimizer {' and '.join(sorted(set(_optimizers(state))))}"
+
+
+def _recomputed(config: TransformerConfig) -> str:
+    if config.recompute_granularity == "selective":
+        return " and ".join(config.recompute_modules)
+    if config.recompute_method == "uniform":
+        return "all layers"
+    return f"the first {config.recompute_num_layers} layers of each chunk"
 
 
 def _optimizers(state: TrainingState) -> Iterator[str]:

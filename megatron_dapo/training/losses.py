@@ -110,6 +110,7 @@ class TokenSumLoss(_BuiltInLoss):
         """Return the head's loss as Megatron takes it with calculate_per_token_loss, and its metric sums."""
         metrics = self.metrics(batch, answer.sums, answer.maxima)
         if self.config.report_stale:
+            assert answer.log_probs is not None, "they are asked for by `LossConfig.report_stale`"
             rows = to_device(batch.counted_rows, answer.log_probs.device)
             log_probs = at_rows(answer.log_probs, rows, batch.tokens.shape)
             metrics = metrics.with_sums(self.mismatch_of_all(batch, log_probs))

@@ -102,16 +102,16 @@ def run_micro_batches(
         if group.size() > 1:
             cut = ContextCut.make(batch.widths, group, tokens.device)
             tokens, positions = cut.part(tokens), cut.part(positions)
-            asked = cut.task(asked) if asked is not None else None
         packed = packed_seq_params(batch, is_cut=cut is not None)
-        answer = stage(tokens, positions, packed_seq_params=packed, task=asked)
+        own = cut.task(asked) if cut is not None and asked is not None else asked
+        answer = stage(tokens, positions, packed_seq_params=packed, task=own)
         # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
         output = answer if isinstance(answer, Tensor) else answer.log_probs
 
         def finished(_: Tensor, non_loss_data: bool = False) -> Any:
             if cut is None:
                 return finish(answer, batch)
-            result = finish(cut.answer(answer, batch.counted_rows), batch)
+            result = finish(cut.answer(answer, asked), batch)
             if forward_only:
                 return result
             loss_sum, count, own = result

@@ -3,6 +3,7 @@
 Arguments: a JSON file with {"model": path, "out": path, "layouts": [[name, sizes, {variant: overrides}], ...]}.
 """
 
+import functools
 import json
 import math
 import sys
@@ -23,6 +24,7 @@ from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.planner.memory import States, model_states
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training import optimizer
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepDistributor, StepShard
@@ -91,6 +93,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
         result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     result["weights"] = gathered(policy.weight_source(), layout)
     estimated = model_states(config, policy.model.spec, layout.pp_rank)
+    buffers = [buffer for stage in policy.state.stages for buffer in stage.buffers]
+    result["num_buckets"] = sum(len(buffer.buckets) for buffer in buffers)
     result["states"] = layout.gather((layout.pp_rank, asdict(states_of(policy)), asdict(estimated)))
     if policy.model.spec.moe:
         result["errors"] = errors_of_a_poisoned_expert(policy, scored, layout)
@@ -102,13 +106,13 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
 def states_of(policy: Policy) -> States:
     """What is there, counted tensor by tensor, without the padding of Megatron's buffers."""
     parameters = [parameter for chunk in policy.model.chunks for parameter in chunk.parameters()]
-    optimizer = 0
+    of_optimizer = 0
     for part in getattr(policy.state.optimizer, "chained_optimizers", [policy.state.optimizer]):
-        optimizer += sum(num_bytes(t) for state in part.optimizer.state.values() for t in state.values())
+        of_optimizer += sum(num_bytes(t) for state in part.optimizer.state.values() for t in state.values())
         names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-        optimizer += sum(num_bytes(t) for name in names for group in getattr(part, name, ()) for t in group)
+        of_optimizer += sum(num_bytes(t) for name in names for group in getattr(part, name, ()) for t in group)
     return States(
-        sum(map(num_bytes, parameters)), sum(num_bytes(parameter.main_grad) for parameter in parameters), optimizer
+        sum(map(num_bytes, parameters)), sum(num_bytes(parameter.main_grad) for parameter in parameters), of_optimizer
     )
 
 
@@ -184,8 +188,15 @@ def metrics_of_first(learner: Policy | Critic, part: MetricSums | None) -> dict[
     return next(of_rank for of_rank in learner.layout.gather(metrics) if of_rank)
 
 
+def small_buckets() -> None:
+    """Have Megatron reduce and gather with several buckets what would go in one, where it overlaps that with work."""
+    config = optimizer.DistributedDataParallelConfig
+    optimizer.DistributedDataParallelConfig = functools.partial(config, bucket_size=4000)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    small_buckets()
     task = json.loads(open(sys.argv[1]).read())
     results = {}
     for name, sizes, variants in task["layouts"]:

@@ -49,6 +49,7 @@ LAYOUTS = {
     "tp2_sp_cp2": {"tp": 2, "sp": True, "cp": 2},
     "pp2_cp2": {"pp": 2, "cp": 2},
     "cp2_dp2": {"cp": 2},
+    "cp4": {"cp": 4},
 }
 # 1, 2 or 4 processes: what is not named is data parallelism
 WORLD_SIZES = {name: 1 if name == "tp1" else 2 if name in (*list(LAYOUTS)[1:6], "cp2") else 4 for name in LAYOUTS}
@@ -134,7 +135,7 @@ def variants(layout: str) -> dict[str, list[str]]:
         extras = {"kl": KL, "reinforce": REINFORCE, "replay": REPLAY, **CORRECTIONS, **RECOMPUTE, **HEADS}
         product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
-    if "cp2" in layout:
+    if "cp" in layout:
         return context_variants(layout)
     chosen = [("token-mean", "padded"), ("seq-mean-token-mean", "small")]
     other = {"reinforce/small": [*REINFORCE, *CUTS["small"]]}
@@ -152,7 +153,10 @@ def variants(layout: str) -> dict[str, list[str]]:
 
 
 def context_variants(layout: str) -> dict[str, list[str]]:
-    """Packed alone: a loss that the head computes by itself, whose tokens are cut, and what needs whole responses."""
+    """Packed alone: a loss that the head computes by itself, whose tokens are cut, and what needs whole responses. Over
+    four ranks a response is cut into eight."""
+    if layout == "cp4":
+        return {"kl/small": [*KL, *CUTS["small"]]}
     cases = {"seq-mean-token-mean": mode("seq-mean-token-mean"), "kl": KL}
     if layout == "cp2":
         cases |= {**CORRECTIONS, "reinforce": REINFORCE, "replay": REPLAY}
@@ -319,6 +323,12 @@ def test_the_cuts_are_really_different(results):
     assert sum(counts["whole"]) == 2 and sum(counts["single"]) > sum(counts["small"]) > 4, counts
     modes = {results[f"tp1/{m}/whole"]["metrics"]["actor/grad_norm"] for m in MODES}
     assert len(modes) == len(MODES)
+
+
+def test_overlapped_gradients_and_weights_go_in_several_buckets(results):
+    """Otherwise nothing would be asked for while a layer computes."""
+    overlapped = [case for case in ALL_CASES if case.split("/")[1] in OVERLAP]
+    assert overlapped and all(results[case]["num_buckets"] >= 4 for case in overlapped)
 
 
 def test_replayed_tokens_are_counted_and_compared_with_the_policy_that_wrote_them(results):

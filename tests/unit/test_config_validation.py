@@ -76,6 +76,8 @@ CONTRADICTIONS = [
     ("megatron.overlap_param_gather=true", ["overlap_param_gather is true", "overlap_grad_reduce is false"]),
     ("megatron.context_parallel_size=2 trainer.n_procs_per_node=3",
      ["world size is 3", "not a multiple of 2", "context_parallel_size 2"]),
+    ("megatron.context_parallel_size=2 trainer.n_procs_per_node=2 megatron.use_transformer_engine=off",
+     ["context_parallel_size is 2", "use_transformer_engine is off", "set it to auto"]),
     ("megatron.context_parallel_size=2 trainer.n_procs_per_node=2 "
      "actor_rollout_ref.model.use_remove_padding=false",
      ["context_parallel_size is 2", "use_remove_padding is false", "set it to true"]),

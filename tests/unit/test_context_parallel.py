@@ -11,7 +11,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.data.packing import collate
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.models import build
+from megatron_dapo.kernels.fused_head import HeadLoss
+from megatron_dapo.models import build, context_parallel
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.context_parallel import ContextCut, rank_places
 from megatron_dapo.models.log_prob_head import LossTask
@@ -115,6 +116,42 @@ def test_a_rank_without_counted_rows_is_not_the_one_that_has_the_count():
     asked = [ContextCut.make(batch.widths, Group(rank, 2), torch.device("cpu")).task(task) for rank in range(2)]
     assert [len(part.counted_rows) for part in asked] == [0, 2]
     assert [float(part.tokens.count) for part in asked] == [0.0, 2.0]
+
+
+def test_the_layers_of_a_micro_batch_share_its_cut():
+    first, second = (ContextCut.make((8, 4, 4), Group(0, 2), torch.device("cpu")) for _ in range(2))
+    assert first.order is second.order and first.on_device is second.on_device and first.places is second.places
+    other = ContextCut.make((8, 4, 4), Group(1, 2), torch.device("cpu"))
+    assert not torch.equal(first.on_device, other.on_device)
+
+
+@pytest.mark.parametrize(("report_stale", "num_gathers"), [(False, 0), (True, 1)])
+def test_log_probs_are_put_together_only_for_the_comparison_that_reads_them(monkeypatch, report_stale, num_gathers):
+    """Of a loss that the heads sum, every other micro-batch needs two sums over the ranks alone."""
+    gathered = []
+
+    def gather(parts: torch.Tensor, part: torch.Tensor, group: Group) -> None:
+        gathered.append(part)
+        parts.copy_(torch.cat([part, torch.zeros_like(part)]))
+
+    monkeypatch.setattr(context_parallel.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(context_parallel.dist, "all_reduce", lambda values, group, op=None: None)
+    batch = collate(make_samples([5, 4, 2]), pad_multiple=8, segment_multiple=4)
+    cut = ContextCut.make(batch.widths, Group(0, 2), torch.device("cpu"))
+    tokens = TokenBatch(batch.loss_mask, batch.loss_mask.sum(), batch.advantages, None, None, batch.advantages, None)
+    loss = replace(LossConfig(), report_stale=report_stale)
+    asked = LossTask(batch.targets, batch.counted_rows, 1.0, tokens=tokens, loss=loss)
+    own_rows = cut.task(asked).counted_rows
+    own = torch.arange(1.0, len(own_rows) + 1)
+    answer = HeadLoss(torch.zeros(()), own, own, torch.tensor(3.0), torch.zeros(2, 2), torch.zeros(1))
+    whole = cut.answer(answer, asked)
+    assert len(gathered) == num_gathers and whole.entropy is None
+    if report_stale:
+        row = torch.zeros(batch.tokens.size(1))
+        row[cut.places[own_rows]] = own
+        assert torch.equal(whole.log_probs, row[batch.counted_rows])
+    else:
+        assert whole.log_probs is None
 
 
 @pytest.fixture(scope="module")

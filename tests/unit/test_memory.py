@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_said_with_its_largest_part_and_the_cure():
     assert "for gradients, above trainer.gpu_memory_gb 80" in hopeless
     assert f"raise {MEGATRON}.tensor_model_parallel_size" in hopeless
     long = alone("dapo_7b.yaml", f"{MEGATRON}.recompute_granularity=none", f"{MEGATRON}.sequence_parallel=false")
-    assert "for activations" in long and "recompute_granularity=full" in long
+    assert "for activations" in long and "recompute_granularity=auto" in long
     assert "log_prob_chunk_size" in alone("dapo_7b.yaml", "actor_rollout_ref.actor.max_tokens_per_microbatch=400000",
                                           "actor_rollout_ref.actor.log_prob_chunk_size=400000")  # fmt: skip
     server = alone("dapo_32b.yaml", "actor_rollout_ref.rollout.server.tensor_model_parallel_size=1")

@@ -19,6 +19,7 @@ from megatron_dapo.planner.hardware import HARDWARE
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import shortage
 from megatron_dapo.planner.model_shapes import model_json_named
+from megatron_dapo.planner.recompute import least_that_fits
 from megatron_dapo.planner.server_time import ServerSpeed
 from megatron_dapo.planner.training_time import TrainingTime
 
@@ -124,13 +125,28 @@ def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypa
         assert pasted.actor_rollout_ref.rollout.max_staleness == candidate.max_staleness
 
 
-def test_the_search_keeps_the_context_parallel_size(small_search):
+def test_the_search_tries_context_parallel_sizes_that_a_run_would_accept(small_search):
     source, config = small_search
-    cut = search.with_keys(config, {f"{search.MEGATRON}.context_parallel_size": 2})
-    layouts = [keys for _, keys in search._layouts(source, cut, assumptions())]
-    names = [f"{search.MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline")]
+    layouts = [keys for _, keys in search._layouts(source, config, assumptions())]
+    names = [f"{search.MEGATRON}.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")]
     sizes = [[keys[name] for name in names] for keys in layouts]
-    assert sizes and all(16 % (2 * tp * pp) == 0 for tp, pp in sizes)
+    assert all(16 % (tp * pp * cp) == 0 for tp, pp, cp in sizes)
+    assert {cp for _, _, cp in sizes} == {1, 2, 4, 8}
+    # 4 KV heads let TP be 4 at most: on 16 GPUs without PP the rest is CP or DP
+    keys = layouts[sizes.index([4, 1, 4])]
+    assert source.accepts(config, keys)
+    assert not source.accepts(config, keys | {"actor_rollout_ref.model.use_remove_padding": False})
+
+
+def test_the_search_takes_the_least_recomputation_that_fits(small_search):
+    source, config = small_search
+    layouts = [keys for _, keys in search._layouts(source, config, assumptions())]
+    for keys in layouts:
+        fitting = search.with_keys(config, keys)
+        chosen = least_that_fits(fitting, source.actor)
+        assert {f"{search.MEGATRON}.{name}": value for name, value in chosen.items()}.items() <= keys.items()
+        assert not shortage(fitting, source.actor)
+    assert len({keys[f"{search.MEGATRON}.recompute_granularity"] for keys in layouts}) > 1
 
 
 def test_the_search_counts_a_critic_of_another_size(small_search):

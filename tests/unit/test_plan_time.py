@@ -180,11 +180,14 @@ def test_tensor_parallel_ranks_exchange_what_was_worked_out_by_hand(sequence_par
 
 def test_context_parallel_ranks_pass_keys_and_values_round():
     """Of 4 tokens 2 each, 2 layers; a key and a value of 4 numbers of 2 bytes go to CP - 1 = 1 other rank: 64 bytes a
-    pass, at 1000 per second, and backward as much. The optimizer's state is shared as over data-parallel ranks."""
+    pass, at 1000 per second; backward as much, and their gradients as much again. What is recomputed goes round once
+    more. The optimizer's state is shared as over data-parallel ranks."""
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     layout = TrainerLayout(ParallelSizes(1, 1, None, 2, cp=2), 2, False, 0.0, 64)
     time = training_time(SMALL, layout, work, SLOW, HALF)
-    assert time.tensor == pytest.approx(0.064 * 2)
+    assert time.tensor == pytest.approx(0.064 * 3)
+    again = training_time(SMALL, replace(layout, recompute=1.0), work, SLOW, HALF)
+    assert again.tensor == pytest.approx(0.064 * 4)
     data_parallel = replace(layout, sizes=ParallelSizes(1, 1, None, 2))
     assert time.optimizer == training_time(SMALL, data_parallel, work, SLOW, HALF).optimizer
 
@@ -198,6 +201,20 @@ def test_gradients_are_reduced_and_weights_gathered_over_data_parallel_ranks():
     hidden = replace(layout, overlap_grad_reduce=True)
     assert optimizer_step_s(SMALL, hidden, 1.0, SLOW, HALF) == pytest.approx((872 * 2 / 1e3 - 1) + 0.872 + adam)
     assert optimizer_step_s(SMALL, hidden, 9.0, SLOW, HALF) == pytest.approx(0.872 + adam)
+
+
+@pytest.mark.parametrize(("gpus_per_node", "rate", "is_longer"), [(8, 1e3, False), (2, 1e2, True)])
+def test_weights_are_gathered_behind_the_next_forward_pass_save_the_last(gpus_per_node, rate, is_longer):
+    """2 passes of 4 optimizer steps: 7 of 8 gathers of 872 parameters hide, as far as the forward pass of a step's one
+    micro-batch takes, a third of it. Between nodes it takes less than the gather."""
+    layout = TrainerLayout(ParallelSizes(2, 1, None, 4), gpus_per_node, True, 0.0, max_tokens=64)
+    work = TrainingWork(32, THREE_TOKENS, 1, mini_batches=4, epochs=2)
+    whole = training_time(SMALL, layout, work, SLOW, HALF)
+    hidden = training_time(SMALL, replace(layout, overlap_param_gather=True), work, SLOW, HALF)
+    forward_s, gather_s = (whole.update - whole.optimizer) / 8 / 3, 872 / rate
+    assert (gather_s > forward_s) is is_longer
+    assert whole.optimizer - hidden.optimizer == pytest.approx(7 * min(forward_s, gather_s))
+    assert whole.update - hidden.update == pytest.approx(whole.optimizer - hidden.optimizer)
 
 
 @pytest.mark.parametrize(("vpp", "chunks"), [(None, 1), (2, 2)])
@@ -216,6 +233,16 @@ def test_a_pipeline_idles_for_all_but_one_of_its_stages_in_micro_batches(vpp, ch
         (("recompute_granularity=none",), 0.0),
         (("recompute_granularity=full",), 1.0),
         (("recompute_granularity=full", "recompute_method=block", "recompute_num_layers=12"), 12 * 2 / 64),
+        # Megatron counts the layers of each of 2 x 2 chunks
+        (
+            (
+                "recompute_granularity=full",
+                "recompute_method=block",
+                "recompute_num_layers=12",
+                "virtual_pipeline_model_parallel_size=2",
+            ),
+            12 * 4 / 64,
+        ),
         # MLP 3 x 27648, attention 2 x (40 + 8) x 128 wide
         (("recompute_granularity=selective", "recompute_modules=[mlp]"), 82944 / (82944 + 12288)),
         (("recompute_granularity=selective", "recompute_modules=[core_attn]"), 0.0),

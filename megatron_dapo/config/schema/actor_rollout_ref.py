@@ -75,12 +75,13 @@ class MegatronConfig(Section):
     use_distributed_optimizer and overlap_grad_reduce."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Parameters and activations; auto = bfloat16 (with fp32 main weights) on GPU, float32 on CPU."""
-    recompute_granularity: MayChangeOnResume[Literal["none", "full", "selective"]] = "none"
-    """Activation recompute: whole layers, or only `recompute_modules`."""
+    recompute_granularity: MayChangeOnResume[Literal["none", "full", "selective", "auto"]] = "none"
+    """Activation recompute: whole layers, or only `recompute_modules`; auto = the least that `trainer.gpu_memory_gb`
+    leaves room for by the plan, which shows it (docs/plan.md)."""
     recompute_method: MayChangeOnResume[Literal["uniform", "block"]] = "uniform"
-    """With full recompute: every layer in groups, or the first `recompute_num_layers` of each stage."""
+    """With full recompute: every layer in groups, or the first `recompute_num_layers` of each chunk of a stage."""
     recompute_num_layers: MayChangeOnResume[PositiveInt] = 1
-    """Layers per recompute group (uniform) or recomputed layers per stage (block)."""
+    """Layers per recompute group (uniform) or recomputed layers per chunk of a stage (block)."""
     recompute_modules: MayChangeOnResume[list[Literal["core_attn", "mlp"]]] = ["core_attn"]
     """With selective recompute: what is recomputed."""
     use_transformer_engine: Literal["auto", "on", "off"] = "auto"
