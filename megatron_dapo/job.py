@@ -87,6 +87,8 @@ class Job:
         self.weights = self._weight_sync() if uses_servers(config) else NoServers()
         self._num_rejoins = 0  # of servers, in pushes between two steps
         self._num_optimizer_steps = 0  # of the last step
+        self._updated_step = 0  # the last one whose update was begun
+        self._validated_step: int | None = None  # whose weights are answering the held-out prompts
         self._max_mismatch = max_mismatch(config)
         self._token_dumps = TokenDumps(config, layout, run)
         self._groups: list[Group] | None = None  # of the step, on rank 0
@@ -153,6 +155,7 @@ class Job:
         Nothing while the critic warms up: then the servers get the same weights again, under a new version.
         """
         self._poll_save()
+        self._updated_step = step
         if step <= self.config.trainer.critic_warmup:
             return {}
         with self.telemetry.phase("update"):
@@ -221,13 +224,46 @@ class Job:
         }
         return performance.mfu_metrics(model.spec, groups, works, self.layout.world_size, peak)
 
-    def validate(self, step: int) -> None:
-        """Answer the held-out prompts with the current weights, where there are any and servers to ask."""
+    def has_validated(self, step: int) -> bool:
+        """Return whether the answers of the weights after this step are kept: a resumed run does not ask again."""
+        if step == 0:
+            return False
+        path = self.run.validation(step)
+        return self.layout.agreement.leader(f"looking for {path}", path.exists)
+
+    def begin_validation(self, step: int) -> None:
+        """Have the held-out prompts answered with the current weights, where there are any and servers to ask, while
+        the next step is sampled and trained."""
         if not (uses_servers(self.config) and self.config.data.val_files):
             return
         with self._saved_if_lost(step, self._num_optimizer_steps), self.telemetry.phase("validation"):
-            metrics = self._ask_rollout(step, lambda rollout: rollout.evaluate(step, weight_version=step))
-        self.telemetry.log_validation(step, metrics or {})
+            self._ask_rollout(step, lambda rollout: rollout.begin_evaluation(step, weight_version=step))
+        self._validated_step = step
+
+    def finish_validation(self) -> None:
+        """Wait for the answers, if some are awaited, and report them.
+
+        Where the servers have lost the weights, and the trainer has newer ones already, that evaluation is given up.
+        """
+        step = self._validated_step
+        if step is None:
+            return
+        self._validated_step = None
+        updated = max(step, self._updated_step)
+
+        def answers(rollout: Rollout) -> dict[str, float]:
+            try:
+                return rollout.evaluate(step, weight_version=step)
+            except NeedsSync as reason:
+                if updated == step:
+                    raise
+                print_line(f"The held-out evaluation after step {step} is given up: {reason}")
+                return {}
+
+        with self._saved_if_lost(updated, self._num_optimizer_steps), self.telemetry.phase("validation"):
+            metrics = self._ask_rollout(step, answers)
+        if metrics:
+            self.telemetry.log_validation(step, metrics, in_step=updated > step)
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Save a checkpoint where one is due. Raises RunStopped where the run was asked to stop."""

@@ -14,8 +14,8 @@ def train(config: Config) -> bool:
         job.wait_for_rollout()
         start = job.checkpoints.restore()  # the steps that are done
         job.push_weights(version=start)
-        if start == 0:
-            job.validate(step=0)
+        if _is_validation_step(config, start) and not job.has_validated(start):
+            job.begin_validation(start)
         with job.checkpoints:
             for step in range(start + 1, config.trainer.total_training_steps + 1):
                 groups, metrics = job.next_batch(step)  # dynamic sampling: every group carries signal
@@ -23,13 +23,15 @@ def train(config: Config) -> bool:
                 shard, score_metrics = job.score(step, shard)  # log-probs and values, only where needed; advantages
                 critic_metrics = job.update_critic(shard)  # where there is one
                 actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
+                job.finish_validation()  # where one is under way: the next weights must not answer it
                 sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
                 perf_metrics = job.performance(groups, metrics | actor_metrics)  # how well the ranks were used
                 metrics = metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics
                 job.telemetry.log(step, metrics | perf_metrics)
                 if _is_validation_step(config, step):
-                    job.validate(step)
+                    job.begin_validation(step)  # while the next step is sampled and trained
                 job.save(step, actor_metrics)  # where due
+            job.finish_validation()
             job.finish()  # a signal that comes now does not end it
             return True
     return False  # asked to stop, in the middle of a step or after one
@@ -37,4 +39,4 @@ def train(config: Config) -> bool:
 
 def _is_validation_step(config: Config, step: int) -> bool:
     every = config.trainer.test_freq
-    return step == config.trainer.total_training_steps or (every > 0 and step % every == 0)
+    return step in (0, config.trainer.total_training_steps) or (every > 0 and step % every == 0)

@@ -11,7 +11,7 @@ def set_aside(run: RunFolder) -> Path | None:
 
     For a run that starts at step 0: the earlier one finished without a checkpoint, or ended before its first.
     """
-    dumps = [path for folder in (run.rollouts, run.batches) for path in _dumps(folder)]
+    dumps = [path for folder in _folders(run) for path in _dumps(folder)]
     has_reported = run.metrics.is_file() and run.metrics.stat().st_size
     if not (dumps or has_reported or run.model.exists()):
         return None
@@ -19,22 +19,26 @@ def set_aside(run: RunFolder) -> Path | None:
     while (earlier := run.path / f"earlier_{number}").exists():
         number += 1
     earlier.mkdir()
-    for path in (run.metrics, run.tensorboard, run.wandb_id, run.rollouts, run.batches, run.model, run.config):
+    for path in (run.metrics, run.tensorboard, run.wandb_id, *_folders(run), run.model, run.config):
         if path.exists():
             path.rename(earlier / path.name)
     return earlier
 
 
 def remove_later_dumps(run: RunFolder, step: int) -> list[int]:
-    """Remove the samples and batches of the steps after `step`, and return those steps, ascending.
+    """Remove the samples, batches and held-out answers of the steps after `step`, and return those steps, ascending.
 
     For a run that goes on after a step: it does the later ones again, or not at all where it is shorter now.
     """
-    dumps = {path: later for folder in (run.rollouts, run.batches) for path, later in _dumps(folder).items()}
+    dumps = {path: later for folder in _folders(run) for path, later in _dumps(folder).items()}
     for path, later in dumps.items():
         if later > step:
             path.unlink()
     return sorted({later for later in dumps.values() if later > step})
+
+
+def _folders(run: RunFolder) -> tuple[Path, ...]:
+    return run.rollouts, run.batches, run.validation(0).parent
 
 
 def _dumps(folder: Path) -> dict[Path, int]:

@@ -55,6 +55,7 @@ class Sample(TokenRecord):
     num_turns: int = 1
     servers: tuple[str, ...] = ()  # URLs of those that wrote its turns
     reward_error: str | None = None  # why the verifier gave no answer, if it did not
+    answer: str | None = None  # what it answers, for a vote among responses; None = nothing
 
     @property
     def num_response_tokens(self) -> int:

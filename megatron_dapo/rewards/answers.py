@@ -10,6 +10,9 @@ import re
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
+_READ_CHARS = 2000  # of a response, for the vote of one whose reward function tells no answer
+ANSWER_CHARS = 200  # that an answer has at most, and that are the answer of a response that marks none
+
 _DISPLAYS = (("\\[", "\\]"), ("$$", "$$"))
 
 _SUBSTITUTIONS = (
@@ -82,6 +85,13 @@ def final_answer(text: str) -> tuple[str, str] | None:
     if boxed is not None and (not lines or boxed_at >= lines[-1].start()):
         return "boxed", boxed
     return ("line", _whole_display(text, lines[-1])) if lines else None
+
+
+def answer_of(response: str) -> str | None:
+    """Return what a response answers, where its reward function does not tell: its final answer in normal form, without
+    one its last 200 characters; None for an empty response."""
+    final = final_answer(response[-_READ_CHARS:])
+    return (normalize(final[1]) if final else response.strip()[-ANSWER_CHARS:]) or None
 
 
 def _whole_display(text: str, line: re.Match[str]) -> str:

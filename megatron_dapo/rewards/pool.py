@@ -108,7 +108,7 @@ class RewardPool:
         self._counts["num_scored"] += 1
         error = reply.get("error")
         if error is None:
-            return RewardResult(score=reply["score"], correct=reply["correct"])
+            return RewardResult(score=reply["score"], correct=reply["correct"], answer=reply["answer"])
         self._counts[_COUNTS[error.partition(":")[0]]] += 1
         self.last_traceback = str(reply.get("traceback", "")) or self.last_traceback
         if error not in self._logged and len(self._logged) < _MAX_LOGGED_ERRORS:
@@ -124,4 +124,5 @@ def _is_verdict(reply: dict[str, Any]) -> bool:
         return isinstance(reply["error"], str) and reply["error"].partition(":")[0] in _COUNTS
     score = reply.get("score")
     correct = reply.get("correct")
-    return isinstance(score, float) and math.isfinite(score) and isinstance(correct, bool)
+    is_sound = isinstance(score, float) and math.isfinite(score) and isinstance(correct, bool)
+    return is_sound and isinstance(reply.get("answer", 0), str | None)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.rewards.types import Verdict
 
 SOURCE_PREFIX = "reasoning_gym/"
 _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
@@ -17,7 +18,7 @@ _RIGHT = 0.99  # tasks give credit for parts, and compute in floats
 
 def reasoning_gym(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, partial_credit: bool = False
-) -> dict[str, float | bool]:
+) -> Verdict:
     """Return 1 where the task of `reasoning_gym/TASK` calls the answer right, 0 elsewhere.
 
     partial_credit: the task's score instead.
@@ -26,7 +27,8 @@ def reasoning_gym(
     config of the problem, as `megatron_dapo.envs.prompts` writes them.
     """
     score = answer_score(data_source, response, extra_info)
-    return {"score": score if partial_credit else float(score >= _RIGHT), "correct": score >= _RIGHT}
+    right = score >= _RIGHT
+    return {"score": score if partial_credit else float(right), "correct": right, "pred": _last_answer(response)}
 
 
 def answer_score(data_source: str, response: str, extra_info: dict) -> float:
@@ -34,11 +36,15 @@ def answer_score(data_source: str, response: str, extra_info: dict) -> float:
     task = data_source.removeprefix(SOURCE_PREFIX)
     config = json.dumps(extra_info.get("config") or {}, sort_keys=True)
     tasks, problem = _problem(task, extra_info["seed"], extra_info["size"], config, extra_info["index"])
-    answers = _ANSWER.findall(response)
     try:
-        return float(tasks.score_answer(answers[-1] if answers else response.strip(), problem))
+        return float(tasks.score_answer(_last_answer(response), problem))
     except Exception:  # several tasks raise on text they cannot read: no answer
         return 0.0
+
+
+def _last_answer(response: str) -> str:
+    answers = _ANSWER.findall(response)
+    return answers[-1] if answers else response.strip()
 
 
 def create(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:

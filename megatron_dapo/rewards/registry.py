@@ -11,6 +11,7 @@ from typing import Any
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
+from megatron_dapo.rewards.answers import ANSWER_CHARS, answer_of
 from megatron_dapo.rewards.types import RewardResult
 
 WRONG_SCORES = dict.fromkeys(BUILT_IN_REWARDS, 0.0) | {"math_dapo": -1.0}
@@ -115,7 +116,14 @@ def score_response(
     score = verdict.get("score") if isinstance(verdict, dict) else verdict
     if score is None or not isfinite(score := float(score)):
         raise ValueError(f"the reward function returned {str(verdict)[:100]}, not a finite score or a dict with one")
-    return RewardResult(score=score, correct=_is_correct(verdict, score))
+    return RewardResult(score, _is_correct(verdict, score), answer=_answer(verdict, response))
+
+
+def _answer(verdict: Any, response: str) -> str | None:
+    """Return what the verdict says that the response answers, as `pred`; else what we read in the response."""
+    if isinstance(verdict, dict) and "pred" in verdict:
+        return None if verdict["pred"] is None else str(verdict["pred"])[-ANSWER_CHARS:]
+    return answer_of(response)
 
 
 def _is_correct(verdict: Any, score: float) -> bool:

@@ -18,6 +18,7 @@ import math_verify as sympy_verify
 from megatron_dapo.common.signals import SignalReceiver
 from megatron_dapo.rewards.answers import final_answer
 from megatron_dapo.rewards.exact import as_written, exact_number, is_words, without_units, words
+from megatron_dapo.rewards.types import Verdict
 
 _TAIL_CHARS = 32768  # searched for the final answer
 _SYMPY_CHARS = 1000  # given to sympy
@@ -42,7 +43,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 def math_verify(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, time_limit_s: float = 2.0
-) -> dict[str, float | bool]:
+) -> Verdict:
     r"""Return 1 where the response's final answer equals the ground truth as mathematics, 0 elsewhere.
 
     The final answer is the last `\boxed{...}` or `Answer: ...`, or what math-verify finds in the last 1000 characters.
@@ -53,7 +54,16 @@ def math_verify(
     holds.
     """
     correct = _is_equal(response, ground_truth, time_limit_s)
-    return {"score": 1.0 if correct else 0.0, "correct": correct}
+    final = final_answer(response[-_TAIL_CHARS:])
+    pred = {"pred": _written_alike(final[1])} if final else {}
+    return {"score": 1.0 if correct else 0.0, "correct": correct, **pred}
+
+
+def _written_alike(answer: str) -> str:
+    """Return an answer in a form that answers have in common which are equal without sympy."""
+    plain = without_units(answer)
+    number = exact_number(plain)
+    return str(number) if number is not None else words(plain) or as_written(plain)
 
 
 def _is_equal(response: str, ground_truth: str, time_limit_s: float) -> bool:

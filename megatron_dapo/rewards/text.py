@@ -4,6 +4,7 @@ import re
 
 from megatron_dapo.rewards.answers import last_answer_line, last_boxed, normalize
 from megatron_dapo.rewards.exact import exact_number
+from megatron_dapo.rewards.types import Verdict
 
 _PADDED_INTEGER = re.compile(r"-?\d+(?:\.0*)?")
 _MINERVA_TAIL_CHARS = 300  # the longest answer of MATH-500 has 159
@@ -11,7 +12,7 @@ _MINERVA_TAIL_CHARS = 300  # the longest answer of MATH-500 has 159
 
 def math_dapo(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, boxed_fallback: bool = False
-) -> dict[str, float | bool]:
+) -> Verdict:
     r"""Return +1 for the right final answer, -1 for any other: the rule of the DAPO recipe (arXiv 2503.14476).
 
     The last `Answer: ...` line of the response's last 300 characters, in Minerva's normal form, must be the string that
@@ -23,8 +24,9 @@ def math_dapo(
     if answer is None and boxed_fallback:
         answer = last_boxed(tail)
     truths = {normalize(ground_truth), _as_integer(ground_truth)}
-    correct = answer is not None and normalize(answer) in truths
-    return {"score": 1.0 if correct else -1.0, "correct": correct}
+    said = None if answer is None else normalize(answer)
+    correct = said in truths
+    return {"score": 1.0 if correct else -1.0, "correct": correct, "pred": said}
 
 
 def _as_integer(ground_truth: str) -> str | None:
@@ -32,7 +34,7 @@ def _as_integer(ground_truth: str) -> str | None:
     return None if number is None else str(number)
 
 
-def environment(data_source: str, response: str, ground_truth: str, extra_info: dict) -> dict[str, float | bool]:
+def environment(data_source: str, response: str, ground_truth: str, extra_info: dict) -> Verdict:
     """Return 0: with several turns the environment gives the reward; a trajectory without one has earned none."""
     return {"score": 0.0, "correct": False}
 
@@ -46,7 +48,7 @@ def exact_match(
     marker: str = "",
     strip: bool = True,
     ignore_case: bool = False,
-) -> dict[str, float | bool]:
+) -> Verdict:
     """Return 1 where the response is the ground truth, 0 elsewhere.
 
     marker: compare what follows the last marker instead of the whole response; a response without it is wrong.
@@ -61,4 +63,4 @@ def exact_match(
         answer = answer.casefold()
         truth = truth.casefold()
     correct = bool(has_marker) and answer == truth
-    return {"score": 1.0 if correct else 0.0, "correct": correct}
+    return {"score": 1.0 if correct else 0.0, "correct": correct, "pred": answer if has_marker else None}

@@ -1,6 +1,7 @@
 """One reward process: `python -m megatron_dapo.rewards.worker`. Started, watched and killed by the reward pool.
 
-The settings are answered by {"wrong_score": ...} or {"user_error": ...}, a response by {"score": ..., "correct": ...}.
+The settings are answered by {"wrong_score": ...} or {"user_error": ...}, a response by {"score": ..., "correct": ...,
+"answer": ...}.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def _greeting(function: str, kwargs: dict[str, Any]) -> Message:
 
 def _answer(function: str, kwargs: dict[str, Any], message: Message) -> Message:
     result = score_response(function, kwargs, **message)
-    return {"score": result.score, "correct": result.correct}
+    return {"score": result.score, "correct": result.correct, "answer": result.answer}
 
 
 if __name__ == "__main__":

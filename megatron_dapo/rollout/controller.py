@@ -27,7 +27,6 @@ from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.deadlines import unless, within
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
-from megatron_dapo.rollout.evaluation import evaluate
 from megatron_dapo.rollout.experience_replay import replay_metrics
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.group_filter import filter_in_words
@@ -42,6 +41,7 @@ from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
+from megatron_dapo.rollout.validation import Validation
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
@@ -85,7 +85,7 @@ class Controller:
             connect=partial(SGLangClient, api_key=given_server_key(config)),
             report_unresponsive=partial(report_unresponsive, self._folder),
             keeps_caches=config.weight_sync.pause_mode == "in_place",
-            push_s=config.weight_sync.timeout_s if rollout.max_staleness else 0.0,
+            push_s=config.weight_sync.timeout_s if rollout.max_staleness or data.val_files else 0.0,
         )
         self._rewards = RewardPool(
             reward.function,
@@ -113,7 +113,8 @@ class Controller:
             exact=not rollout.max_staleness,
         )
         # a second one: its retries are not the step's
-        self._val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry, vocab_size, multi_turn, exact=True)
+        val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry, vocab_size, multi_turn, exact=True)
+        self._validation = Validation(self._val_prompts, config, val_sampler, self._servers, self._rewards, tokenizer)
         self._params = SamplingParams(
             max_new_tokens=data.max_response_length,
             temperature=rollout.temperature,
@@ -190,28 +191,31 @@ class Controller:
             metrics |= self._drawing.pool.metrics() | replay_metrics(result.groups, weight_version)
         return metrics
 
+    async def begin_evaluation(self, step: int, weight_version: int) -> None:
+        """Have the held-out prompts answered while training's requests go on; `evaluate` waits for the answers.
+
+        Servers hold weight_version until then.
+        """
+        if self._val_prompts:
+            self._validation.begin(step, weight_version, partial(self._evaluation_overdue, step))
+
     async def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Return the metrics of the held-out prompts, answered by weight_version alone; {} where there are none.
 
-        Training's requests go on meanwhile. Raises NeedsSync, RolloutError, UserError.
+        Waits for what `begin_evaluation` began, or begins it. Raises NeedsSync, RolloutError, UserError.
         """
         if not self._val_prompts:
             return {}
+        await self._filling.raise_failure()
+        return await self._validation.end(step, weight_version, partial(self._evaluation_overdue, step))
 
-        async def answers() -> dict[str, float]:
-            await self._filling.raise_failure()
-            await self._servers.expect(weight_version)
-            return await evaluate(self._val_sampler, self._val_prompts, self._config, self._rewards)
-
-        return await within(
-            self._rollout.step_timeout_s,
-            answers(),
-            lambda: self._overdue(f"the evaluation at step {step}", "answers are missing"),
-        )
+    def _evaluation_overdue(self, step: int) -> str:
+        return self._overdue(f"the evaluation at step {step}", "answers are missing")
 
     async def halt(self) -> str | None:
         """End what is under way. `state_dict` then has what there is of unfinished responses of one turn; those with an
         environment begin anew. Returns what had ended the sampling before, if anything did."""
+        await self._validation.cancel()
         failure = await self._filling.halt()
         return None if failure is None else str(failure)
 
@@ -230,6 +234,7 @@ class Controller:
 
     async def close(self) -> None:
         """End what is under way and the workers, and close the connections to the servers."""
+        await self._validation.cancel()
         await self._filling.cancel()
         await self._rewards.close()
         if self._environments:

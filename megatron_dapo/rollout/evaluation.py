@@ -1,30 +1,44 @@
-"""Held-out evaluation: answers to every prompt of `data.val_files`, scored by the raw reward."""
+"""Evaluation: several answers per prompt, scored by the raw reward, as records; and what the records say together."""
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from megatron_dapo.algorithms.answers import scores
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Group, Prompt
+from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rollout.client import SamplingParams
+from megatron_dapo.rollout.errors import NeedsSync
 from megatron_dapo.rollout.sampling import Sampler, run_all
-from megatron_dapo.rollout.step_metrics import mean_metrics
 from megatron_dapo.rollout.verdicts import VerdictCheck
 
+_EARLY = 32  # answers: a reward function that failed on so many, and on all, is not asked about the others
 
-async def evaluate(
-    sampler: Sampler, prompts: Sequence[Prompt], config: Config, rewards: RewardPool
-) -> dict[str, float]:
+
+async def sample_answers(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    config: Config,
+    rewards: RewardPool,
+    on_answer: Callable[[int, Group, Sample], None],
+    num_done: Mapping[int, int] | None = None,
+    on_lost_weights: Callable[[NeedsSync], Awaitable[None]] | None = None,
+) -> None:
     """Sample and score `rollout.val_n` responses per prompt at `val_temperature` (0 = greedy).
 
     No shaping, nothing is filtered.
 
-    Returns val/accuracy, val/reward_mean (raw), val/response_length_mean, val/num_turns_mean, val/truncation_ratio over
-    all responses, val/num_env_failures and val/num_prompts; {} without prompts.
+    Args:
+        sampler, rewards: of the run.
+        prompts: to answer.
+        config: of the run.
+        on_answer: called with each answer as soon as it is scored: its number among those to the prompt, the prompt as
+            a group, the answer.
+        num_done: prompt's index -> answers that there are already; none = 0.
+        on_lost_weights: called where no server has the weights, before it is tried again; none = that is raised.
 
     Raises UserError where too few responses got a verdict.
     """
-    if not prompts:
-        return {}
     rollout = config.actor_rollout_ref.rollout
     params = SamplingParams(
         max_new_tokens=config.data.max_response_length,
@@ -32,18 +46,100 @@ async def evaluate(
         top_p=rollout.val_top_p,
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
-    drawn = [Group(uid=f"val-{prompt.index}", prompt=prompt) for prompt in prompts]
-    groups = await run_all(sampler.sample_group(group, rollout.val_n, params, shaping=None) for group in drawn)
-    samples = [sample for group in groups for sample in group.samples]
     verdicts = VerdictCheck(config.reward, "the held-out evaluation")
-    verdicts.count(samples)
+    numbers = Counter(num_done or {})
+    num_answers = 0
+
+    async def sample(prompt: Prompt) -> None:
+        group = Group(uid=f"val-{prompt.index}", prompt=prompt)
+
+        def note(answer: Sample) -> None:
+            nonlocal num_answers
+            number = numbers[prompt.index]
+            numbers[prompt.index] += 1
+            verdicts.count([answer])
+            num_answers += 1
+            on_answer(number, group, answer)
+            if num_answers == _EARLY:
+                verdicts.check_all_failed(rewards.last_traceback)
+
+        while numbers[prompt.index] < rollout.val_n:
+            try:
+                await sampler.sample_group(group, rollout.val_n - numbers[prompt.index], params, None, note)
+            except NeedsSync as reason:
+                if on_lost_weights is None:
+                    raise
+                await on_lost_weights(reason)
+
+    await run_all(map(sample, prompts))
     verdicts.check(rewards.last_traceback)
-    return {
-        **mean_metrics("val/accuracy", (sample.correct for sample in samples)),
-        **mean_metrics("val/reward_mean", (sample.raw_reward for sample in samples)),
-        **mean_metrics("val/response_length_mean", (sample.num_response_tokens for sample in samples)),
-        **mean_metrics("val/num_turns_mean", (sample.num_turns for sample in samples)),
-        **mean_metrics("val/truncation_ratio", (sample.is_truncated for sample in samples)),
-        "val/num_env_failures": sum(sample.finish_reason == "environment" for sample in samples),
-        "val/num_prompts": len(prompts),
+
+
+def prompt_rows(records: Sequence[Mapping]) -> list[tuple[Mapping, dict[str, float]]]:
+    """Return, for every prompt in the order of the files, its first record and what its answers say: avg@n, pass@k,
+    maj@n, reward, length (tokens), truncated.
+
+    records: of `answer_record`, in any order. maj@n is left out where no answer at all says what it answers.
+    """
+    by_prompt: dict[int, list[Mapping]] = defaultdict(list)
+    for record in records:
+        by_prompt[record["prompt_index"]].append(record)
+    has_votes = any(record["answer"] is not None for record in records)
+    rows = []
+    for _, answers in sorted(by_prompt.items()):
+        row = scores([answer["answer"] for answer in answers], [answer["correct"] for answer in answers])
+        row |= {
+            "reward": _mean([answer["raw_reward"] for answer in answers]),
+            "length": _mean([answer["num_tokens"] for answer in answers]),
+            "truncated": _mean([answer["finish_reason"] != "stop" for answer in answers]),
+        }
+        shown = {name: value for name, value in row.items() if has_votes or not name.startswith("maj@")}
+        rows.append((answers[0], shown))
+    return rows
+
+
+def by_source(rows: Sequence[tuple[Mapping, dict[str, float]]]) -> dict[str, list[dict[str, float]]]:
+    """Return data source -> what the answers to each of its prompts say, the sources in their order."""
+    sources: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for record, row in rows:
+        sources[record["data_source"] or "unnamed"].append(row)
+    return dict(sources)
+
+
+def validation_metrics(records: Sequence[Mapping]) -> dict[str, float]:
+    """Return what a run reports of its held-out evaluation.
+
+    val/accuracy (avg@n), pass@k, maj@n, reward_mean (raw), response_length_mean, num_turns_mean, truncation_ratio,
+    num_env_failures and num_prompts; of several data sources all that prompts have a mean of also as val/SOURCE/...;
+    {} without records.
+    """
+    if not records:
+        return {}
+    rows = prompt_rows(records)
+    sources = by_source(rows)
+    metrics = _means([row for _, row in rows])
+    if len(sources) > 1:
+        for source, some in sources.items():
+            metrics |= {name.replace("val/", f"val/{source}/", 1): value for name, value in _means(some).items()}
+    return metrics | {
+        "val/num_turns_mean": _mean([record.get("num_turns", 1) for record in records]),
+        "val/num_env_failures": sum(record["finish_reason"] == "environment" for record in records),
+        "val/num_prompts": len(rows),
     }
+
+
+_NAMES = {
+    "avg": "val/accuracy",
+    "reward": "val/reward_mean",
+    "length": "val/response_length_mean",
+    "truncated": "val/truncation_ratio",
+}
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name: _NAMES.get(name.partition("@")[0], f"val/{name}") for name in rows[0]}
+    return {shown: _mean([row[name] for row in rows]) for name, shown in names.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -16,6 +16,9 @@ class RolloutFollower:
     ) -> RolloutBatch:
         raise NotImplementedError("rank 0 asks for the batch")
 
+    def begin_evaluation(self, step: int, weight_version: int) -> None:
+        raise NotImplementedError("rank 0 asks for the evaluation")
+
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         raise NotImplementedError("rank 0 asks for the evaluation")
 

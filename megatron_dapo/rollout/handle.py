@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 60.0  # on top of the controller's own deadlines, whose errors say more
 _POLL_S = 0.5
 _CLOSE_S = 10.0
-_COMMANDS = ("next_batch", "evaluate", "halt", "state_dict", "load_state_dict")
+_COMMANDS = ("next_batch", "begin_evaluation", "evaluate", "halt", "state_dict", "load_state_dict")
 _STOP = "stop"  # not a command: it is received during one, and not answered
 
 
@@ -111,6 +111,10 @@ class RolloutHandle:
         So a resumed run draws its prompts again. No further batch may be asked for.
         """
         self._was_refused = True
+
+    def begin_evaluation(self, step: int, weight_version: int) -> None:
+        """Have the held-out prompts answered; see Controller.begin_evaluation. Returns at once."""
+        self._call("begin_evaluation", step, weight_version)
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Return the metrics of the held-out prompts; see Controller.evaluate. Raises NeedsSync."""

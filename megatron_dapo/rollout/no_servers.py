@@ -24,6 +24,9 @@ class NoServerRollout:
         """Return the step's groups and metrics."""
         raise NotImplementedError
 
+    def begin_evaluation(self, step: int, weight_version: int) -> None:
+        """Do nothing: held-out prompts need a server."""
+
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Return {}: held-out prompts need a server."""
         return {}

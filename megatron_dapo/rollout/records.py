@@ -1,4 +1,4 @@
-"""Sample responses for people: the lines of rollouts/step_NNNNNN.jsonl."""
+"""Responses for people: the lines of rollouts/step_NNNNNN.jsonl, a group each, and of an evaluation's answers."""
 
 from itertools import groupby
 
@@ -20,12 +20,28 @@ def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
     }
 
 
+def answer_record(step: int, number: int, group: Group, sample: Sample, tokenizer: Tokenizer) -> dict:
+    """Return the line of one answer of an evaluation. number: of the answer, among those to the prompt, from 0."""
+    prompt = group.prompt
+    return {
+        "step": step,
+        "data_source": prompt.data_source,
+        "prompt_index": prompt.index,
+        "prompt_key": prompt.key,
+        "number": number,
+        "prompt": prompt.text,
+        "ground_truth": prompt.ground_truth,
+        **_response(sample, group, tokenizer),
+    }
+
+
 def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
     record = {
         "text": sample.response_text,
         "reward": sample.reward,
         "raw_reward": sample.raw_reward,
         "correct": sample.correct,
+        "answer": sample.answer,
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_response_tokens,
         "weight_versions": np.unique(sample.weight_versions).tolist(),

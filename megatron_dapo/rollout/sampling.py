@@ -249,4 +249,5 @@ def _to_sample(
         num_turns=trajectory.num_turns,
         servers=tuple(trajectory.servers),
         reward_error=verdict.error,
+        answer=verdict.answer,
     )

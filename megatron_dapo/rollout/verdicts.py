@@ -45,6 +45,11 @@ class VerdictCheck:
         is_bearable = num_failed < self._num_samples and num_failed <= self._reward.max_error_share * self._num_samples
         return num_failed > 0 and not is_bearable
 
+    def check_all_failed(self, last_traceback: str) -> None:
+        """Raise UserError where none got a verdict."""
+        if self._failures.total() == self._num_samples:
+            self.check(last_traceback)
+
     def check(self, last_traceback: str) -> None:
         """Raise UserError where they `are_too_few`."""
         if not self.are_too_few():

@@ -12,8 +12,8 @@ from megatron_dapo.config.schema.run import TrainerConfig
 
 @dataclass(frozen=True)
 class RunFolder:
-    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, batches/, checkpoints/, model/, logs/}, and what
-    processes tell each other and the report by."""
+    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, validation/, batches/, checkpoints/, model/,
+    logs/}, and what processes tell each other and the report by."""
 
     path: Path
     log_dir: Path | None = None
@@ -107,6 +107,10 @@ class RunFolder:
     def rollout_tokens(self, step: int) -> Path:
         """Return the path of what is known of those responses' tokens; see `data.token_dump`."""
         return self.rollouts / f"step_{step:06d}.npz"
+
+    def validation(self, step: int) -> Path:
+        """Return the path of all answers to the held-out prompts by the weights after `step` rollout steps."""
+        return self.path / "validation" / f"step_{step:06d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"

@@ -136,7 +136,7 @@ def validation_line(step: int, metrics: dict[str, float]) -> str:
         ("length {:.1f}", "val/response_length_mean"),
         ("truncated {:.1%}", "val/truncation_ratio"),
         ("{:.0f} prompts", "val/num_prompts"),
-        ("{:.1f} s", "time/validation"),
+        ("{:.1f} s", "val/seconds"),
     )
     when = "before the first step" if step == 0 else f"after step {step}"
     return f"held out, {when}: " + "   ".join(text.format(metrics[name]) for text, name in parts if name in metrics)

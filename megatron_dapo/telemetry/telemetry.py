@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class Telemetry:
     """Use on rank 0; every other rank takes `NullTelemetry`.
 
-    Order within a step: its phases, `log(step)`, then (where it is due) the validation's phase and
-    `log_validation(step)`. Each of the two takes the seconds of the phases since the last one.
+    Order within a step: its phases, `log(step)`. `log_validation(step)` comes, where it is due, within the next step.
+    `log` takes the seconds of the phases since the last record; after the last step, `log_validation` does.
     """
 
     def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
@@ -46,9 +46,13 @@ class Telemetry:
         """Report one rollout step. metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN."""
         self._write(Record(step, {**metrics, **self._timers.take()}, is_validation=False))
 
-    def log_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Report a held-out evaluation with the weights after `step` rollout steps (0 = before the first)."""
-        self._write(Record(step, {**metrics, **self._timers.take()}, is_validation=True))
+    def log_validation(self, step: int, metrics: dict[str, float], in_step: bool = False) -> None:
+        """Report a held-out evaluation with the weights after `step` rollout steps (0 = before the first).
+
+        in_step: a step is under way, whose record gets the seconds of the phases.
+        """
+        seconds = {} if in_step else self._timers.take()
+        self._write(Record(step, {**metrics, **seconds}, is_validation=True))
 
     def close(self) -> None:
         for name, sink in self._sinks.items():
@@ -86,7 +90,7 @@ class NullTelemetry:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         pass
 
-    def log_validation(self, step: int, metrics: dict[str, float]) -> None:
+    def log_validation(self, step: int, metrics: dict[str, float], in_step: bool = False) -> None:
         pass
 
     def close(self) -> None:

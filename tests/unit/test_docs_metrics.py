@@ -12,6 +12,7 @@ SECTIONS = "actor|critic|dapo|perf|prompt_length|replay|response_length|reward|r
 
 # whose names the code puts together
 MADE_FROM_PARTS = {
+    "val/SOURCE/accuracy",
     "weight_sync/PHASE_s",
     "perf/max_memory_allocated_gb/ppN",
     "perf/max_memory_reserved_gb/ppN",

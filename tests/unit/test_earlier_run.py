@@ -31,6 +31,8 @@ def folder(tmp_path):
         run.rollout(step).write_text("{}\n")
         batch_file(run.batches, step).parent.mkdir(exist_ok=True)
         batch_file(run.batches, step).write_text("")
+        run.validation(step).parent.mkdir(exist_ok=True)
+        run.validation(step).write_text("{}\n")
     return run
 
 
@@ -89,6 +91,7 @@ def test_a_resumed_run_takes_back_the_samples_and_batches_after_its_checkpoint(f
     assert choose_start(config(folder), folder, SingleRank()).step == 1
     assert batch_steps(folder.batches) == [1]
     assert sorted(path.name for path in folder.rollouts.iterdir()) == ["notes.txt", "step_000001.jsonl"]
+    assert folder.validation(1).exists() and not folder.validation(2).exists()
     assert "Removed the samples and batches of steps 2 to 3, after the checkpoint" in capsys.readouterr().out
     assert folder.model.exists() and not list(folder.path.glob("earlier*"))
     assert remove_later_dumps(folder, 1) == []

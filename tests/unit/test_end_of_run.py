@@ -52,6 +52,7 @@ def job_of(checkpoints: Checkpoints | Saver) -> SimpleNamespace:
     save_model = lambda: checkpoints.done.append("model")  # noqa: E731
     job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), _save_model=save_model)
     job.finish = lambda: Job.finish(job)
+    job.has_validated, job.finish_validation = lambda step: True, lambda: None
     job.wait_for_rollout, job.push_weights = nullcontext, lambda version: None
     return job
 

@@ -69,20 +69,21 @@ def test_the_tasks_own_answers_are_right_and_others_wrong(tmp_path, task):
         asked = row["data_source"], row["reward_model"]["ground_truth"], row["extra_info"]
 
         def verdict(response, source=asked[0], truth=asked[1], info=asked[2]):
-            return reasoning_gym(source, response, truth, info)
+            answered = reasoning_gym(source, response, truth, info)
+            return answered["score"], answered["correct"]
 
-        right = {"score": 1.0, "correct": True}
+        right = (1.0, True)
         assert verdict(f"I think <answer>17</answer>, no: <answer> {problem['answer']}\n</answer>") == right
         assert verdict(problem["answer"]) == right
         for response in ("", "<answer></answer>", "no idea, 17 or so", f"{problem['answer']} and more words"):
-            assert verdict(response) == {"score": 0.0, "correct": False}, response
+            assert verdict(response) == (0.0, False), response
 
 
 def test_partial_credit_is_the_tasks_own_score_and_never_correct(tmp_path):
     (row,) = rows(tmp_path, "chain_sum", size=1)
     truth = row["reward_model"]["ground_truth"]
     verdict = reasoning_gym(row["data_source"], f"{truth} then", truth, row["extra_info"], partial_credit=True)
-    assert verdict == {"score": len(truth) / (len(truth) + 5), "correct": False}
+    assert verdict == {"score": len(truth) / (len(truth) + 5), "correct": False, "pred": f"{truth} then"}
     assert answer_score(row["data_source"], truth, row["extra_info"]) == 1.0
 
 

@@ -107,7 +107,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("response", "truth", "correct"), MATH_DAPO)
 def test_math_dapo_follows_the_minerva_rule(response, truth, correct):
-    assert math_dapo("math_dapo", response, truth, {}) == {"score": 1.0 if correct else -1.0, "correct": correct}
+    verdict = math_dapo("math_dapo", response, truth, {})
+    assert (verdict["score"], verdict["correct"]) == (1.0 if correct else -1.0, correct)
 
 
 def test_math_dapo_reads_boxed_answers_only_where_told_and_no_answer_line_exists():
@@ -117,7 +118,8 @@ def test_math_dapo_reads_boxed_answers_only_where_told_and_no_answer_line_exists
 
 @pytest.mark.parametrize(("response", "truth", "correct"), MATH_VERIFY)
 def test_math_verify_compares_mathematics(response, truth, correct):
-    assert math_verify("", response, truth, {}, time_limit_s=60) == {"score": float(correct), "correct": correct}
+    verdict = math_verify("", response, truth, {}, time_limit_s=60)
+    assert (verdict["score"], verdict["correct"]) == (float(correct), correct)
 
 
 @pytest.mark.parametrize(("response", "truth", "correct"), HOSTILE, ids=range(len(HOSTILE)))
@@ -154,7 +156,39 @@ def test_math_verify_works_outside_the_main_thread():
     ],
 )
 def test_exact_match_compares_the_named_part(kwargs, response, correct):
-    assert exact_match("", response, "82", {}, **kwargs) == {"score": float(correct), "correct": correct}
+    verdict = exact_match("", response, "82", {}, **kwargs)
+    assert (verdict["score"], verdict["correct"]) == (float(correct), correct)
+
+
+@pytest.mark.parametrize(
+    ("function", "response", "answer"),
+    [
+        ("math_dapo", "so it is\nAnswer: $034$ ", "034"),
+        ("math_dapo", "it is 34", None),
+        ("math_verify", "so " + boxed("0.50"), "1/2"),
+        ("math_verify", "Answer: 1/2", "1/2"),
+        ("math_verify", "Answer: $1{,}000$", "1000"),
+        ("math_verify", "Answer: \\text{Monday}", "monday"),
+        ("math_verify", boxed("x+ 1"), "x+1"),
+        ("exact_match", " 82\n", "82"),
+        ("tests.unit.test_rewards:own", "it is 34\nAnswer: 35 ", "35"),
+        ("tests.unit.test_rewards:own", " it is 34", "it is 34"),
+        ("tests.unit.test_rewards:own", "7" * 500, "7" * 200),
+        ("tests.unit.test_rewards:own", " ", None),
+        ("tests.unit.test_rewards:with_answer", "anything", "5"),
+    ],
+)
+def test_what_a_response_answers_comes_with_its_verdict(function, response, answer):
+    """For the vote: in a form in which equal answers are equal; of one's own function as it says, or as we read it."""
+    assert score_response(function, {}, "", response, "1", {}).answer == answer
+
+
+def own(data_source, response, ground_truth, extra_info):
+    return 1.0
+
+
+def with_answer(data_source, response, ground_truth, extra_info):
+    return {"score": 1.0, "pred": 5}
 
 
 def test_exact_match_may_ignore_case():
