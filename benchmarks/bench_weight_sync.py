@@ -1,9 +1,10 @@
 """A push of the weights to one server on gloo, beside raw broadcasts of the same tensors over the same kind of group to
 the same process: as a share of the raw broadcast's rate.
 
-raw, kept: into tensors that the receiver has already; raw, fresh: into tensors that it allocates, as SGLang does. One
-request asks for all of them, and nothing is loaded. The stand-in keeps what it received. A real server (--server)
-copies it into its model, and its raw broadcasts go to a process of their own.
+raw, kept: into tensors that the receiver has already; raw, fresh: into tensors that it allocates, as SGLang does; raw,
+loaded: so, and each is then copied into one that is kept, as a model's. One request asks for all of them. The stand-in
+keeps what a push brings and loads nothing; a real server (--server) copies it into its model, and its raw broadcasts go
+to a process of their own.
 """
 
 import argparse
@@ -45,7 +46,12 @@ from tests.tiny_models import make_tiny
 CPU = torch.device("cpu")
 LIMIT_S = 120.0
 BUCKET_SIZES_MB = (64, 8)  # the largest on a CPU, and one at which requests weigh more
-VARIANTS = ("raw, kept", "raw, fresh", "push")
+RAW = ("kept", "fresh", "loaded")
+SERVED_SIZES = (
+    {"layers": 8, "hidden": 768, "heads": 12, "kv_heads": 6},
+    {"layers": 8, "hidden": 1920, "heads": 12, "kv_heads": 6},
+)
+QUICK_SERVED_SIZES = ({"layers": 2, "hidden": 64},)
 SIZES = {
     "quick": ModelSize(hidden=64, ffn=128, layers=2, vocab=256),
     "stand-in": ModelSize(hidden=1024, ffn=2816, layers=5, vocab=8192),
@@ -64,15 +70,17 @@ class RawReceiver(weight_sync_server.FakeServer):
         self.open = False
 
     def receive_raw(self, body: dict) -> None:
-        """body: group_name, shapes and dtypes of what is sent; kept: into the tensors of the last time."""
+        """body: group_name, shapes and dtypes of what is sent; into: one of RAW."""
         described = list(zip(body["shapes"], (getattr(torch, name) for name in body["dtypes"]), strict=True))
-        if body["kept"] and not self.kept:
+        if not self.kept:
             self.kept = [torch.zeros(shape, dtype=dtype) for shape, dtype in described]
         for number, (shape, dtype) in enumerate(described):
-            tensor = self.kept[number] if body["kept"] else torch.empty(shape, dtype=dtype)
+            tensor = self.kept[number] if body["into"] == "kept" else torch.empty(shape, dtype=dtype)
             dist.broadcast(tensor, src=0, group=self.groups[body["group_name"]])
-            if not body["kept"]:
+            if body["into"] == "fresh":
                 self.tensors[str(number)] = tensor
+            elif body["into"] == "loaded":
+                self.kept[number].copy_(tensor)
 
 
 def receive(port: int) -> None:
@@ -144,13 +152,13 @@ class Raw:
         asyncio.run(self._post("/init_weights_update_group", fields))
         self._group.ready.result(LIMIT_S)
 
-    def send(self, kept: bool) -> dict[str, float]:
+    def send(self, into: str) -> dict[str, float]:
         """Broadcast everything; return the seconds until the receiver says that it has it."""
         fields = {
             "group_name": self._group.name,
             "shapes": [list(tensor.shape) for tensor in self._payload],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in self._payload],
-            "kept": kept,
+            "into": into,
         }
         start = time.perf_counter()
         done = self._group.broadcast(self._payload, LIMIT_S)
@@ -199,8 +207,7 @@ def measured(
         pushes = Pushes(url if server is None else server.urls[0], key, weights, layout, bucket_size_mb)
         try:
             samplers: dict[str, Callable[[], dict[str, float]]] = {
-                "raw, kept": partial(raw.send, kept=True),
-                "raw, fresh": partial(raw.send, kept=False),
+                **{f"raw, {into}": partial(raw.send, into) for into in RAW},
                 "push": pushes.send,
             }
             samples = in_turns(samplers, rounds, warm_up=1)
@@ -222,7 +229,9 @@ def summary(
         "rounds": rounds,
         "seconds": {way: statistics.median(sample["total"] for sample in taken) for way, taken in samples.items()},
         "push_s": {phase: statistics.median(sample[phase] for sample in samples["push"]) for phase in phases},
-        "share_of_raw": {way: ratio_of(samples[way], "total", samples["push"], "total") for way in VARIANTS[:2]},
+        "share_of_raw": {
+            way: ratio_of(samples[way], "total", samples["push"], "total") for way in samples if way != "push"
+        },
     }
 
 
@@ -238,9 +247,8 @@ def show(result: dict) -> None:
 
 
 @contextmanager
-def real_server(folder: Path, quick: bool) -> Iterator[tuple[ServerSupervisor, Path]]:
+def real_server(folder: Path, size: dict[str, int]) -> Iterator[tuple[ServerSupervisor, Path]]:
     """A running SGLang server and its model's folder."""
-    size = {"layers": 2, "hidden": 64} if quick else {"layers": 8, "hidden": 768, "heads": 12, "kv_heads": 6}
     model = make_tiny(folder / "model", "llama", **size)
     settings = [
         f"actor_rollout_ref.model.path={model}",
@@ -272,10 +280,11 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     layout = ParallelLayout.initialize()
     try:
         results = [measured("a stand-in", weights, layout, size_mb, rounds, None) for size_mb in BUCKET_SIZES_MB]
-        if options.server:
+        sizes = QUICK_SERVED_SIZES if options.quick else SERVED_SIZES
+        for served in sizes if options.server else ():
             with (
                 tempfile.TemporaryDirectory(prefix="weight-sync-") as folder,
-                real_server(Path(folder), options.quick) as (server, model),
+                real_server(Path(folder), served) as (server, model),
             ):
                 weights = Weights(load_file(model / "model.safetensors"))
                 results += [measured("SGLang", weights, layout, size_mb, rounds, server) for size_mb in BUCKET_SIZES_MB]
