@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
 from megatron_dapo.config.correction_checks import CORRECTION_CHECKS
-from megatron_dapo.config.derived import longest_micro_batch_sample, parallel_sizes
+from megatron_dapo.config.derived import longest_micro_batch_sample, parallel_sizes, state_keys, uses_critic
 from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, ROLLOUT, STAGES, WITHOUT_SERVERS, WORLD
-from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.keys import known_keys, show_text
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, variable_names
@@ -143,6 +143,49 @@ def fp8(config: Config) -> Iterator[Mistake]:
         )
 
 
+# What bfloat16's 8 bits keep of a moment: a step of less than half a unit in the last place is rounded away, and of a
+# moment that should fall the step is 1 - beta of it at most.
+_BFLOAT16_STEP = 2**-8
+
+
+def optimizer_state(config: Config) -> Iterator[Mistake]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    asked = state_keys(megatron)
+    if not asked:
+        return
+    keys = tuple(f"{MEGATRON}.{name}" for name in asked)
+    state = f"{MEGATRON}.{' and '.join(f'{name} is {show_text(value)}' for name, value in asked.items())}"
+    needed = {"use_distributed_optimizer": (False, "true"), "dtype": ("float32", "bfloat16"),
+              "use_transformer_engine": ("off", "auto")}  # fmt: skip
+    for name, (refused, cure) in needed.items():
+        if getattr(megatron, name) == refused:
+            yield Mistake(
+                (*keys, f"{MEGATRON}.{name}"),
+                f"{state}, but {name} is {show_text(refused)}; set it to {cure}, or leave the other out.",
+            )
+    if megatron.optimizer_offload_fraction and len(asked) > 1:
+        yield Mistake(
+            keys,
+            f"{state}, but what the machine's memory holds is stepped in float32; set one of them to its default.",
+        )
+    yield from _moments_that_would_not_move(config, [name for name, value in asked.items() if value == "bfloat16"])
+
+
+def _moments_that_would_not_move(config: Config, halved: list[str]) -> Iterator[Mistake]:
+    betas = {f"{ACTOR}.optim.betas": config.actor_rollout_ref.actor.optim.betas}
+    if uses_critic(config):
+        betas["critic.optim.betas"] = config.critic.optim.betas
+    for name in halved:
+        for key, pair in betas.items():
+            beta = pair[name == "exp_avg_sq_dtype"]
+            if 1 - beta <= _BFLOAT16_STEP:
+                yield Mistake(
+                    (f"{MEGATRON}.{name}", key),
+                    f"{MEGATRON}.{name} is bfloat16, but {key} has {beta:g}, with which a moment in bfloat16 never "
+                    f"falls; set {name} to float32, or that beta below {1 - _BFLOAT16_STEP:.3f}.",
+                )
+
+
 def optimizer(config: Config) -> Iterator[Mistake]:
     optim = config.actor_rollout_ref.actor.optim
     steps = config.trainer.total_training_steps
@@ -255,6 +298,7 @@ CHECKS = (
     parallel_layout,
     overlaps,
     fp8,
+    optimizer_state,
     *ALGORITHM_CHECKS,
     *CORRECTION_CHECKS,
     optimizer,

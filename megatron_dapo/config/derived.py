@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ def gen_batch_size(config: Config) -> int:
 
 def samples_per_rollout_step(config: Config) -> int:
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def state_keys(megatron: MegatronConfig) -> dict[str, float | str]:
+    """Return the keys, by their last names, that keep the optimizer's state elsewhere, or shorter, than by default."""
+    values = {
+        "optimizer_offload_fraction": megatron.optimizer_offload_fraction,
+        "exp_avg_dtype": megatron.exp_avg_dtype,
+        "exp_avg_sq_dtype": megatron.exp_avg_sq_dtype,
+    }
+    return {name: value for name, value in values.items() if value not in (0.0, "float32")}
 
 
 # Tokens of a rank's slice that Transformer Engine's FP8 products take at once: 16 bytes, or the block that has a scale.

@@ -25,8 +25,9 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
-ADAM_MOMENTS = 8  # bytes: two float32
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
+# Of a parameter whose optimizer state is in the machine's memory: float32 weight, two moments and gradient.
+ON_THE_HOST = 16
 # Of a loss by autograd: statistics of the logits and what they are merged to (4 each), the 7 fields of
 # `algorithms.sequence_loss.LossSequence` and as much again.
 FLOATS_PER_TOKEN = 8 + 2 * 7
@@ -153,20 +154,40 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     """Return the bytes of the weights, of the float32 gradients, and of Adam's two moments together with the float32
     weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter). The distributed
-    optimizer shards the last of the three over DP x CP, that of experts over the ranks that hold the same experts."""
+    optimizer shards the last of the three over DP x CP, that of experts over the ranks that hold the same experts; of
+    each rank's share Megatron takes whole tensors to the host until their part of it is reached."""
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     shared, experts = num_parameters(spec, sizes, stage)
-    state = ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0)
+    megatron = config.actor_rollout_ref.actor.megatron
+    moments = sum(2 if dtype == "bfloat16" else 4 for dtype in (megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype))
+    state = moments + (MAIN_PARAMETER if width < 4 else 0)
     by_dp, by_expert_dp = 1, 1
-    if config.actor_rollout_ref.actor.megatron.use_distributed_optimizer:
+    if megatron.use_distributed_optimizer:
         by_dp = sizes.num_copies
         by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
+    optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
     return States(
         weights=(shared + experts) * width,
         gradients=(shared + experts) * MAIN_GRADIENT,
-        optimizer=ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp),
+        optimizer=round(optimizer * (1 - megatron.optimizer_offload_fraction)),
     )
+
+
+def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:
+    """Return the bytes of a node's memory that the optimizer's state takes with `optimizer_offload_fraction`: of actor
+    and critic, as many ranks of the largest stage as a node has."""
+    sizes = parallel_sizes(config)
+    fraction = config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction
+    specs = [actor, (critic or actor).as_critic()] if uses_critic(config) else [actor]
+
+    def of_rank(stage: int) -> float:
+        counts = [num_parameters(spec, sizes, stage) for spec in specs]
+        by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
+        return sum(shared / sizes.num_copies + experts / by_expert_dp for shared, experts in counts)
+
+    largest = max(of_rank(stage) for stage in range(sizes.pp))
+    return round(largest * fraction * ON_THE_HOST * config.trainer.n_procs_per_node)
 
 
 def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
@@ -330,7 +351,8 @@ _MORE_RANKS = f"raise {_ACTOR}.megatron.tensor_model_parallel_size or pipeline_m
 CURES = {
     "weights": _MORE_RANKS,
     "gradients": _MORE_RANKS,
-    "optimizer": f"{_MORE_RANKS}, or trainer.nnodes with use_distributed_optimizer, which shards it",
+    "optimizer": f"{_MORE_RANKS}, or trainer.nnodes with use_distributed_optimizer, which shards it, or "
+    f"{_ACTOR}.megatron.optimizer_offload_fraction",
     "activations": f"set {_ACTOR}.megatron.recompute_granularity=auto, or lower {_ACTOR}.max_tokens_per_microbatch",
     "log prob head": f"lower {_ACTOR}.log_prob_chunk_size, or (not fused) {_ACTOR}.max_tokens_per_microbatch",
     "weight sync": "lower weight_sync.bucket_size_mb",

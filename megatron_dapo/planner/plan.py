@@ -25,7 +25,7 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.memory import server_memory, trainer_memory
+from megatron_dapo.planner.memory import host_memory, server_memory, trainer_memory
 from megatron_dapo.planner.model_checks import read_model_specs
 from megatron_dapo.planner.recompute import in_words
 from megatron_dapo.storage.run_folder import RunFolder
@@ -275,6 +275,9 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     fits = parts.total <= config.trainer.gpu_memory_gb * GB
     whole = f"{format_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU{'' if fits else ' DO NOT FIT'}"
     yield f"trainer: {whole}: {sizes}"
+    if fraction := config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction:
+        on_host = format_gb(host_memory(config, *specs))
+        yield f"{on_host} GB of each node's memory: {fraction:.0%} of the optimizer's state, with its gradients"
     yield f"recomputed in backward: {in_words(config.actor_rollout_ref.actor.megatron)}"
     rollout = config.actor_rollout_ref.rollout
     # a Slurm job names the servers that it starts in a file

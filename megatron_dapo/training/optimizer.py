@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -9,6 +10,10 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import state_keys
+from megatron_dapo.config.key_names import MEGATRON
+from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
 from megatron_dapo.models.build import ModelParts
 
@@ -54,7 +59,9 @@ def half_precision(model: ModelParts) -> list[torch.nn.Module]:
 def make_training_state(
     model: ModelParts, megatron: MegatronConfig, optim: OptimConfig, num_rollout_steps: int
 ) -> TrainingState:
-    """Wrap the loaded model for training, and set the callbacks that Megatron's schedules read from its config."""
+    """Wrap the loaded model for training, and set the callbacks that Megatron's schedules read from its config. Raises
+    UserError where the machine lacks what keeps the optimizer's state as asked."""
+    state_options = _state_options(megatron, model)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
@@ -83,6 +90,7 @@ def make_training_state(
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
+            **state_options,
         ),
         stages,
         use_gloo_process_groups=False,
@@ -93,6 +101,29 @@ def make_training_state(
         no_sync = [stage.no_sync for stage in stages]
         model.config.no_sync_func = no_sync if len(stages) > 1 else no_sync[0]
     return TrainingState(stages, optimizer, _lr_schedule(optimizer, optim, num_rollout_steps))
+
+
+def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any]:
+    """Return how Megatron's optimizer keeps its state: in the machine's memory, or in half precision.
+
+    Both are paths of its precision-aware optimizer, which asks for Transformer Engine's version. Without that an
+    offloaded parameter would keep its float32 weight on the GPU as well. The remainders of weights, 2 bytes in place of
+    4, are not used: a checkpoint has float32.
+    """
+    asked = state_keys(megatron)
+    if not asked:
+        return {}
+    if not model.uses_transformer_engine:
+        (name, value), *_ = asked.items()
+        raise UserError(
+            f"{MEGATRON}.{name} is {show_text(value)}, which needs a GPU, bfloat16 and Transformer Engine; one of "
+            f"them is missing here: leave it out."
+        )
+    if fraction := megatron.optimizer_offload_fraction:
+        how = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=True)
+    else:
+        how = dict(store_param_remainders=False, **{name: getattr(torch, str(dtype)) for name, dtype in asked.items()})
+    return dict(use_precision_aware_optimizer=True, **how)
 
 
 def _accumulate_in_products(stages: list[DistributedDataParallel]) -> None:

@@ -81,6 +81,18 @@ CONTRADICTIONS = [
     ("megatron.context_parallel_size=2 trainer.n_procs_per_node=2 "
      "actor_rollout_ref.model.use_remove_padding=false",
      ["context_parallel_size is 2", "use_remove_padding is false", "set it to true"]),
+    ("megatron.optimizer_offload_fraction=0.5 megatron.use_distributed_optimizer=false",
+     ["optimizer_offload_fraction is 0.5, but use_distributed_optimizer is false", "set it to true"]),
+    ("megatron.exp_avg_dtype=bfloat16 megatron.dtype=float32",
+     ["exp_avg_dtype is bfloat16, but dtype is float32", "set it to bfloat16"]),
+    ("megatron.exp_avg_dtype=bfloat16 megatron.use_transformer_engine=off",
+     ["exp_avg_dtype is bfloat16, but use_transformer_engine is off", "set it to auto"]),
+    ("megatron.optimizer_offload_fraction=1 megatron.exp_avg_dtype=bfloat16",
+     ["optimizer_offload_fraction is 1.0 and exp_avg_dtype is bfloat16", "stepped in float32"]),
+    ("megatron.optimizer_offload_fraction=1.5", ["optimizer_offload_fraction", "1.5"]),
+    ("megatron.exp_avg_sq_dtype=bfloat16",  # Adam's own 0.999
+     ["exp_avg_sq_dtype is bfloat16", "actor.optim.betas has 0.999", "never falls", "below 0.996"]),
+    ("megatron.exp_avg_dtype=bfloat16 actor.optim.betas=[0.997,0.999]", ["exp_avg_dtype is bfloat16", "has 0.997"]),
     ("megatron.fp8=hybrid megatron.use_transformer_engine=off",
      ["fp8 is hybrid", "use_transformer_engine is off", "fp8 to none"]),
     ("megatron.fp8=e4m3 megatron.dtype=float32", ["fp8 is e4m3", "dtype is float32", "bfloat16"]),

@@ -168,6 +168,16 @@ def test_reference_and_critic_count_where_they_are_used():
     assert trainer_memory(config.model_copy(), spec).total == sum(parts.by_name.values())
 
 
+def test_moments_in_half_precision_are_two_bytes_each():
+    """Of a half-precision model's 4 + 4 + 4 bytes; the weights stay in float32."""
+    config, spec = recipe("dapo_7b.yaml")
+    whole = model_states(config, spec, 0).optimizer
+    first, _ = recipe("dapo_7b.yaml", f"{MEGATRON}.exp_avg_dtype=bfloat16")
+    both, _ = recipe("dapo_7b.yaml", f"{MEGATRON}.exp_avg_dtype=bfloat16", f"{MEGATRON}.exp_avg_sq_dtype=bfloat16")
+    assert model_states(first, spec, 0).optimizer == pytest.approx(whole * 10 / 12, abs=1)
+    assert model_states(both, spec, 0).optimizer == pytest.approx(whole * 8 / 12, abs=1)
+
+
 def test_context_parallel_ranks_share_activations_and_optimizer_state():
     """A rank has half of a micro-batch's tokens, and all weights; as many ranks as without share the state."""
     key = f"{MEGATRON}.context_parallel_size=2"

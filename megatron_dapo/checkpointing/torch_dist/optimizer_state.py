@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -20,15 +21,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Slot:
     """What the optimizer keeps of elements [first, first + numel) of a model parameter.
 
-    main: the values it updates, fp32. sharded: the other data-parallel ranks have the other elements; else they have
-    the same.
+    main: what it updates: fp32 values, or the parameter's where the optimizer itself keeps those. inner: the optimizer
+    that does. sharded: the other data-parallel ranks have the other elements; else they have the same.
     """
 
     parameter: torch.nn.Parameter
     main: Tensor
+    inner: torch.optim.Optimizer
     first: int
     sharded: bool
-    inner: torch.optim.Optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """Return name -> flat view; `fp32_param` only where it is not the parameter itself.
@@ -37,16 +38,20 @@ class Slot:
         """
         state = self._initialized()
         values = {name: state[name] for name in MOMENTS}
-        if self.main.dtype != self.parameter.dtype:
-            values["fp32_param"] = self.main
+        main = state.get("master_param", self.main)
+        if main.dtype != self.parameter.dtype:
+            values["fp32_param"] = main
         return {name: value.detach().view(-1) for name, value in values.items()}
 
     def _initialized(self) -> dict[str, Any]:
         state = self.inner.state[self.main]
+        if "exp_avg" not in state and getattr(self.inner, "master_weights", False):  # Transformer Engine's Adam
+            self.inner.initialize_state(self.main, store_param_remainders=False)  # type: ignore[attr-defined]
         if "exp_avg" not in state:
             state.update({name: torch.zeros_like(self.main.detach()) for name in MOMENTS})
             if isinstance(self.inner, torch.optim.Adam):
-                state["step"] = torch.tensor(0.0)
+                is_fused = self.inner.param_groups[0].get("fused")
+                state["step"] = torch.zeros((), device=self.main.device if is_fused else "cpu")
         return state
 
     @property
@@ -85,7 +90,17 @@ def _sharded_slots(part: DistributedOptimizer) -> Iterator[Slot]:
         for parameter, ranges in bucket["param_map"].items():
             group, index = part.model_param_group_index_map[parameter]
             main = part.optimizer.param_groups[group]["params"][index]
-            yield Slot(parameter, main, ranges["param"].start, True, part.optimizer)
+            yield Slot(parameter, *_updated(part.optimizer, main), first=ranges["param"].start, sharded=True)
+
+
+def _updated(optimizer: torch.optim.Optimizer, main: Tensor) -> tuple[Tensor, torch.optim.Optimizer]:
+    """Return what is updated for a parameter of the optimizer, and by which. One that keeps a part of its state in the
+    machine's memory has copies in float32, of that part and of the rest, and an optimizer for each."""
+    if not isinstance(optimizer, HybridDeviceOptimizer):
+        return main, optimizer
+    copy = optimizer.param_to_inner_param[main]
+    groups = ((inner, group) for inner in optimizer.sub_optimizers for group in inner.param_groups)
+    return copy, next(inner for inner, group in groups if any(each is copy for each in group["params"]))
 
 
 def _whole_slots(part: MegatronOptimizer) -> Iterator[Slot]:
@@ -96,4 +111,4 @@ def _whole_slots(part: MegatronOptimizer) -> Iterator[Slot]:
         model_parameter |= dict(zip(full, half, strict=True))
     for group in part.optimizer.param_groups:
         for main in group["params"]:
-            yield Slot(model_parameter.get(main, main), main, 0, False, part.optimizer)
+            yield Slot(model_parameter.get(main, main), main, part.optimizer, first=0, sharded=False)

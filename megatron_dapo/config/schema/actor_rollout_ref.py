@@ -73,6 +73,15 @@ class MegatronConfig(Section):
     overlap_param_gather: MayChangeOnResume[bool] = False
     """Gather weights while the forward pass behind an optimizer step runs, save the last of a rollout step; needs
     use_distributed_optimizer and overlap_grad_reduce."""
+    optimizer_offload_fraction: MayChangeOnResume[Annotated[float, Field(ge=0.0, le=1.0)]] = 0.0
+    """Share of the optimizer's state (float32 weights, Adam's moments) that is kept, and stepped, in the machine's
+    memory in place of the GPU's; needs Transformer Engine and use_distributed_optimizer."""
+    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Adam's first moment: bfloat16 saves 2 bytes per parameter; needs Transformer Engine and
+    use_distributed_optimizer."""
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Adam's second moment, likewise; bfloat16 needs `optim.betas` whose second is below 0.996, or it would never
+    fall."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Parameters and activations; auto = bfloat16 (with fp32 main weights) on GPU, float32 on CPU."""
     recompute_granularity: MayChangeOnResume[Literal["none", "full", "selective", "auto"]] = "none"
