@@ -18,7 +18,7 @@ from megatron_dapo.common.sizes import ceil_div, format_bytes
 from megatron_dapo.config.derived import ParallelSizes, uses_critic
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import read_model_spec
-from megatron_dapo.planner.memory import ADAM_MOMENTS, MAIN_PARAMETER, dtype_bytes, num_parameters
+from megatron_dapo.planner.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_parameters
 from megatron_dapo.storage.model_folder import ModelFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,7 +71,9 @@ def checkpoints_bytes(config: Config) -> tuple[int, int]:
     trainer = config.trainer
     width = dtype_bytes(config)
     # weights, Adam's moments and, of a half-precision model, its float32 weights; see docs/checkpoints.md
-    per_parameter = width + ADAM_MOMENTS + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
+    per_parameter = (
+        width + moment_bytes(config) + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
+    )
     one = sum(num_parameters(spec, WHOLE_MODEL, stage=0)) * per_parameter * (2 if uses_critic(config) else 1)
     saves = ceil_div(trainer.total_training_steps, trainer.save_interval) if trainer.save_interval > 0 else 1
     if trainer.keep_last is None:

@@ -160,8 +160,7 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     width = dtype_bytes(config)
     shared, experts = num_parameters(spec, sizes, stage)
     megatron = config.actor_rollout_ref.actor.megatron
-    moments = sum(2 if dtype == "bfloat16" else 4 for dtype in (megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype))
-    state = moments + (MAIN_PARAMETER if width < 4 else 0)
+    state = moment_bytes(config) + (MAIN_PARAMETER if width < 4 else 0)
     by_dp, by_expert_dp = 1, 1
     if megatron.use_distributed_optimizer:
         by_dp = sizes.num_copies
@@ -364,6 +363,12 @@ CURES = {
 def dtype_bytes(config: Config) -> int:
     """Return the bytes of one parameter or activation; auto is bfloat16, as on a GPU."""
     return 4 if config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
+
+
+def moment_bytes(config: Config) -> int:
+    """Return the bytes of Adam's two moments of a parameter."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    return sum(2 if dtype == "bfloat16" else 4 for dtype in (megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype))
 
 
 def _of_rank(config: Config, tokens: int) -> int:
