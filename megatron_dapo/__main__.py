@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from megatron_dapo.common import ends
-from megatron_dapo.common.child_environment import set_rank_defaults
+from megatron_dapo.common.child_environment import COMMON, set_rank_defaults
 from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import SharedUserError, UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
@@ -20,6 +20,7 @@ from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.reference import config_reference
 from megatron_dapo.config.schema import Config
+from megatron_dapo.evaluation.command import add_eval_arguments, evaluate
 from megatron_dapo.forecast.command import add_plan_arguments, plan
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.validation import load_and_validate
@@ -68,6 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan_arguments(plan_parser)
     plan_parser.set_defaults(run=_plan, takes_overrides=True)
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="answer prompt files with a model, and say how good it is",
+        usage="python -m megatron_dapo eval (--model DIR | --checkpoint DIR | --server URL) [options] [key=value ...]",
+        description="Answer prompts several times, score the answers and report avg@n, pass@k, maj@n, with intervals.",
+        epilog="Without --config a model or checkpoint of a run is asked and scored as in that run. "
+        "rollout.val_n and val_temperature say how it is sampled; docs/evaluation.md has examples.",
+    )
+    add_eval_arguments(evaluation)
+    evaluation.set_defaults(run=_eval, takes_overrides=True)
 
     reference = commands.add_parser("config-reference", help="print every config key, as docs/config.md")
     reference.set_defaults(run=_config_reference, takes_overrides=False)
@@ -144,6 +156,16 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(error.report(), file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE
     return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    open_standard_streams()
+    os.environ.update(COMMON)
+    try:
+        return evaluate(arguments, arguments.overrides)
+    except UserError as error:
+        print(error.report(), file=sys.stderr, flush=True)
+        return USER_ERROR_EXIT_CODE
 
 
 def _config_reference(arguments: argparse.Namespace) -> int:

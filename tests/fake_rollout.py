@@ -4,8 +4,10 @@ import asyncio
 import json
 import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -383,6 +385,33 @@ def run_with_controller(
                 await server.stop()
 
     return asyncio.run(main())
+
+
+@contextmanager
+def server_in_thread(script: Script | None = None) -> Iterator[FakeServer]:
+    """A FakeServer whose loop runs beside the test: what is tested blocks."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def make() -> FakeServer:
+        return await FakeServer(script or Script()).start()
+
+    async def end() -> None:
+        await server.stop()
+        held = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+
+    server = asyncio.run_coroutine_threadsafe(make(), loop).result(30)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
 
 
 def rollout_folder(folder: Path, monkeypatch: Any) -> Iterator[Path]:

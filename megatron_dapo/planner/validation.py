@@ -1,7 +1,7 @@
 """Checks before anything starts: keys against each other, the model and this machine. All reported together."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,23 @@ from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH
-from megatron_dapo.config.checks import CHECKS
+from megatron_dapo.config.checks import CHECKS, reward
 from megatron_dapo.config.derived import uses_servers, world_size
 from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WITHOUT_SERVERS, WORLD
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.rollout_checks import own_host
+from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, own_host
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
-from megatron_dapo.planner.model_checks import MODEL_CHECKS, model_json_of, read_model_json, read_model_specs
+from megatron_dapo.planner.model_checks import (
+    MODEL_CHECKS,
+    model_json_of,
+    positions,
+    read_model_json,
+    read_model_specs,
+    servers,
+)
 from megatron_dapo.planner.recompute import settled
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder, batch_steps
@@ -54,6 +61,18 @@ def load_and_validate(
     return settled(reading.config, *specs) if specs else reading.config
 
 
+def load_for_evaluation(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of an evaluation; only what that reads is checked. Raises UserError with every mistake."""
+    reading = read_config(path, overrides)
+    config = reading.config
+    mistakes = [mistake for check in EVALUATION_CHECKS for mistake in check(config)]
+    model_json = read_model_json(config)
+    if model_json is not None:
+        mistakes += [mistake for check in (positions, servers) for mistake in check(config, model_json)]
+    _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
+    return config
+
+
 def _raise(mistakes: list[Mistake]) -> None:
     if mistakes:
         raise UserError(mistake.text for mistake in mistakes)
@@ -84,18 +103,38 @@ def _prompt_files(config: Config) -> Iterator[Mistake]:
             ("data.train_files", *WITHOUT_SERVERS),
             "data.train_files is empty; give one or more .jsonl or .parquet files with prompts.",
         )
-    for key in ("train_files", "val_files"):
-        for name in getattr(config.data, key):
-            if not Path(name).is_file():
-                yield Mistake(
-                    (f"data.{key}", *WITHOUT_SERVERS),
-                    f"data.{key} holds {name}, which is not a file here; correct the path.",
-                )
-            elif Path(name).suffix not in (".jsonl", ".parquet"):
-                yield Mistake(
-                    (f"data.{key}", *WITHOUT_SERVERS),
-                    f"data.{key} holds {name}; only .jsonl and .parquet files are read: convert it.",
-                )
+    yield from _readable("train_files", config.data.train_files)
+    yield from _readable("val_files", config.data.val_files)
+
+
+def _readable(key: str, names: Sequence[str]) -> Iterator[Mistake]:
+    for name in names:
+        if not Path(name).is_file():
+            yield Mistake(
+                (f"data.{key}", *WITHOUT_SERVERS),
+                f"data.{key} holds {name}, which is not a file here; correct the path.",
+            )
+        elif Path(name).suffix not in (".jsonl", ".parquet"):
+            yield Mistake(
+                (f"data.{key}", *WITHOUT_SERVERS),
+                f"data.{key} holds {name}; only .jsonl and .parquet files are read: convert it.",
+            )
+
+
+def _files_to_evaluate(config: Config) -> Iterator[Mistake]:
+    if not config.data.val_files:
+        yield Mistake(("data.val_files",), "there is nothing to answer; give --data FILE, a .jsonl or .parquet file.")
+    yield from _readable("val_files", config.data.val_files)
+
+
+def _model_to_evaluate(config: Config) -> Iterator[Mistake]:
+    path = config.actor_rollout_ref.model.path
+    if not path:
+        yield Mistake(("actor_rollout_ref.model.path",), "no model is named; give --model DIR, or --checkpoint DIR.")
+    elif fault := ModelFolder.of(path).fault():
+        yield Mistake(("actor_rollout_ref.model.path",), f"actor_rollout_ref.model.path is {path}, which {fault}")
+    else:
+        yield from _model("actor_rollout_ref.model.path", path)
 
 
 def _replay(config: Config) -> Iterator[Mistake]:
@@ -196,7 +235,15 @@ def _server_key(config: Config) -> Iterator[Mistake]:
 
 def _own_code(config: Config) -> Iterator[Mistake]:
     """Look for functions and classes of the user's own in their files; what imports them does so much later."""
-    for keys, path in _paths_to_own_code(config):
+    yield from _not_there(_paths_to_own_code(config))
+
+
+def _rewarding_code(config: Config) -> Iterator[Mistake]:
+    yield from _not_there(_paths_of_rewards(config))
+
+
+def _not_there(paths: Iterable[tuple[tuple[str, ...], str | None]]) -> Iterator[Mistake]:
+    for keys, path in paths:
         if path and IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path)):
             yield Mistake(keys, f"{keys[0]} is {path}, {fault}")
 
@@ -206,6 +253,10 @@ def _paths_to_own_code(config: Config) -> Iterator[tuple[tuple[str, ...], str | 
     yield (LOSS_FUNCTION,), config.actor_rollout_ref.actor.loss_function
     if not uses_servers(config):
         return
+    yield from _paths_of_rewards(config)
+
+
+def _paths_of_rewards(config: Config) -> Iterator[tuple[tuple[str, ...], str | None]]:
     yield ("reward.function", *WITHOUT_SERVERS), config.reward.function
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     if multi_turn.enable:
@@ -213,3 +264,12 @@ def _paths_to_own_code(config: Config) -> Iterator[tuple[tuple[str, ...], str | 
 
 
 MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host, _own_code)
+EVALUATION_CHECKS = (
+    *ROLLOUT_CHECKS,
+    reward,
+    _files_to_evaluate,
+    _model_to_evaluate,
+    _server_key,
+    own_host,
+    _rewarding_code,
+)

@@ -7,7 +7,7 @@ and sampled by `filling.py`; with `max_staleness` above 0 that goes on while the
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from megatron_dapo.common.errors import UserError
@@ -64,7 +64,6 @@ class Controller:
         self.stop_asked = asyncio.Event()
         data = config.data
         rollout = config.actor_rollout_ref.rollout
-        reward = config.reward
         if not has_given_servers(config):
             raise UserError("actor_rollout_ref.rollout.server_urls = []: give the URLs of running servers.")
         self._config = config
@@ -72,48 +71,16 @@ class Controller:
         self._folder = RunFolder.of(config.trainer)
         tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
         self._tokenizer = tokenizer
-        vocab_size = read_vocab_size(config.actor_rollout_ref.model.path)
         self._prompts = load_prompts(data.train_files, config, tokenizer)
         self._val_prompts = load_prompts(data.val_files, config, tokenizer) if data.val_files else []
         sources = {prompt.data_source for prompt in (*self._prompts, *self._val_prompts)}
-        check_reward(reward.function, reward.kwargs, sorted(sources))
-        self._servers = ServerPool(
-            ServerList.of_config(rollout),
-            max_concurrency=rollout.max_concurrency,
-            down_timeout_s=rollout.server.startup_timeout_s,
-            probe_interval_s=PROBE_INTERVAL_S,
-            connect=partial(SGLangClient, api_key=given_server_key(config)),
-            report_unresponsive=partial(report_unresponsive, self._folder),
-            keeps_caches=config.weight_sync.pause_mode == "in_place",
-            push_s=config.weight_sync.timeout_s if rollout.max_staleness or data.val_files else 0.0,
-        )
-        self._rewards = RewardPool(
-            reward.function,
-            reward.kwargs,
-            reward.num_workers,
-            reward.timeout_s,
-            reward.memory_limit_mb,
-            reward.pass_env,
-            sorted(sources),
-        )
-        retry = RetryPolicy(rollout.request_timeout_s, rollout.max_retries)
+        self._servers = make_server_pool(config)
+        self._rewards = make_reward_pool(config, sources)
         self._environments = make_environments(config)
-        multi_turn: MultiTurn | None = None
-        if self._environments is not None:
-            multi_turn = MultiTurn(self._environments, tokenizer, data.apply_chat_template, turn_limits(config))
+        sampler = partial(make_sampler, config, self._servers, self._rewards, tokenizer, self._environments)
         greedy_baseline = config.algorithm.adv_estimator == "remax"
-        self._sampler = Sampler(
-            self._servers,
-            self._rewards,
-            tokenizer,
-            retry,
-            vocab_size,
-            multi_turn,
-            greedy_baseline,
-            exact=not rollout.max_staleness,
-        )
-        # a second one: its retries are not the step's
-        val_sampler = Sampler(self._servers, self._rewards, tokenizer, retry, vocab_size, multi_turn, exact=True)
+        self._sampler = sampler(greedy_baseline=greedy_baseline, exact=not rollout.max_staleness)
+        val_sampler = sampler(exact=True)  # a second one: its retries are not the step's
         self._validation = Validation(self._val_prompts, config, val_sampler, self._servers, self._rewards, tokenizer)
         self._params = SamplingParams(
             max_new_tokens=data.max_response_length,
@@ -314,6 +281,57 @@ def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
     for report in dataset.report:
         log.info("%s", report)
     return dataset.prompts
+
+
+def make_server_pool(config: Config) -> ServerPool:
+    """Return the pool of the servers that the config names."""
+    rollout = config.actor_rollout_ref.rollout
+    is_pushed_to_at_work = rollout.max_staleness or config.data.val_files
+    return ServerPool(
+        ServerList.of_config(rollout),
+        max_concurrency=rollout.max_concurrency,
+        down_timeout_s=rollout.server.startup_timeout_s,
+        probe_interval_s=PROBE_INTERVAL_S,
+        connect=partial(SGLangClient, api_key=given_server_key(config)),
+        report_unresponsive=partial(report_unresponsive, RunFolder.of(config.trainer)),
+        keeps_caches=config.weight_sync.pause_mode == "in_place",
+        push_s=config.weight_sync.timeout_s if is_pushed_to_at_work else 0.0,
+    )
+
+
+def make_reward_pool(config: Config, data_sources: Iterable[str]) -> RewardPool:
+    """Return the pool of reward processes. Raises UserError for a function that does not score these sources."""
+    reward = config.reward
+    sources = sorted(set(data_sources))
+    check_reward(reward.function, reward.kwargs, sources)
+    return RewardPool(
+        reward.function,
+        reward.kwargs,
+        reward.num_workers,
+        reward.timeout_s,
+        reward.memory_limit_mb,
+        reward.pass_env,
+        sources,
+    )
+
+
+def make_sampler(
+    config: Config,
+    servers: ServerPool,
+    rewards: RewardPool,
+    tokenizer: Tokenizer,
+    environments: EnvironmentPool | None,
+    greedy_baseline: bool = False,
+    exact: bool = False,
+) -> Sampler:
+    """Return the way from prompts to groups. The arguments behind the config are the sampler's own."""
+    rollout = config.actor_rollout_ref.rollout
+    retry = RetryPolicy(rollout.request_timeout_s, rollout.max_retries)
+    vocab_size = read_vocab_size(config.actor_rollout_ref.model.path)
+    multi_turn: MultiTurn | None = None
+    if environments is not None:
+        multi_turn = MultiTurn(environments, tokenizer, config.data.apply_chat_template, turn_limits(config))
+    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact)
 
 
 def make_environments(config: Config) -> EnvironmentPool | None:

@@ -1,5 +1,6 @@
 """Responses for people: the lines of rollouts/step_NNNNNN.jsonl, a group each, and of an evaluation's answers."""
 
+import json
 from itertools import groupby
 
 import numpy as np
@@ -33,6 +34,11 @@ def answer_record(step: int, number: int, group: Group, sample: Sample, tokenize
         "ground_truth": prompt.ground_truth,
         **_response(sample, group, tokenizer),
     }
+
+
+def answer_line(record: dict) -> bytes:
+    """Return the line of a record of an answer."""
+    return f"{json.dumps(record, ensure_ascii=False)}\n".encode("utf-8", "replace")
 
 
 def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:

@@ -1,7 +1,6 @@
 """The held-out evaluation of a run, beside training's sampling, by the weights of one version; answers are kept."""
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rollout.deadlines import within
 from megatron_dapo.rollout.errors import NeedsSync
 from megatron_dapo.rollout.evaluation import sample_answers, validation_metrics
-from megatron_dapo.rollout.records import answer_record
+from megatron_dapo.rollout.records import answer_line, answer_record
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.storage.run_folder import RunFolder
@@ -116,12 +115,7 @@ class Validation:
         path = self._folder.validation(step)
         ordered = sorted(records, key=lambda record: (record["prompt_index"], record["number"]))
         try:
-            write_whole(path, "".join(map(answer_line, ordered)).encode("utf-8", "replace"))
+            write_whole(path, b"".join(map(answer_line, ordered)))
         except OSError as error:  # no run ends for what people may read
             log.warning("the answers of step %d cannot be kept in %s (%s)", step, path, error)
         return validation_metrics(ordered)
-
-
-def answer_line(record: dict) -> str:
-    """Return the line of a record of an answer."""
-    return json.dumps(record, ensure_ascii=False) + "\n"

@@ -30,6 +30,15 @@ class RunFolder:
             Path(trainer.log_dir) if trainer.log_dir else None,
         )
 
+    @classmethod
+    def holding(cls, model: str | Path) -> "RunFolder | None":
+        """Return the run folder whose trained model, or one of whose checkpoints, this folder is; None for others."""
+        path = Path(model).resolve()
+        for run in (cls(path.parent), cls(path.parents[1])):
+            if path in (run.model, run.checkpoints / path.name) and run.config.is_file():
+                return run
+        return None
+
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"

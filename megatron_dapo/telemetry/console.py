@@ -142,8 +142,8 @@ def validation_line(step: int, metrics: dict[str, float]) -> str:
     return f"held out, {when}: " + "   ".join(text.format(metrics[name]) for text, name in parts if name in metrics)
 
 
-def progress(total_steps: int):
-    """Start a rich progress bar over the steps with elapsed and remaining time, and return it. The caller stops it."""
+def progress(total: int, what: str = "steps"):
+    """Start a rich progress bar with elapsed and remaining time, and return it. The caller stops it."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -154,7 +154,7 @@ def progress(total_steps: int):
     )
 
     bar = Progress(
-        TextColumn("steps"),
+        TextColumn(what),
         BarColumn(bar_width=40),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -163,7 +163,7 @@ def progress(total_steps: int):
         transient=True,
         refresh_per_second=1,  # the thread that draws takes time from training
     )
-    bar.add_task("steps", total=total_steps)
+    bar.add_task(what, total=total)
     bar.start()
     return bar
 

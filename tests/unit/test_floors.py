@@ -18,7 +18,7 @@ FLOORS = (
     ("models", "rewards"),
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
-    ("job", "forecast"),
+    ("job", "forecast", "evaluation"),
     ("trainer",),
     ("__main__", "launch"),
 )

@@ -1,6 +1,5 @@
 """The trainer's handle: the same answers across the process border, every failure reported, no child left behind."""
 
-import asyncio
 import logging
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from megatron_dapo.data.flat_pickle import send
 from megatron_dapo.rollout import handle as handle_module
 from megatron_dapo.rollout.errors import Interrupted, NeedsSync, RolloutError
 from megatron_dapo.rollout.handle import RolloutHandle
-from tests.fake_rollout import FakeServer, Script, make_config, write_files
+from tests.fake_rollout import make_config, server_in_thread, write_files
 
 pytestmark = pytest.mark.unit
 
@@ -30,33 +29,6 @@ def folder(tmp_path, monkeypatch):
     write_files(tmp_path, num_val=2)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
-
-
-@contextmanager
-def server_in_thread():
-    """A FakeServer whose loop runs beside the test: calls of the handle block."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def make():
-        return await FakeServer(Script()).start()
-
-    async def end():
-        await server.stop()
-        held = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in held:
-            task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-
-    server = asyncio.run_coroutine_threadsafe(make(), loop).result(30)
-    try:
-        yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(end(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
-        loop.close()
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""Has servers answer the prompts of an evaluation, those that run already or its own, until every answer is there."""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.tokenizer import Tokenizer
+from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.evaluation.answer_file import AnswerFile
+from megatron_dapo.rollout.controller import make_environments, make_reward_pool, make_sampler, make_server_pool
+from megatron_dapo.rollout.errors import NeedsSync, RolloutError
+from megatron_dapo.rollout.evaluation import sample_answers
+from megatron_dapo.rollout.records import answer_record
+from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.rollout.supervisor import POLL_INTERVAL_S, ServerSupervisor
+
+log = logging.getLogger(__name__)
+
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Work:
+    """What was done since this process began: answers' tokens, and the seconds from the first request on."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+async def answer(
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    answers: AnswerFile,
+    step: int | None,
+    on_start: Callable[[int], None],
+    on_answer: Callable[[], None],
+) -> Work:
+    """Add the answers that are missing to the file.
+
+    Args:
+        config: names running servers.
+        prompts, tokenizer: of the evaluation.
+        answers: those that there are.
+        step: rollout steps that the weights have learned from; None = the servers' weight version, if it is one.
+        on_start: called with the servers' weight version before the first request; may raise.
+        on_answer: called after each answer.
+
+    Raises UserError where too few responses got a verdict (these are not kept), RolloutError where servers fail.
+    """
+    environments = make_environments(config)
+    rewards = make_reward_pool(config, [prompt.data_source for prompt in prompts])
+    servers = make_server_pool(config)
+    work = Work()
+    try:
+        await rewards.start()
+        if environments is not None:
+            await environments.start()
+        await servers.start(config.actor_rollout_ref.rollout.server.startup_timeout_s)
+        version = await _common_version(servers)
+        on_start(version)
+        await servers.expect(version)
+        learned = step if step is not None else max(version, 0)
+
+        def keep(number: int, group: Group, sample: Sample) -> None:
+            answers.add(answer_record(learned, number, group, sample, tokenizer))
+            work.num_tokens += sample.num_written_tokens
+            on_answer()
+
+        sampler = make_sampler(config, servers, rewards, tokenizer, environments, exact=True)
+        began = time.monotonic()
+        await sample_answers(sampler, prompts, config, rewards, keep, answers.num_of_prompts())
+        work.seconds = time.monotonic() - began
+        return work
+    except NeedsSync as error:
+        raise RolloutError(f"the servers do not hold the weights any more that began to answer: {error}") from error
+    except UserError:
+        answers.drop(lambda record: "reward_error" in record)  # with a function that works they are asked for again
+        raise
+    finally:
+        await rewards.close()
+        if environments is not None:
+            await environments.close()
+        await servers.close()
+        answers.close()
+
+
+async def _common_version(servers: ServerPool) -> int:
+    """Return the weight version that all servers hold. Raises UserError where they differ."""
+    versions = {server.url: await server.client.weight_version() for server in servers.servers}
+    if len(set(versions.values())) > 1:
+        held = ", ".join(f"{url}: {version}" for url, version in versions.items())
+        raise UserError(f"the servers hold different weight versions ({held}); give servers of one model.")
+    return next(iter(versions.values()))
+
+
+async def beside_servers(config: Config, logs: Path, work: Callable[[list[str]], Coroutine[Any, Any, Work]]) -> Work:
+    """Start the config's servers, and return what `work` returns, which gets what names them in a config.
+
+    They end with the work, whatever happens. Raises ServerFailure where they cannot be kept alive.
+    """
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, "servers") as owner:  # one thread owns a supervisor
+        in_thread = partial(loop.run_in_executor, owner)
+        servers = await in_thread(ServerSupervisor, config, logs)
+        try:
+            await in_thread(servers.start)
+            tasks = [
+                asyncio.create_task(work(servers.overrides())),
+                asyncio.create_task(_keep_alive(servers, in_thread)),
+            ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                failed = tasks[1].done() and not tasks[0].done()
+                return (tasks[1] if failed else tasks[0]).result()  # the former raises
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            await in_thread(servers.stop)
+
+
+async def _keep_alive(servers: ServerSupervisor, in_thread: Callable) -> Work:
+    while True:
+        await in_thread(servers.check)
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
+async def until_signal(work: Coroutine[Any, Any, Work]) -> Work:
+    """Return what the work returns; SIGTERM and SIGHUP cancel it, as Ctrl-C does."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(work)
+    for number in _END_SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    return await task
