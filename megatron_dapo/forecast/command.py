@@ -10,6 +10,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import replaces_groups, uses_servers
+from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
 from megatron_dapo.forecast.measured import MeasuredRun
@@ -17,7 +18,7 @@ from megatron_dapo.forecast.report import time_plan
 from megatron_dapo.forecast.search import ConfigSource, search_report
 from megatron_dapo.forecast.step_time import HAND_OVER_S, Assumptions, Factors, run_time
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
-from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named
+from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
 from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.planner.memory import shortage
 from megatron_dapo.planner.model_checks import model_json_of, read_model_json
@@ -95,6 +96,9 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     spec = model_spec(model_json, source=name)
     critic = critic_of(config)
     config = settled(config, spec, critic)
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.fp8 != "none" and (lack := lack_of_fp8(hardware.name, hardware.capability, megatron.fp8_recipe)):
+        raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8} with fp8_recipe {megatron.fp8_recipe}, {lack}")
     assumed = assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})

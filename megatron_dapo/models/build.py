@@ -18,6 +18,7 @@ from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
+from megatron_dapo.planner.hardware import lack_of_fp8
 from megatron_dapo.platform.device import is_gpu, model_dtype
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -84,7 +85,15 @@ def _use_transformer_engine(megatron: MegatronConfig) -> bool:
         raise UserError(f"{MEGATRON}.use_transformer_engine is on, {needs}; one of them is missing here: use auto.")
     if megatron.fp8 != "none" and not available:
         raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8}, {needs}; one of them is missing here: set fp8 to none.")
+    if megatron.fp8 != "none":
+        _check_fp8(megatron)
     return available and megatron.use_transformer_engine != "off"
+
+
+def _check_fp8(megatron: MegatronConfig) -> None:
+    lack = lack_of_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), megatron.fp8_recipe)
+    if lack is not None:
+        raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8} with fp8_recipe {megatron.fp8_recipe}, {lack}")
 
 
 def _fp8(megatron: MegatronConfig) -> dict:

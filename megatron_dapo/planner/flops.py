@@ -23,7 +23,12 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) ->
     projections = hidden * (width + 2 * spec.num_kv_heads * spec.head_dim) + width * hidden
     router = spec.moe.num_experts * hidden if spec.moe else 0
     products = 2 * (projections + router + 3 * hidden * spec.active_ffn_size)
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    attention = 2 * 2 * width * pairs  # queries with keys, weights with values
     columns = 1 if spec.value_head else spec.vocab_size
-    return spec.num_layers * (products * sum(lengths) + attention) + 2 * hidden * columns * num_answered
+    layers = spec.num_layers * products * sum(lengths) + attention_flops(spec, lengths)
+    return layers + 2 * hidden * columns * num_answered
+
+
+def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
+    """Count those of them that attention takes: queries with keys, weights with values."""
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    return spec.num_layers * 2 * 2 * spec.num_heads * spec.head_dim * pairs

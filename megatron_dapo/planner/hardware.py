@@ -52,9 +52,29 @@ class Hardware:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
 
 
-def _row(name: str, memory_gb: float, memory_tb_s: float, link_gb_s: float, network_gb_s: float) -> Hardware:
+# All GPUs of the table that have FP8 do twice as many operations in it as in bfloat16, by the same data sheets.
+FP8_SPEED = 2.0
+# The compute capability that Transformer Engine asks for (TE 2.20, pytorch/quantization.py).
+FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+
+
+def lack_of_fp8(name: str, capability: tuple[int, int], recipe: str) -> str | None:
+    """Return what a GPU of this compute capability lacks for a recipe of FP8, as the end of a sentence, or none."""
+    needed = FP8_CAPABILITY[recipe]
+    if capability >= needed:
+        return None
+    numbers = [".".join(map(str, pair)) for pair in (needed, capability)]
+    others = [other for other, least in FP8_CAPABILITY.items() if capability >= least]
+    cure = f"set fp8_recipe to {' or '.join(others)}" if others else "set fp8 to none"
+    return f"which needs compute capability {numbers[0]}, but {name} has {numbers[1]}; {cure}."
+
+
+def _row(
+    name: str, capability: tuple[int, int], memory_gb: float, memory_tb_s: float, link_gb_s: float, network_gb_s: float
+) -> Hardware:
     return Hardware(
         name.lower(),
         PEAK_TFLOPS[name] * 1e12,
@@ -62,6 +82,7 @@ def _row(name: str, memory_gb: float, memory_tb_s: float, link_gb_s: float, netw
         memory_tb_s * 1e12,
         link_gb_s * GB,
         network_gb_s * GB,
+        capability,
     )
 
 
@@ -71,17 +92,17 @@ HARDWARE = {
     row.name: row
     for row in (
         # NVIDIA A100 data sheet (2021): 80 GB SXM, 2039 GB/s, NVLink 600 GB/s; DGX A100: 8 x ConnectX-6
-        _row("A100", 80, 2.039, 300, 25),
+        _row("A100", (8, 0), 80, 2.039, 300, 25),
         # NVIDIA H100 data sheet (2023): SXM5, 80 GB, 3.35 TB/s, NVLink 900 GB/s; DGX H100: 8 x ConnectX-7
-        _row("H100", 80, 3.35, 450, 50),
+        _row("H100", (9, 0), 80, 3.35, 450, 50),
         # NVIDIA H200 data sheet (2024): SXM, 141 GB, 4.8 TB/s, NVLink 900 GB/s
-        _row("H200", 141, 4.8, 450, 50),
+        _row("H200", (9, 0), 141, 4.8, 450, 50),
         # NVIDIA H20 (2023, as resellers quote its brief; NVIDIA has none on its site): 96 GB, 4.0 TB/s, NVLink 900 GB/s
-        _row("H20", 96, 4.0, 450, 50),
+        _row("H20", (9, 0), 96, 4.0, 450, 50),
         # NVIDIA DGX B200 data sheet (2024): 8 GPUs with 1440 GB and 64 TB/s together, NVLink 14.4 TB/s
-        _row("B200", 180, 8.0, 900, 50),
+        _row("B200", (10, 0), 180, 8.0, 900, 50),
         # NVIDIA GB200 NVL72 (2024): 72 GPUs with 13.4 TB and 576 TB/s together, NVLink 130 TB/s
-        _row("GB200", 186, 8.0, 900, 50),
+        _row("GB200", (10, 0), 186, 8.0, 900, 50),
         # One core of a server with AVX-512, in float32: 2.5 GHz x 2 units x 16 numbers x 2 operations; memory and
         # loopback are orders of magnitude. For plans of runs on a CPU, with what one of them measured.
         Hardware("cpu", 0.16e12, 12 * GB, 10e9, 2 * GB, 1 * GB),

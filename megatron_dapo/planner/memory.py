@@ -110,6 +110,7 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
     is_last = stage == sizes.pp - 1
     if needs_reference(config):
         reference = sum(num_parameters(actor, sizes, stage)) * width
+        reference += _fp8_copies(config, actor) // 2  # its forward pass needs no transposed ones
         if uses_full_kl(config) and is_last:
             reference += _kept_for_full_kl(config, actor)
     return Parts(
@@ -167,10 +168,21 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
         by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
     optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
     return States(
-        weights=(shared + experts) * width,
+        weights=(shared + experts) * width + _fp8_copies(config, spec),
         gradients=(shared + experts) * MAIN_GRADIENT,
         optimizer=round(optimizer * (1 - megatron.optimizer_offload_fraction)),
     )
+
+
+def _fp8_copies(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes of the layers' matrices in FP8, which Transformer Engine makes in the first micro-batch after an
+    optimizer step and keeps: as they are and transposed, 1 byte each (TE 2.20, pytorch/module/base.py:
+    get_weight_workspace). What it keeps of their inputs in FP8 is counted as bfloat16."""
+    if config.actor_rollout_ref.actor.megatron.fp8 == "none":
+        return 0
+    sizes = parallel_sizes(config)
+    columns = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.ffn_size
+    return 2 * spec.num_layers // sizes.pp * spec.hidden_size * columns // sizes.tp
 
 
 def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:

@@ -16,8 +16,8 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
-from megatron_dapo.planner.hardware import Hardware
+from megatron_dapo.planner.flops import TRAINING_PASSES, attention_flops, forward_flops
+from megatron_dapo.planner.hardware import FP8_SPEED, Hardware
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import kept_per_token, num_parameters
 
@@ -57,6 +57,7 @@ class TrainerLayout:
     max_tokens: int
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class TrainingWork:
         scale = self.num_samples / NUM_QUANTILES
         layers = forward_flops(spec, [self.prompt + length for length in lengths], 0)
         return layers * scale, forward_flops(spec, [], sum(lengths)) * scale
+
+    def attention_flops(self, spec: ModelSpec) -> float:
+        """Return the operations of attention in one forward pass over all samples."""
+        lengths = [self.prompt + length for length in self.responses.quantiles(NUM_QUANTILES)]
+        return attention_flops(spec, lengths) * self.num_samples / NUM_QUANTILES
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
         config.actor_rollout_ref.actor.max_tokens_per_microbatch,
         megatron.overlap_grad_reduce,
         megatron.overlap_param_gather,
+        megatron.fp8 != "none",
     )
 
 
@@ -168,7 +175,11 @@ def training_time(
     tokens = work.num_tokens / sizes.num_copies
     layers_flops, head_flops = work.forward_flops(spec)
     rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
-    layers_s = layers_flops / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
+    timed_flops = layers_flops
+    if layout.fp8:  # the products of the layers, not attention; what is scaled and cast for them is left out
+        attention = work.attention_flops(spec)
+        timed_flops = attention + (layers_flops - attention) / FP8_SPEED
+    layers_s = timed_flops / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
     head_s = head_flops / rate
     collective_s = _collective_s(spec, layout, tokens, hardware, efficiency)
     ring_s = _ring_s(spec, layout, tokens, hardware, efficiency)

@@ -168,6 +168,17 @@ def test_reference_and_critic_count_where_they_are_used():
     assert trainer_memory(config.model_copy(), spec).total == sum(parts.by_name.values())
 
 
+def test_in_fp8_each_matrix_of_the_layers_is_there_twice_more():
+    """By hand, of a quarter of 7B's layers: q and output 3584 x 3584, k and v 3584 x 512, three of 3584 x 18944."""
+    config, spec = recipe("dapo_7b.yaml")
+    fp8, _ = recipe("dapo_7b.yaml", f"{MEGATRON}.fp8=hybrid")
+    sizes = parallel_sizes(config)
+    matrices = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
+    more = model_states(fp8, spec, 0).weights - model_states(config, spec, 0).weights
+    assert more == 2 * 28 * matrices // (sizes.tp * sizes.pp)
+    assert trainer_memory(fp8, spec).total - trainer_memory(config, spec).total == more
+
+
 def test_moments_in_half_precision_are_two_bytes_each():
     """Of a half-precision model's 4 + 4 + 4 bytes; the weights stay in float32."""
     config, spec = recipe("dapo_7b.yaml")

@@ -208,6 +208,10 @@ def test_groups_that_are_masked_are_not_sampled_anew(capsys):
         (["--config", recipe("dapo_7b"), "actor_rollout_ref.model.path=models/mine"], "models/mine"),
         (["--config", recipe("dapo_7b"), "--model", "llama-3.1-70b"], "A trainer GPU would need"),
         (["--config", recipe("grpo_baseline"), "--model", "qwen2.5-7b", "--acceptance", "0.5"], "--acceptance is 0.5"),
+        (
+            ["--config", recipe("dapo_7b"), "--hardware", "a100", "actor_rollout_ref.actor.megatron.fp8=hybrid"],
+            "fp8 is hybrid with fp8_recipe tensorwise, which needs compute capability 8.9, but a100 has 8.0",
+        ),
         (["--config", recipe("demo"), "--search"], "--search divides nodes"),
     ],
 )

@@ -12,7 +12,7 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named
+from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import num_parameters
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
@@ -165,6 +165,32 @@ def test_recomputation_adds_forward_passes_of_the_layers_alone():
     less, more = (training_time(SMALL, replace(ALONE, recompute=x), work, SLOW, HALF) for x in (0.0, 1.0))
     assert more.update - less.update == pytest.approx(0.9856 + 0.5248)
     assert more.score == less.score and more.mfu < less.mfu
+
+
+def test_in_fp8_the_products_of_the_layers_take_half_as_long_and_attention_as_long_as_before():
+    """At lengths of 1 + 3: 10 pairs x 2 layers x 4 x 8 wide are attention's operations, at 10^4 per second."""
+    work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
+    layers, _ = work.forward_flops(SMALL)
+    assert work.attention_flops(SMALL) == 10 * 2 * 4 * SMALL.num_heads * SMALL.head_dim
+    products_s = (layers - work.attention_flops(SMALL)) / 1e4
+    plain, fp8 = (training_time(SMALL, replace(ALONE, fp8=on), work, SLOW, HALF) for on in (False, True))
+    assert plain.score - fp8.score == pytest.approx(products_s / 2)
+    assert plain.update - fp8.update == pytest.approx(3 * products_s / 2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "cure"),
+    [
+        ("a100", "tensorwise", "set fp8 to none"),
+        ("h100", "mxfp8", "set fp8_recipe to tensorwise or delayed or blockwise"),
+        ("h100", "blockwise", None),
+        ("b200", "mxfp8", None),
+    ],
+)
+def test_a_plan_refuses_a_recipe_of_fp8_that_its_gpus_lack(gpu, recipe, cure):
+    row = HARDWARE[gpu]
+    lack = lack_of_fp8(row.name, row.capability, recipe)
+    assert (lack is None) if cure is None else (cure in lack and f"but {gpu} has" in lack)
 
 
 @pytest.mark.parametrize(("sequence_parallel", "passes"), [(False, 2.0), (True, 2.5)])

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple
@@ -90,6 +91,20 @@ def test_asking_for_it_where_it_cannot_be_is_an_error_with_the_cure(model_path, 
     assert all(word in sentence for word in [*words, "needs a GPU", "transformer_engine"]), sentence
 
 
+def test_a_gpu_that_lacks_the_recipe_of_fp8_is_refused_with_those_it_has(monkeypatch, model_path):
+    monkeypatch.setattr(build, "is_gpu", lambda: True)
+    monkeypatch.setattr(build, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    settings = {"fp8": "hybrid", "dtype": "bfloat16"}
+    assert build._use_transformer_engine(MegatronConfig(**settings, fp8_recipe="blockwise"))
+    with pytest.raises(UserError) as error:
+        build._use_transformer_engine(MegatronConfig(**settings, fp8_recipe="mxfp8"))
+    (sentence,) = error.value.sentences
+    assert "needs compute capability 10.0, but NVIDIA H100 80GB HBM3 has 9.0" in sentence
+    assert "set fp8_recipe to tensorwise or delayed or blockwise" in sentence
+
+
 def as_named_by_transformer_engine(name: str, is_moe: bool) -> str:
     """Its layers hold the norm before a product inside the product's module, and all experts in one."""
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
@@ -156,6 +171,8 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     asked = []
     monkeypatch.setattr(build, "is_gpu", lambda: True)
     monkeypatch.setattr(build, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb_thd", print)
     monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **options: ("its layer", options))
