@@ -222,6 +222,15 @@ def evaluation(config: Config) -> Iterator[Mistake]:
         )
 
 
+def prompt_template(config: Config) -> Iterator[Mistake]:
+    if "{prompt}" not in config.data.prompt_template:
+        yield Mistake(
+            ("data.prompt_template",),
+            f"data.prompt_template is {config.data.prompt_template!r}, which has no place for the prompt; put "
+            f"{{prompt}} where it is to stand.",
+        )
+
+
 def logger(config: Config) -> Iterator[Mistake]:
     if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
         yield Mistake(
@@ -303,6 +312,7 @@ CHECKS = (
     *CORRECTION_CHECKS,
     optimizer,
     *ROLLOUT_CHECKS,
+    prompt_template,
     evaluation,
     logger,
     checkpoints,

@@ -20,7 +20,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def recipe(name: str) -> str:
     """Return the path of configs/NAME.yaml. Raises ArgumentTypeError, which names the recipes that there are."""
-    known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    known = sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
     if name in known:
         return str(RECIPES / f"{name}.yaml")
     near = nearest(name, known) if known else None

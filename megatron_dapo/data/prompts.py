@@ -48,6 +48,16 @@ class FileReport:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Where a row has what: keys of the config's `data` section. data_source: of rows that name none."""
+
+    prompt_key: str
+    answer_key: str | None = None
+    prompt_template: str = "{prompt}"
+    data_source: str = ""
+
+
+@dataclass(frozen=True)
 class PromptDataset:
     """The prompts of some files, in their order. report: one entry per file."""
 
@@ -66,14 +76,19 @@ class PromptDataset:
         dedup: bool = True,
         apply_chat_template: bool = True,
         conflicting_answers: Literal["error", "drop", "keep"] = "error",
+        answer_key: str | None = None,
+        prompt_template: str = "{prompt}",
+        data_source: str = "",
     ) -> "PromptDataset":
         """Read .jsonl and .parquet files; the arguments are the keys of the config's `data` section.
 
-        A row has the column `prompt_key` (chat messages or a string) and its answer in reward_model.ground_truth or in
-        `label`; data_source and extra_info are optional. Equal prompt and answer = the same row, whatever its index.
+        A row has the column `prompt_key` (chat messages or a string) and its answer in `answer_key`, without one in
+        reward_model.ground_truth or in `label`; data_source and extra_info are optional. Equal prompt and answer = the
+        same row, whatever its index.
         Raises UserError, naming file, row and column, for what cannot be read, for prompts with conflicting answers,
         and for a data set without prompts.
         """
+        columns = Columns(prompt_key, answer_key, prompt_template, data_source)
         limit = _LengthLimit(max_prompt_length, filter_overlong, truncation)
         kept: list[tuple[Prompt, FileReport]] = []
         reports: list[FileReport] = []
@@ -82,7 +97,7 @@ class PromptDataset:
         for path in files:
             report = FileReport(str(path))
             reports.append(report)
-            for place, prompt in _read(Path(path), prompt_key):
+            for place, prompt in _read(Path(path), columns):
                 report.num_rows += 1
                 if dedup and prompt.key in seen:
                     report.num_duplicates += 1
@@ -176,7 +191,7 @@ def content_key(row: dict[str, Any], place: str, prompt_key: str) -> str:
 
     place: names file and row for errors. Raises UserError for a row that no data set may hold.
     """
-    return _checked(row, place, prompt_key).key
+    return _checked(row, place, Columns(prompt_key)).key
 
 
 def _json_of(messages: str | Messages) -> str:
@@ -269,15 +284,17 @@ class _LengthLimit:
         )
 
 
-def _read(path: Path, prompt_key: str) -> Iterator[tuple[str, Prompt]]:
+def _read(path: Path, columns: Columns) -> Iterator[tuple[str, Prompt]]:
     """Yield (place, checked row) of a file; the place names file and row, counted from 1."""
-    for number, row in read_rows(path, (prompt_key, "reward_model", "label", "data_source", "extra_info")):
+    answer = ("reward_model", "label") if columns.answer_key is None else (columns.answer_key,)
+    for number, row in read_rows(path, (columns.prompt_key, *answer, "data_source", "extra_info")):
         place = f"{path}, row {number}"
-        yield place, _checked(row, place, prompt_key)
+        yield place, _checked(row, place, columns)
 
 
-def _checked(row: Any, place: str, prompt_key: str) -> Prompt:
+def _checked(row: Any, place: str, columns: Columns) -> Prompt:
     """Return a row as a prompt without tokens. place: names file and row for errors."""
+    prompt_key = columns.prompt_key
     if not isinstance(row, dict):
         raise UserError(f"{place}: expected an object with named columns, found {type(row).__name__}.")
     if prompt_key not in row:
@@ -287,13 +304,19 @@ def _checked(row: Any, place: str, prompt_key: str) -> Prompt:
         raise UserError(
             f"{place}, column {prompt_key!r}: expected text or messages with role and content, {_seen(messages)}."
         )
+    if isinstance(messages, str):
+        messages = columns.prompt_template.replace("{prompt}", messages)
+    elif columns.prompt_template != "{prompt}":
+        raise UserError(
+            f"{place}, column {prompt_key!r}: data.prompt_template takes text, {_seen(messages)}; leave it out."
+        )
     prompt_json = _json_of(messages)
     if len(prompt_json) > MAX_PROMPT_BYTES:
         raise UserError(
             f"{place}, column {prompt_key!r}: the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB; shorten or "
             f"remove it."
         )
-    ground_truth = _ground_truth(row, place)
+    ground_truth = _ground_truth(row, place, columns.answer_key)
     content = f"[{prompt_json}, {json.dumps(ground_truth)}]"
     return Prompt(
         index=-1,
@@ -302,7 +325,7 @@ def _checked(row: Any, place: str, prompt_key: str) -> Prompt:
         text="",
         messages=messages,
         ground_truth=ground_truth,
-        data_source=_optional(row, "data_source", str, "", place),
+        data_source=_optional(row, "data_source", str, columns.data_source, place),
         extra_info=_plain(_optional(row, "extra_info", dict, {}, place), "extra_info", place),
     )
 
@@ -315,9 +338,14 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and value.get("content") is not None
 
 
-def _ground_truth(row: dict[str, Any], place: str) -> str:
+def _ground_truth(row: dict[str, Any], place: str, answer_key: str | None) -> str:
     reward_model = row.get("reward_model")
-    if isinstance(reward_model, dict):
+    if answer_key is not None:
+        if answer_key not in row:
+            raise no_column(place, answer_key, list(row))
+        column = answer_key
+        value = row[answer_key]
+    elif isinstance(reward_model, dict):
         column = "reward_model.ground_truth"
         value = reward_model.get("ground_truth")
     elif reward_model is None and "label" in row:

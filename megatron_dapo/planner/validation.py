@@ -9,7 +9,7 @@ from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH
-from megatron_dapo.config.checks import CHECKS, reward
+from megatron_dapo.config.checks import CHECKS, prompt_template, reward
 from megatron_dapo.config.derived import uses_servers, world_size
 from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WITHOUT_SERVERS, WORLD
 from megatron_dapo.config.loader import read_config
@@ -266,6 +266,7 @@ def _paths_of_rewards(config: Config) -> Iterator[tuple[tuple[str, ...], str | N
 MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host, _own_code)
 EVALUATION_CHECKS = (
     *ROLLOUT_CHECKS,
+    prompt_template,
     reward,
     _files_to_evaluate,
     _model_to_evaluate,

@@ -277,6 +277,9 @@ def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
         dedup=data.dedup,
         conflicting_answers="keep" if is_multi_turn else data.conflicting_answers,
         apply_chat_template=data.apply_chat_template,
+        answer_key=data.answer_key,
+        prompt_template=data.prompt_template,
+        data_source=data.data_source,
     )
     for report in dataset.report:
         log.info("%s", report)

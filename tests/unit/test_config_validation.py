@@ -186,6 +186,7 @@ CONTRADICTIONS = [
     ("actor.optim.min_lr=1e-5", ["min_lr is 1e-05", "lr 1e-06"]),
     ("actor.optim.lr_warmup_steps=100", ["lr_warmup_steps is 100", "total_training_steps 100"]),
     ("rollout.top_k=0", ["top_k is 0", "-1"]),
+    ("data.prompt_template=Question", ["prompt_template is 'Question'", "put {prompt}"]),
     ("rollout.val_n=4", ["val_n is 4", "val_temperature 0"]),
     ("rollout.request_timeout_s=8000", ["request_timeout_s is 8000", "step_timeout_s 7200"]),
     ("rollout.server_urls=[localhost:30000]", ["'localhost:30000'", "http://host:port"]),

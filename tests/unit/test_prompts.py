@@ -444,3 +444,21 @@ def test_a_cursor_of_as_many_other_prompts_is_refused():
             PromptCursor(4, 1, content=content_of(other)).load_state_dict(state)
     del state["content"]  # of an earlier version
     PromptCursor(4, 1, content=content_of(prompts)).load_state_dict(state)
+
+
+def test_columns_and_words_around_the_prompt_are_what_the_config_says(write, tmp_path):
+    rows = [
+        {"question": "1+1", "answer": 2.0, "data_source": "own"},
+        {"question": "1+2", "answer": 3.0, "data_source": None},
+    ]
+    columns = {"answer_key": "answer", "prompt_template": "Q: {prompt}\n{A}", "data_source": "default"}
+    prompts = load(write(rows), prompt_key="question", **columns).prompts
+    assert [(prompt.text, prompt.ground_truth, prompt.data_source) for prompt in prompts] == [
+        ("Q: 1+1\n{A}", "2.0", "own"),
+        ("Q: 1+2\n{A}", "3.0", "default"),
+    ]
+    with pytest.raises(UserError, match="row 1.*'solution'"):
+        load(write(rows), prompt_key="question", answer_key="solution")
+    chat = [{"question": [{"role": "user", "content": "1+1"}], "answer": "2"}]
+    with pytest.raises(UserError, match="data.prompt_template takes text"):
+        load(write(chat), prompt_key="question", **columns)

@@ -1,5 +1,6 @@
 """Every shipped recipe parses, is free of contradictions, and has on what its name promises."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,16 @@ from megatron_dapo.config.derived import (
     uses_critic,
 )
 from megatron_dapo.config.loader import load_config, to_yaml
+from megatron_dapo.config.recipes import recipe as path_of
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.forecast.simulation import Machines, Recipe, Simulation, random_draws
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.planner.validation import load_for_evaluation, validate
+from megatron_dapo.rewards.registry import score_response
+from megatron_dapo.rollout.controller import load_prompts
+from tests.fake_rollout import write_files
 from tests.model_json import QWEN2_5_7B, QWEN2_5_32B
 
 pytestmark = pytest.mark.unit
@@ -270,3 +276,44 @@ def test_the_agent_recipe_has_the_published_agent_values_and_plays_alfworld():
         and multi_turn.environment == "examples.text_games.alfworld:Alfworld"
         and config.reward.function == "environment"
     )
+
+
+ROWS = {  # as the published files have them
+    "aime24": {"id": 60, "problem": "Every morning ...", "solution": "...", "answer": "204", "year": "2024"},
+    "aime25": {"question": "Find the sum ...", "answer": "70"},
+    "math500": {"problem": "Convert ...", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+                "subject": "Precalculus", "level": 2, "unique_id": "test/precalculus/807.json"},
+    "amc23": {"id": 0, "question": "Cities A and B ...", "answer": 9.0, "url": "u"},
+}  # fmt: skip
+TRUE_ANSWERS = {
+    "aime24": "so\nAnswer: 204",
+    "aime25": "so\nAnswer: $70$",
+    "math500": "so \\boxed{(3, \\frac{\\pi}{2})}",
+    "amc23": "so \\boxed{9}",
+}
+
+
+def test_every_recipe_of_an_evaluation_has_a_published_row():
+    assert {path.stem for path in (CONFIGS / "eval").glob("*.yaml")} == ROWS.keys()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_published_files_are_read_and_scored_as_they_are(name, tmp_path):
+    write_files(tmp_path)  # a tokenizer
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_32B))
+    file = tmp_path / "file.jsonl"
+    file.write_text(json.dumps(ROWS[name]) + "\n")
+    overrides = [
+        f"data.val_files=[{file}]",
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "data.apply_chat_template=false",
+    ]
+    config = load_for_evaluation(path_of(f"eval/{name}"), overrides)
+    (prompt,) = load_prompts(config.data.val_files, config, load_tokenizer(tmp_path))
+    question = ROWS[name].get("problem") or ROWS[name]["question"]
+    assert question in prompt.text and prompt.text != question and prompt.data_source == name
+    for response, right in ((TRUE_ANSWERS[name], True), ("so \\boxed{5}\nAnswer: 5", False)):
+        score = score_response(
+            config.reward.function, config.reward.kwargs, prompt.data_source, response, prompt.ground_truth, {}
+        )
+        assert score.correct is right

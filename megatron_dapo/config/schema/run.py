@@ -23,6 +23,12 @@ class DataConfig(Section):
     """Held-out prompt files, answered before the first step, every `trainer.test_freq` steps and after the last."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of chat messages, or a string."""
+    answer_key: str | None = None
+    """Column with the answer; null = reward_model.ground_truth, or label."""
+    prompt_template: str = "{prompt}"
+    """What is asked, with the text of the prompt's column in place of {prompt}."""
+    data_source: str = ""
+    """Data source of rows that name none."""
     train_batch_size: PositiveInt = 512
     """Groups (prompts that carry signal) in one rollout step."""
     gen_batch_size: PositiveInt | None = None
