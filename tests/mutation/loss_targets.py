@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import gc
+import importlib.machinery
 import importlib.util
 import os
 import signal
@@ -146,10 +147,23 @@ def in_a_fork(function: Callable[[], bool]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
+class _WithoutBytecode(importlib.machinery.SourceFileLoader):
+    """Compiles a file each time: its bytecode would be taken for that of the next mutant, written to the same file in
+    the same second, if both are as long."""
+
+    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+        pass
+
+
+def spec_of(name: str, path: Path) -> importlib.machinery.ModuleSpec:
+    """What imports a file under a name."""
+    return importlib.util.spec_from_file_location(name, path, loader=_WithoutBytecode(name, str(path)))
+
+
 def _triton_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
     path = folder / "mutant.py"  # Triton reads the source of a kernel from its file
     path.write_text(mutant.source)
-    spec = importlib.util.spec_from_file_location("mutant", path)
+    spec = spec_of("mutant", path)
     mutated = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutated)
     return _equals_plain_arithmetic(mutated.token_loss, torch.float32, FLOAT32)

@@ -7,7 +7,6 @@ tree is never written. Ends with 1 if a mutant survives that is not listed as eq
 
 import argparse
 import importlib.abc
-import importlib.util
 import os
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402, F401
 
-from tests.mutation.loss_targets import ROOT, TARGETS, Target, Unchanged, in_a_fork  # noqa: E402
+from tests.mutation.loss_targets import ROOT, TARGETS, Target, Unchanged, in_a_fork, spec_of  # noqa: E402
 from tests.mutation.mutants import Mutant  # noqa: E402
 
 
@@ -73,7 +72,7 @@ class _InPlaceOf(importlib.abc.MetaPathFinder):
         self.module, self.path = module, path
 
     def find_spec(self, fullname, path, target=None):
-        return importlib.util.spec_from_file_location(fullname, self.path) if fullname == self.module else None
+        return spec_of(fullname, self.path) if fullname == self.module else None
 
 
 def survives_tests(mutant: Mutant | Unchanged, target: Target, folder: Path) -> bool:
