@@ -14,6 +14,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema import Config
+from megatron_dapo.report.command import write_report
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 
@@ -60,7 +61,7 @@ class Demo:
         last = folder.rollout(config.trainer.total_training_steps)
         next_steps = (
             ("read what it writes now", f"less {last}"),
-            ("see the curves", f".venv/bin/tensorboard --logdir {folder.path}/tensorboard"),
+            ("compare two runs", f".venv/bin/python -m megatron_dapo report {folder.path} OTHER_RUN"),
             *self.next_steps,
         )
         width = max(len(what) for what, _ in next_steps)
@@ -70,10 +71,33 @@ class Demo:
                 f"{'  with start and end':<28}{seconds:>10.1f}",
                 "",
                 f"run folder: {folder.path}",
+                *_report(folder),
                 "what to try next:",
                 *(f"  {what:<{width}}  {command}" for what, command in next_steps),
             ]
         )
+
+
+# what the demo's page shows: (section, what to look at)
+_LOOK_AT = (
+    (
+        "Curves",
+        "reward and accuracy rise, entropy falls; 'Server and trainer' stays near 0: both have the same weights",
+    ),
+    ("Curves", "'Filtered groups': more and more are all right, so dynamic sampling draws more to fill a step"),
+    ("Time", "what a step waits for"),
+    ("Answers", "step 1 beside the last one: filter 'wrong', then colour tokens by advantage"),
+)
+
+
+def _report(folder: RunFolder) -> list[str]:
+    """Write the run's page. Return lines with its path and what to look at, or why there is none."""
+    try:
+        write_report([folder.path], folder.report)
+    except UserError as error:
+        return [f"no report: {error}", ""]
+    looks = [f"  {section:<8} {what}" for section, what in _LOOK_AT]
+    return [f"report: {folder.report}", "open it in a browser, and look at", *looks, ""]
 
 
 def _set_aside(folder: Path) -> None:

@@ -24,6 +24,7 @@ from megatron_dapo.evaluation.command import add_eval_arguments, evaluate
 from megatron_dapo.forecast.command import add_plan_arguments, plan
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.report.command import add_report_arguments, report
 from megatron_dapo.storage.run_folder import RunFolder
 
 # launchers end all ranks when the first one fails: that should be the one that says why
@@ -80,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_eval_arguments(evaluation)
     evaluation.set_defaults(run=_eval, takes_overrides=True)
+
+    report_parser = commands.add_parser(
+        "report",
+        help="make a page about runs: curves, times, events, answers",
+        usage="python -m megatron_dapo report RUN [RUN ...] [-o FILE | --watch]",
+        description="Make one file that any browser opens without network, or serve it while the run goes on.",
+    )
+    add_report_arguments(report_parser)
+    report_parser.set_defaults(run=_report, takes_overrides=False)
 
     reference = commands.add_parser("config-reference", help="print every config key, as docs/config.md")
     reference.set_defaults(run=_config_reference, takes_overrides=False)
@@ -166,6 +176,15 @@ def _eval(arguments: argparse.Namespace) -> int:
     except UserError as error:
         print(error.report(), file=sys.stderr, flush=True)
         return USER_ERROR_EXIT_CODE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    try:
+        report(arguments)
+    except UserError as error:
+        print(error.report(), file=sys.stderr, flush=True)
+        return USER_ERROR_EXIT_CODE
+    return 0
 
 
 def _config_reference(arguments: argparse.Namespace) -> int:

@@ -84,6 +84,11 @@ class RunFolder:
         return self.log_dir or self.path / "logs"
 
     @property
+    def report(self) -> Path:
+        """Return the path of the page about the run that a demo makes."""
+        return self.path / "report.html"
+
+    @property
     def stop(self) -> Path:
         """Return the path of the file that a user makes to have the run saved and stopped, at the latest when its step
         ends."""

@@ -46,13 +46,13 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
-def _is_validation(record: dict) -> bool:
+def is_validation(record: dict) -> bool:
     return "val/accuracy" in record
 
 
 def _place(record: dict) -> tuple[int, bool]:
     """Return the record's place in the order of steps. Within a step the evaluation comes last."""
-    return record["step"], _is_validation(record)
+    return record["step"], is_validation(record)
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Summary:
 
     @classmethod
     def of(cls, records: list[dict]) -> "Summary":
-        steps = [record for record in records if not _is_validation(record)]
-        accuracies = [(record["step"], record["val/accuracy"]) for record in records if _is_validation(record)]
+        steps = [record for record in records if not is_validation(record)]
+        accuracies = [(record["step"], record["val/accuracy"]) for record in records if is_validation(record)]
         window = max(1, min(WINDOW, len(steps) // 2))
         names = [name for _, name, _ in ROWS]
         return cls(

@@ -42,6 +42,21 @@ def test_a_good_run_ends_with_the_table_and_what_to_try_next(started, capsys, tm
     assert str(tmp_path / "run" / "rollouts" / "step_000001.jsonl") in shown
 
 
+def test_a_good_run_ends_with_a_report_and_what_to_look_at(started, capsys, tmp_path):
+    assert started("trainer.total_training_steps=1")[0] == 0
+    shown = capsys.readouterr().out
+    assert f"report: {tmp_path / 'run' / 'report.html'}\nopen it in a browser, and look at\n  Curves " in shown
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_demo(started, capsys, tmp_path):
+    def in_the_way():
+        (tmp_path / "run" / "report.html").mkdir(parents=True)
+
+    assert started("trainer.total_training_steps=1", meanwhile=in_the_way)[0] == 0
+    assert "no report: " in capsys.readouterr().out
+
+
 def test_a_failed_run_ends_with_its_exit_code_and_where_the_logs_are(started, capsys, tmp_path):
     code, _ = started(exit_code=7)
     assert code == 7

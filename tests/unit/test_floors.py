@@ -18,7 +18,7 @@ FLOORS = (
     ("models", "rewards"),
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
-    ("job", "forecast", "evaluation"),
+    ("job", "forecast", "evaluation", "report"),
     ("trainer",),
     ("__main__", "launch"),
 )

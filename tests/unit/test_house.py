@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = (
     "common config algorithms storage huggingface planner kernels data rewards envs rollout platform models training"
-    " weight_sync checkpointing telemetry forecast evaluation"
+    " weight_sync checkpointing telemetry forecast evaluation report"
 ).split()
 PACKAGES = [*(f"megatron_dapo/{part}" for part in PARTS), "megatron_dapo", "launch", "examples", "checkpoints_tools"]
 FOLDERS = (

@@ -198,16 +198,18 @@ def test_an_up_to_date_environment_is_one_line(checkout):
 
 
 @pytest.mark.parametrize(
-    ("commands", "sentence"),
+    ("what", "commands", "sentence"),
     [
-        ({}, "there is no apt-get here; install slurmctld, "),
-        ({"apt-get": "exit 1", "id": "echo 1000"}, "apt-get needs root: sudo make setup-slurm\n"),
+        ("slurm", {}, "there is no apt-get here; install slurmctld, "),
+        ("slurm", {"apt-get": "exit 1", "id": "echo 1000"}, "apt-get needs root: sudo make setup-slurm\n"),
+        ("browser", {}, "there is no apt-get here; install Chromium "),
+        ("browser", {"apt-get": "exit 1", "id": "echo 1000"}, "apt-get needs root: sudo make setup-browser\n"),
     ],
 )
-def test_where_slurm_cannot_be_installed_a_sentence_says_why(tmp_path, commands, sentence):
+def test_where_slurm_or_a_browser_cannot_be_installed_a_sentence_says_why(tmp_path, what, commands, sentence):
     for name, text in commands.items():
         script(tmp_path / name, text)
     done = subprocess.run(
-        ["/bin/sh", ROOT / "requirements" / "slurm.sh"], env={"PATH": str(tmp_path)}, text=True, capture_output=True
+        ["/bin/sh", ROOT / "requirements" / f"{what}.sh"], env={"PATH": str(tmp_path)}, text=True, capture_output=True
     )
-    assert done.returncode == 2 and done.stderr.startswith(f"setup-slurm: {sentence}") and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.startswith(f"setup-{what}: {sentence}") and done.stderr.count("\n") == 1

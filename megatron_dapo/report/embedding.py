@@ -1,0 +1,75 @@
+"""Which answers a page carries: all where they fit, else those of steps at equal distances."""
+
+import base64
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_dapo.report.answers import AnswerFile, answer_files, num_answers, texts_bytes, tokens_bytes
+
+MAX_BYTES = 23_000_000  # of all answers in a page, which stays below 30 MB with the script of the charts
+_TEXTS_SHARE = 0.6  # of the bytes, where texts and tokens do not both fit
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a step in a page. texts, tokens: as the page carries them, empty where it does not."""
+
+    file: AnswerFile
+    num_groups: int
+    num_answers: int
+    texts: str = ""
+    tokens: str = ""
+
+
+def packed(content: bytes) -> str:
+    """Return bytes as a page carries them: zlib, base64."""
+    return base64.b64encode(zlib.compress(content, 6)).decode("ascii")
+
+
+def read_answers(file: AnswerFile) -> Answers | None:
+    """Return the answers of a step, none where there are none."""
+    groups = file.groups()
+    if not groups:
+        return None
+    tokens = tokens_bytes(file, groups)
+    return Answers(
+        file, len(groups), num_answers(groups), packed(texts_bytes(groups)), packed(tokens) if tokens else ""
+    )
+
+
+def answers_of(folders: Sequence[Path], max_bytes: int = MAX_BYTES) -> list[list[Answers]]:
+    """Return, for every run, the answers that its page carries, by step. Runs have equal parts of max_bytes."""
+    return [fitting([*_all_answers(folder)], max_bytes // len(folders)) for folder in folders]
+
+
+def _all_answers(folder: Path) -> Iterator[Answers]:
+    for file in answer_files(folder):
+        answers = read_answers(file)
+        if answers is not None:
+            yield answers
+
+
+def fitting(answers: Sequence[Answers], max_bytes: int) -> list[Answers]:
+    """Return the answers of steps at equal distances, the first and the last among them, with tokens where these fit as
+    well. A single step is carried even if it alone is too large."""
+    texts_share = 1.0 if not any(each.tokens for each in answers) else _TEXTS_SHARE
+    total = sum(len(each.texts) + len(each.tokens) for each in answers)
+    if total <= max_bytes:
+        return [*answers]
+    with_texts = _thinned([len(each.texts) for each in answers], int(max_bytes * texts_share))
+    kept = [answers[number] for number in with_texts]
+    left = max_bytes - sum(len(each.texts) for each in kept)
+    with_tokens = set(_thinned([len(each.tokens) for each in kept], left))
+    return [each if number in with_tokens else replace(each, tokens="") for number, each in enumerate(kept)]
+
+
+def _thinned(sizes: Sequence[int], max_bytes: int) -> list[int]:
+    """Return places at equal distances, as many as fit: at least the last one."""
+    last = len(sizes) - 1
+    for number in range(len(sizes), 1, -1):
+        places = sorted({round(place * last / (number - 1)) for place in range(number)})
+        if sum(sizes[place] for place in places) <= max_bytes:
+            return places
+    return [last] if sizes else []

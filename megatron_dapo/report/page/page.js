@@ -1,0 +1,158 @@
+"use strict";
+// The page around the viewer: runs, summary, figures, theme; and what a live page asks for again.
+
+const POLL_MS = 4000;
+let runs = []; // of the summary, each with its number and whether it is shown
+let drawnPanels = "";
+const shownRuns = () => runs.filter((run) => run.isShown);
+
+function failed(error) {
+  byId("failure").hidden = false;
+  byId("failure").textContent = `The report cannot be shown: ${error.message ?? error}`;
+  throw error;
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  byId("theme").setAttribute("aria-pressed", String(theme === "dark"));
+  redraw();
+}
+
+function showRuns() {
+  byId("runs").hidden = runs.length < 2;
+  byId("runs").replaceChildren(byId("runs").querySelector("legend"), ...runs.map((run) => {
+    const dot = element("i", { class: "dot" });
+    dot.style.background = `var(--c${run.number % 8})`;
+    const toggle = (event) => {
+      run.isShown = event.target.checked;
+      if (!shownRuns().length) { run.isShown = true; event.target.checked = true; }
+      showTimes();
+      redraw();
+    };
+    return element("label", {}, element("input", { type: "checkbox", checked: run.isShown, onchange: toggle }), element("span", {}, dot, run.name));
+  }));
+}
+
+function showSummary(summary) {
+  byId("made").textContent = isLive ? `live, ${summary.made}` : `made ${summary.made}`;
+  byId("cards").replaceChildren(...runs.map((run) => element("article", { class: "card" },
+    element("h3", {}, run.name, element("span", { class: `badge ${run.state}` }, run.state)),
+    element("p", {}, `${run.sentence}.`),
+    element("dl", {}, ...run.facts.flatMap(([what, value]) => [element("dt", {}, what), element("dd", {}, value)])))));
+  const rows = summary.config;
+  const differing = rows.filter((row) => row.differs);
+  const config = byId("config");
+  config.querySelector("summary").textContent = runs.length > 1
+    ? `Config: the runs differ in ${differing.length} keys; ${rows.length} are not the default` : `Config: ${rows.length} keys are not the default`;
+  byId("only-differences").parentElement.hidden = runs.length < 2;
+  const fill = () => {
+    const shown = byId("only-differences").checked ? differing : rows;
+    config.querySelector("table").replaceChildren(
+      element("thead", {}, element("tr", {}, ...["key", "default", ...runs.map((run) => run.name)].map((text) => element("th", { scope: "col" }, text)))),
+      element("tbody", {}, ...shown.map((row) => element("tr", { class: row.differs ? "differs" : undefined },
+        element("td", {}, element("code", {}, row.key)), element("td", { class: "mono" }, row.default), ...row.values.map((value) => element("td", { class: "mono" }, value))))));
+  };
+  byId("only-differences").onchange = fill;
+  fill();
+}
+
+function showTimes() {
+  clearFigures(byId("time-figures"));
+  for (const run of shownRuns()) if (Object.keys(run.phases).length) addTime(byId("time-figures"), run, phaseTitles);
+}
+
+let phaseTitles = [];
+function showFigures(summary) {
+  phaseTitles = summary.phases;
+  const panels = JSON.stringify([summary.curves, summary.utilisation, runs.map((run) => run.name)]);
+  if (panels !== drawnPanels) {
+    drawnPanels = panels;
+    for (const [id, list] of [["curve-figures", summary.curves], ["utilisation-figures", summary.utilisation]]) {
+      clearFigures(byId(id));
+      for (const panel of list) addCurves(byId(id), panel, shownRuns);
+    }
+    clearFigures(byId("event-figures"));
+    addEvents(byId("event-figures"), shownRuns);
+    const names = [...new Set(runs.flatMap((run) => [...Object.keys(run.steps), ...Object.keys(run.validations)]))].filter((name) => !["step", "time"].includes(name)).sort();
+    byId("metric").replaceChildren(byId("metric").firstElementChild, ...names.map((name) => element("option", {}, name)));
+  }
+  showTimes();
+  redraw();
+  showEventList();
+}
+
+function showEventList() {
+  const all = runs.flatMap((run) => run.events.map((event) => ({ ...event, run })));
+  const failures = all.filter((event) => event.kind === "failure").length;
+  byId("event-list").querySelector("summary").textContent = `${all.length} events` + (failures ? `, ${failures} failures` : "");
+  const row = (event) => [elapsed(event.run, [event.time])[0].toFixed(2), event.run.name, EVENTS[event.kind][0], event.text].map((text) => element("td", {}, text));
+  byId("event-list").querySelector("table").replaceChildren(
+    element("thead", {}, element("tr", {}, ...[timeUnit().name, "run", "kind", "what"].map((text) => element("th", { scope: "col" }, text)))),
+    element("tbody", {}, ...all.map((event) => element("tr", {}, ...row(event)))));
+}
+
+function addMetric(event) {
+  const name = event.target.value;
+  event.target.value = "";
+  if (!name) return;
+  const figure = addCurves(byId("curve-figures"), { title: name, note: "", series: [[name, name]] }, shownRuns);
+  figure.chart.closest("figure").scrollIntoView({ block: "center" });
+}
+
+function listen() {
+  byId("smoothing").addEventListener("input", (event) => {
+    settings.smoothing = Number(event.target.value);
+    event.target.nextElementSibling.value = settings.smoothing.toFixed(2);
+    redraw();
+  });
+  byId("axis").addEventListener("change", (event) => { settings.axis = event.target.value; redraw(); });
+  byId("metric").addEventListener("change", addMetric);
+  byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => setTheme(event.matches ? "dark" : "light"));
+  listenToViewer();
+}
+
+function take(summary) {
+  const hidden = new Set(runs.filter((run) => !run.isShown).map((run) => run.number));
+  runs = summary.runs.map((run, number) => ({ ...run, number, isShown: !hidden.has(number) }));
+  showRuns();
+  showSummary(summary);
+  showFigures(summary);
+}
+
+/** Asks the server for what is new. The viewer stays at its step, or goes on with the run where it was at the end. */
+async function follow(tag) {
+  let next = tag;
+  try {
+    const answer = await fetch("summary", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+    if (answer.status === 200) {
+      next = answer.headers.get("ETag");
+      const wasLast = view.place >= files.length - 1;
+      take(asJson(await unpacked(await answer.text())));
+      if (!tag) startViewer();
+      else if (runs[view.run].answers.length && view.only === null) {
+        const place = view.place;
+        steps.values.clear();
+        chooseFiles();
+        if (wasLast && !view.words) { view.place = files.length - 1; byId("step").value = view.place; }
+        if (view.place !== place) showAnswers();
+      }
+    }
+    byId("failure").hidden = true;
+  } catch (error) {
+    byId("failure").hidden = false;
+    byId("failure").textContent = `The server of this page does not answer (${error.message}); it is asked again.`;
+  }
+  setTimeout(() => follow(next), POLL_MS);
+}
+
+async function start() {
+  setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  listen();
+  if (isLive) return follow("");
+  take(asJson(await chunk("summary")));
+  startViewer();
+  document.documentElement.dataset.ready = "yes";
+}
+
+start().catch(failed);

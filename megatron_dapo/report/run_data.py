@@ -1,0 +1,182 @@
+"""Reads a run folder into what the page shows, but for the answers: metrics by name, phases, facts, config, events."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema import Config
+from megatron_dapo.report.events import Event, ProcessEnd, events_of, read_ends
+from megatron_dapo.report.panels import derived
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.console import duration
+from megatron_dapo.telemetry.report import ROWS, Summary, is_validation, read_metrics
+
+_DIGITS = 6
+Table = dict[str, list[float | None]]
+"""Name -> one value per record, None where it reported none; "step" and "time" (seconds since 1970) have all."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run folder tells.
+
+    steps, validations: of the records. phases: seconds per step, "other" is what no phase covers. facts: (what, value)
+    for people. state: "done", "saved", "running" or "failed", and a sentence. config: the resolved one, flat.
+    """
+
+    name: str
+    folder: Path
+    steps: Table
+    validations: Table
+    phases: Table
+    facts: tuple[tuple[str, str], ...]
+    state: str
+    sentence: str
+    config: dict[str, Any]
+    events: tuple[Event, ...]
+
+    def for_page(self) -> dict:
+        """Return it as the page reads it."""
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "steps": self.steps,
+            "validations": self.validations,
+            "phases": self.phases,
+            "facts": self.facts,
+            "state": self.state,
+            "sentence": self.sentence,
+            "events": [asdict(event) for event in self.events],
+        }
+
+
+def read_run(folder: Path) -> RunData:
+    """Return what a run folder tells. Raises UserError where it is none; what is missing or damaged is left out."""
+    run = RunFolder(folder)
+    try:
+        records = read_metrics(run.metrics)
+    except OSError as error:
+        raise UserError(f"{folder} is no folder of a run: {run.metrics} cannot be read ({error.strerror}).") from error
+    steps = [record for record in records if not is_validation(record)]
+    config = flat(_read(run.config, yaml.safe_load))
+    ends = read_ends(run.ends)
+    state, sentence = _outcome(steps, config.get("trainer.total_training_steps"), ends)
+    return RunData(
+        name=folder.resolve().name,
+        folder=folder,
+        steps=table([record | derived(record) for record in steps]),
+        validations=table([record for record in records if is_validation(record)]),
+        phases=_phases(steps),
+        facts=tuple(_facts(records, steps, config, _read(run.machine, json.loads))),
+        state=state,
+        sentence=sentence,
+        config=config,
+        events=tuple(events_of(steps, ends, run)),
+    )
+
+
+def table(records: Sequence[dict]) -> Table:
+    """Return the records by names. A value that is no finite number counts as none."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [_number(record.get(name), name) for record in records] for name in names}
+
+
+def _number(value: Any, name: str) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if name in ("step", "time") or isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
+
+
+def _phases(steps: Sequence[dict]) -> Table:
+    """Return the seconds of each phase in every step; those that come to nothing are left out."""
+    rows = []
+    for step in steps:
+        row = {
+            name.removeprefix("time/"): value
+            for name, value in step.items()
+            if name.startswith("time/") and isinstance(value, int | float)
+        }
+        whole = row.pop("step", sum(row.values()))
+        rows.append(row | {"other": max(0.0, whole - sum(row.values()))})
+    return {name: values for name, values in table(rows).items() if any(values)}
+
+
+def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> tuple[str, str]:
+    """Return the state of the run and a sentence about it."""
+    last = steps[-1] if steps else {"step": 0, "time": 0.0}
+    done = f"{last['step']} of {total} steps are done" if total else f"{last['step']} steps are done"
+    newest = [end for end in ends if end.time >= (last.get("time") or 0.0) and end.who.startswith("trainer-")]
+    bad = [end for end in newest if end.kind not in ("done", "saved")]
+    if bad:
+        first = min(bad, key=lambda end: (end.is_consequence, end.time))
+        return "failed", f"{done}; {first.who} ended ({first.kind}): {first.sentence or 'it left no sentence'}"
+    if any(end.kind == "saved" for end in newest):
+        return "saved", f"{done}; the run was asked to stop, and is saved"
+    if total and last["step"] >= total:
+        return "done", f"{done}"
+    return "running", f"{done}; no end is recorded: the run goes on, or was killed"
+
+
+def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine: dict) -> Iterable[tuple[str, str]]:
+    if machine:
+        memory = f", {machine['gpu_memory_gib']:g} GiB" if machine.get("gpu_memory_gib") else ""
+        device = machine.get("cpu") if machine.get("device") == "cpu" else f"{machine.get('device')}{memory}"
+        yield "Trainer", f"{machine.get('trainer_ranks')} ranks on {device}"
+        yield "Software", ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
+    if steps and steps[-1].get("rollout/num_servers"):
+        yield "Servers", f"{steps[-1]['rollout/num_servers']:.0f}"
+    if config.get("actor_rollout_ref.model.path"):
+        yield "Model", str(config["actor_rollout_ref.model.path"])
+    if not steps:
+        return
+    seconds = sum(step.get("time/step") or 0.0 for step in steps)
+    yield "Time in steps", f"{duration(seconds)} ({seconds / len(steps):.1f} s per step)"
+    tokens = sum(step.get("perf/total_num_tokens") or 0.0 for step in steps)
+    yield "Tokens trained on", f"{tokens:,.0f}"
+    summary = Summary.of(list(records))
+    if summary.val_after is not None:
+        before = "-" if summary.val_before is None else f"{summary.val_before:.3f}"
+        yield "Held-out accuracy", f"{before} \u2192 {summary.val_after:.3f}"
+    for title, name, text in ROWS:
+        first, last = summary.first[name], summary.last[name]
+        if first is not None and last is not None:
+            yield title[0].upper() + title[1:], f"{text.format(first)} \u2192 {text.format(last)}"
+
+
+def _read(path: Path, parse) -> dict:
+    """Return the content of a file, {} where there is none or it is damaged."""
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def flat(section: dict, prefix: str = "") -> dict[str, Any]:
+    """Return a tree of sections as {"a.b.c": value}."""
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return values
+
+
+def config_rows(runs: Sequence[RunData]) -> list[dict]:
+    """Return the keys that some run has set to another value than the default, those in which runs differ first."""
+    default = flat(Config().model_dump(mode="json"))
+    keys = sorted({key for run in runs for key, value in run.config.items() if value != default.get(key)})
+    rows: list[dict[str, Any]] = [
+        {"key": key, "default": _shown(default.get(key)), "values": [_shown(run.config.get(key)) for run in runs]}
+        for key in keys
+    ]
+    rows = [row | {"differs": len(set(row["values"])) > 1} for row in rows]
+    return sorted(rows, key=lambda row: (not row["differs"], row["key"]))
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

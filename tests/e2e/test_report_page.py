@@ -1,0 +1,235 @@
+"""The page of `report` in a real browser: no error in its console, no request to anybody, and every control works."""
+
+import json
+import random
+import re
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_dapo.report.command import write_report
+from megatron_dapo.report.watch import make_server
+from tests.browser import CHROMIUM, Browser
+from tests.report_runs import HOSTILE, write_run, write_step
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium here: `make setup-browser` installs one (Debian, as root)"
+    ),
+]
+
+OPEN_S = 3.0
+MAX_BYTES = 30e6
+CARDS = "#list .answer"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def report_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder / f"seed_{seed}", num_steps=6, seed=seed).path for seed in (0, 1)]
+    write_report(runs, folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture
+def page(browser, report_file):
+    browser.requests.clear()
+    browser.errors.clear()
+    browser.open(report_file.as_uri())
+    yield browser
+    assert browser.errors == []
+    assert [address for address in browser.requests if not address.startswith(("file:", "data:", "blob:"))] == []
+    assert browser.do("document.title") != "taken"
+
+
+def status(page: Browser, *parts: str) -> str:
+    """The viewer's line, once it has these parts."""
+    conditions = "".join(f" && t.includes({json.dumps(part)})" for part in parts)
+    return page.wait_for(f"(t => t{conditions} && t)(document.getElementById('status').textContent)")
+
+
+def test_filters_choose_right_wrong_and_cut_answers(page):
+    status(page, "Step 6: 12 answers in 3 groups, 6 right (50 %), 3 cut.")
+    page.choose("#view", "list")
+    for verdict, number, badges in (("wrong", 6, {"✗ wrong"}), ("right", 6, {"✓ right"}), ("cut", 3, None)):
+        page.click(f"input[value={verdict}]")
+        status(page, f"{number} match.")
+        assert len(page.texts(CARDS)) == number
+        if badges:
+            assert set(page.texts(f"{CARDS} .badge:first-child")) == badges
+    assert all("✂ length" in text for text in page.texts(CARDS))
+
+
+def test_answers_are_sorted_by_length_and_reward(page):
+    page.choose("#view", "list")
+    for order, sign, what in (("long", -1, "num_tokens"), ("short", 1, "num_tokens"), ("high", -1, "reward")):
+        page.choose("#sort", order)
+        page.wait_for(f"document.getElementById('sort').value === '{order}' && view.sort === '{order}'")
+        values = page.wait_for(f"[...document.querySelectorAll('{CARDS}')].map(card => card.answer.{what})")
+        assert values == sorted(values, key=lambda value: sign * value) and len(set(values)) > 2
+
+
+def test_a_search_marks_its_words_in_this_step_and_in_all(page):
+    page.choose("#search", "What is 4+1")
+    status(page, "Step 6", " 0 match.")
+    page.click("#everywhere")
+    status(page, "Steps 1 to 6: 72 answers", " 4 match.")
+    assert set(page.texts("#list mark")) == {"What is 4+1"}
+    assert page.texts("#list .group strong") == ["step 4 · 00000004-1"]
+
+
+def test_a_group_is_shown_side_by_side_from_the_list_and_back_with_keys(page):
+    page.choose("#view", "list")
+    page.wait_for(f"document.querySelectorAll('{CARDS}').length === 12")
+    page.press("j")
+    page.press("j")
+    assert page.do(f"[...document.querySelectorAll('{CARDS}')].indexOf(document.activeElement)") == 1
+    page.press("g")
+    page.wait_for("document.querySelectorAll('#list .group').length === 1")
+    tops = page.do(f"[...document.querySelectorAll('{CARDS}')].map(card => card.getBoundingClientRect().top)")
+    assert len(tops) == 4 and len(set(tops)) == 1
+    page.press("g")
+    page.wait_for(f"document.querySelectorAll('{CARDS}').length === 12")
+    page.press("[")
+    status(page, "Step 5:")
+    page.press("]")
+    status(page, "Step 6:")
+
+
+def test_tokens_are_coloured_and_say_what_is_known_of_them(page):
+    page.choose("#colour", "advantages")
+    page.wait_for("document.querySelectorAll('#list .token').length > 50")
+    right, wrong = (
+        page.do(f"[...document.querySelectorAll('.answer:has(.{one}) .token')].map(t => t.style.background)")
+        for one in ("right", "wrong")
+    )
+    assert set(right) != set(wrong) and len(set(right)) == len(set(wrong)) == 1 and "--plus" in right[0]
+    page.choose("#colour", "differences")
+    page.wait_for("view.colour === 'differences' && document.getElementById('legend').textContent.includes('server')")
+    page.do("document.querySelector('#list .answer:nth-child(2) .text').focus()")
+    page.command("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+    tip = page.wait_for("!document.getElementById('tip').hidden && document.getElementById('tip').textContent")
+    assert (
+        "token 1 of" in tip and "trainer − server ≈" in tip and "advantage −0.800" in tip and "weight version 4" in tip
+    )
+
+
+def test_hostile_answers_are_text(page):
+    assert any(HOSTILE in text for text in page.texts("#list .text"))
+    assert page.do("document.querySelectorAll('#list img, #list script').length") == 0
+
+
+def test_runs_lie_over_each_other_and_can_be_left_out(page):
+    page.do("document.getElementById('curves').scrollIntoView({behavior: 'instant'})")
+    names = "document.querySelector('#curve-figures .chart').data?.filter(t => t.name).map(t => t.name)"
+    assert page.wait_for(names) == ["seed_0: shaped", "seed_1: shaped"]
+    page.click("#runs input")
+    assert page.wait_for(f"({names})?.length === 1 && {names}") == ["shaped"]
+    page.click("#runs input")
+    label = page.do("document.querySelector('#curve-figures .chart').getAttribute('aria-label')")
+    assert label.startswith("Reward. seed_0, shaped: ") and "at step 6" in label
+    page.choose("#axis", "time")
+    title = "document.querySelector('#curve-figures .xtitle')?.textContent"
+    assert page.wait_for(f"({title})?.includes('since') && {title}") == "minutes since the start"
+    page.choose("#metric", "actor/grad_norm")
+    assert page.texts("#curve-figures h3")[-1] == "actor/grad_norm"
+    assert page.texts("#config tr.differs code") == ["trainer.seed"]
+
+
+def test_every_control_has_a_name_and_nothing_is_wider_than_a_narrow_screen(page, report_file):
+    page.open(report_file.as_uri(), width=380, height=800)
+    status(page, "Step 6")
+    assert page.do("document.documentElement.scrollWidth") <= 380
+    tree = page.command("Accessibility.getFullAXTree")["nodes"]
+    roles = ("button", "combobox", "checkbox", "radio", "slider", "searchbox", "image", "link")
+    named = [(node["role"]["value"], node["name"]["value"]) for node in tree if node["role"]["value"] in roles]
+    assert len(named) >= 35 and all(name for _, name in named)
+
+
+def contrast(page: Browser, css: str) -> float:
+    """Of text and background, by WCAG 2."""
+    colours = page.do(
+        f"(e => {{ let b = e; while (getComputedStyle(b).backgroundColor === 'rgba(0, 0, 0, 0)') b = b.parentElement;"
+        " return [getComputedStyle(e).color, getComputedStyle(b).backgroundColor]; })"
+        f"(document.querySelector({json.dumps(css)}))"
+    )
+    luminances = []
+    for colour in colours:
+        parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        luminances.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    low, high = sorted(luminances)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_have_the_contrast_that_wcag_asks_for(page, theme):
+    page.do(f"setTheme('{theme}')")
+    parts = [
+        "h2",
+        "figcaption p",
+        "#status",
+        ".badge.right",
+        ".badge.wrong",
+        ".badge.cut",
+        ".answer .text",
+        ".top nav a",
+    ]
+    assert {css: contrast(page, css) for css in parts if contrast(page, css) < 4.5} == {}
+
+
+def test_a_long_run_opens_fast_and_is_not_too_large(browser, tmp_path):
+    """500 steps of 64 groups of 8 answers, whose words are drawn: they cannot be compressed as an answer's can."""
+    run = write_run(tmp_path / "run", num_steps=500, num_groups=64, n=8, mean_length=60, num_distinct=10)
+    write_report([run.path], tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < MAX_BYTES
+    browser.errors.clear()
+    seconds = []
+    for _ in range(3):
+        browser.open((tmp_path / "report.html").as_uri())
+        status(browser, "512 answers in 64 groups")
+        seconds.append(browser.do("performance.now()") / 1000)
+    assert min(seconds) < OPEN_S, seconds
+    assert browser.errors == []
+
+
+@contextmanager
+def served(folders):
+    server = make_server(folders, 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_watched_run_is_followed(browser, tmp_path):
+    run = write_run(tmp_path / "run", num_steps=2)
+    browser.requests.clear()
+    browser.errors.clear()
+    with served([run.path]) as address:
+        browser.open(address)
+        status(browser, "Step 2:")
+        write_step(run, random.Random(3), 3, 3, 4, 12)
+        line = json.loads(run.metrics.read_text().splitlines()[-2]) | {"step": 3, "time": time.time()}
+        with run.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        status(browser, "Step 3: 12 answers")
+        assert browser.do("runs[0].steps.step") == [1, 2, 3]
+        browser.choose("#colour", "advantages")
+        browser.wait_for("document.querySelectorAll('#list .token').length > 50")
+        assert {each.partition("/")[0] for each in browser.requests} == {"http:"}
+        assert all(each.startswith(address) for each in browser.requests) and browser.errors == []
+        browser.command("Page.navigate", url="about:blank")  # else it goes on asking a server that is gone

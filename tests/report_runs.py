@@ -1,0 +1,133 @@
+"""Folders of runs for tests of the report, with any number of steps and answers."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dapo.common.files import write_whole
+from megatron_dapo.data.token_dump import TokenDump
+from megatron_dapo.storage.run_folder import RunFolder
+
+START = 1.7e9
+# what an answer may try: none of it may become a part of the page
+HOSTILE = (
+    "</script><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script> & \u2028 {{ 7*7 }}"
+)
+_WORDS = ("so", "we", "carry", "one", "and", "then", "add", "the", "tens", "hence", "4", "12", "+", "=", "wait")
+
+
+def write_run(
+    folder: Path,
+    *,
+    num_steps: int = 6,
+    num_groups: int = 3,
+    n: int = 4,
+    mean_length: int = 12,
+    seed: int = 0,
+    with_tokens: bool = True,
+    num_distinct: int | None = None,
+) -> RunFolder:
+    """Write a run that learns. Every fourth answer is cut; the first one of the last step is hostile text.
+
+    num_distinct: steps after which the answers come again; none = never.
+    """
+    rng = random.Random(seed)
+    run = RunFolder(folder)
+    lines = [{"step": 0, "time": START, "val/accuracy": 0.25}]
+    for step in range(1, num_steps + 1):
+        lines.append(_record(rng, step, num_steps))
+        if num_distinct is None or step <= num_distinct or step == num_steps:
+            write_step(run, rng, step, num_groups, n, mean_length, with_tokens, step == num_steps)
+            continue
+        again = (step - 1) % num_distinct + 1
+        for path_of in (run.rollout, run.rollout_tokens):
+            shutil.copyfile(path_of(again), path_of(step))
+    lines.append({"step": num_steps, "time": START + 10 * num_steps + 1, "val/accuracy": 0.75})
+    write_whole(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    config = f"trainer: {{total_training_steps: {num_steps}, seed: {seed}}}\ndata: {{train_batch_size: {num_groups}}}\n"
+    write_whole(run.config, config)
+    return run
+
+
+def _record(rng: random.Random, step: int, num_steps: int) -> dict:
+    level = step / num_steps
+    record = {"step": step, "time": START + 10.0 * step, "time/rollout": 4.0, "time/update": 3.0, "time/step": 8.0}
+    if step == 1:
+        record["time/start"] = 0.5
+    record |= {
+        "reward/mean": level + rng.gauss(0, 0.05),
+        "reward/accuracy": level,
+        "response_length/mean": 12.0,
+        "actor/entropy": 1.0 - level / 2,
+        "actor/on_pg_clipfrac": 0.01,
+        "actor/rollout_kl": 1e-5,
+        "actor/rollout_abs_diff": 2e-4,
+        "actor/grad_norm": 0.5,
+        "rollout/staleness_mean": 0.0,
+        "dapo/num_kept_groups": 3.0,
+        "dapo/num_filtered_groups": 1.0,
+        "dapo/filtered_all_correct": 1.0,
+        "rollout/num_servers": 2.0,
+        "rollout/num_tokens": 500.0,
+        "rollout/num_servers_current": 2.0,
+        "rollout/slots_used": 0.8,
+        "perf/trainer_waiting": 0.4,
+    }
+    return record
+
+
+def write_step(
+    run: RunFolder,
+    rng: random.Random,
+    step: int,
+    num_groups: int,
+    n: int,
+    mean_length: int,
+    with_tokens: bool = True,
+    is_hostile: bool = False,
+) -> None:
+    """Write the answers of a step, and what is known of their tokens."""
+    groups, responses = [], []
+    texts = dict(enumerate([*(f" {word}" for word in _WORDS), HOSTILE, "<eos>"]))
+    for group in range(num_groups):
+        answers = []
+        for member in range(n):
+            length = max(2, min(8 * mean_length, round(rng.lognormvariate(0, 0.6) * mean_length)))
+            tokens = rng.choices(range(len(_WORDS)), k=length - 1) + [len(_WORDS) + 1]
+            if is_hostile and group == member == 0:
+                tokens[0] = len(_WORDS)
+            is_right = (group + member) % 2 == 0
+            answers.append(
+                {
+                    "text": "".join(texts[token] for token in tokens[:-1]),
+                    "reward": 1.0 if is_right else -0.5 * member,
+                    "raw_reward": float(is_right),
+                    "correct": is_right,
+                    "finish_reason": "length" if member % 4 == 3 else "stop",
+                    "num_tokens": length,
+                }
+            )
+            responses.append(_known(rng, tokens, step, member, is_right))
+        uid = f"{step:08d}-{group}"
+        prompt = f"What is {step}+{group}?"
+        groups.append(
+            {"step": step, "uid": uid, "prompt": prompt, "ground_truth": str(step + group), "responses": answers}
+        )
+    write_whole(run.rollout(step), "".join(json.dumps(group) + "\n" for group in groups))
+    if with_tokens:
+        TokenDump.of_responses(responses, texts).write(run.rollout_tokens(step))
+
+
+def _known(rng: random.Random, tokens: list[int], step: int, member: int, is_right: bool) -> dict[str, np.ndarray]:
+    noise = np.random.default_rng(rng.randrange(2**32))
+    return {
+        "tokens": np.array(tokens),
+        "loss_mask": np.ones(len(tokens)),
+        "weight_versions": np.full(len(tokens), step - 1 - member % 2),
+        "rollout_log_probs": -noise.exponential(0.5, len(tokens)),
+        "log_prob_diffs": noise.normal(0, 1e-3, len(tokens)),
+        "advantages": np.full(len(tokens), 1.2 if is_right else -0.8),
+    }
