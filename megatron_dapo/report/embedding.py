@@ -13,7 +13,7 @@ _TEXTS_SHARE = 0.6  # of the bytes, where texts and tokens do not both fit
 
 
 @dataclass(frozen=True)
-class Answers:
+class StepAnswers:
     """The answers of a step in a page. texts, tokens: as the page carries them, empty where it does not."""
 
     file: AnswerFile
@@ -28,30 +28,30 @@ def packed(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content, 6)).decode("ascii")
 
 
-def read_answers(file: AnswerFile) -> Answers | None:
+def read_answers(file: AnswerFile) -> StepAnswers | None:
     """Return the answers of a step, none where there are none."""
     groups = file.groups()
     if not groups:
         return None
     tokens = tokens_bytes(file, groups)
-    return Answers(
+    return StepAnswers(
         file, len(groups), num_answers(groups), packed(texts_bytes(groups)), packed(tokens) if tokens else ""
     )
 
 
-def answers_of(folders: Sequence[Path], max_bytes: int = MAX_BYTES) -> list[list[Answers]]:
+def answers_of(folders: Sequence[Path], max_bytes: int = MAX_BYTES) -> list[list[StepAnswers]]:
     """Return, for every run, the answers that its page carries, by step. Runs have equal parts of max_bytes."""
     return [fitting([*_all_answers(folder)], max_bytes // len(folders)) for folder in folders]
 
 
-def _all_answers(folder: Path) -> Iterator[Answers]:
+def _all_answers(folder: Path) -> Iterator[StepAnswers]:
     for file in answer_files(folder):
         answers = read_answers(file)
         if answers is not None:
             yield answers
 
 
-def fitting(answers: Sequence[Answers], max_bytes: int) -> list[Answers]:
+def fitting(answers: Sequence[StepAnswers], max_bytes: int) -> list[StepAnswers]:
     """Return the answers of steps at equal distances, the first and the last among them, with tokens where these fit as
     well. A single step is carried even if it alone is too large."""
     texts_share = 1.0 if not any(each.tokens for each in answers) else _TEXTS_SHARE

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from megatron_dapo.report.answers import answer_files
-from megatron_dapo.report.embedding import Answers, answers_of, packed
+from megatron_dapo.report.embedding import StepAnswers, answers_of, packed
 from megatron_dapo.report.panels import CURVES, PHASES, UTILISATION, drawn
 from megatron_dapo.report.run_data import config_rows, read_run
 
@@ -50,7 +50,7 @@ def whole_page(folders: Sequence[Path]) -> str:
     return render([run["name"] for run in content["runs"]], is_live=False, chunks=[("summary", pack(content)), *chunks])
 
 
-def _entry(each: Answers) -> dict:
+def _entry(each: StepAnswers) -> dict:
     return {
         "kind": each.file.kind,
         "step": each.file.step,
