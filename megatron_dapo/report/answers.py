@@ -32,7 +32,7 @@ _PER_OCTAVE = 4
 
 
 @dataclass(frozen=True)
-class AnswerFile:
+class StepFile:
     """The answers of one step. kind: TRAINED, or HELD_OUT: an evaluation after the step. tokens: what is known of their
     tokens, if the file exists."""
 
@@ -52,13 +52,13 @@ class AnswerFile:
         return _by_prompt(records) if self.kind == HELD_OUT else [*map(_trained, records)]
 
 
-def answer_files(folder: Path) -> list[AnswerFile]:
+def answer_files(folder: Path) -> list[StepFile]:
     """Return the files of answers of a run, by step; of a step, what it trained on comes first."""
     run = RunFolder(folder)
     trained = [
-        AnswerFile(TRAINED, step, run.rollout(step), run.rollout_tokens(step)) for step in rollout_steps(run.rollouts)
+        StepFile(TRAINED, step, run.rollout(step), run.rollout_tokens(step)) for step in rollout_steps(run.rollouts)
     ]
-    held_out = [AnswerFile(HELD_OUT, step, run.validation(step)) for step in rollout_steps(run.validation(0).parent)]
+    held_out = [StepFile(HELD_OUT, step, run.validation(step)) for step in rollout_steps(run.validation(0).parent)]
     return sorted([*trained, *held_out], key=lambda file: (file.step, file.kind == HELD_OUT))
 
 
@@ -96,7 +96,7 @@ def texts_bytes(groups: list[dict]) -> bytes:
     return json.dumps(groups, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def tokens_bytes(file: AnswerFile, groups: list[dict]) -> bytes | None:
+def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
     """Return what is known of the tokens of a step as the page reads it; none where nothing is, or it is of other
     answers than these.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_dapo.report.answers import AnswerFile, answer_files, num_answers, texts_bytes, tokens_bytes
+from megatron_dapo.report.answers import StepFile, answer_files, num_answers, texts_bytes, tokens_bytes
 
 MAX_BYTES = 23_000_000  # of all answers in a page, which stays below 30 MB with the script of the charts
 _TEXTS_SHARE = 0.6  # of the bytes, where texts and tokens do not both fit
@@ -16,7 +16,7 @@ _TEXTS_SHARE = 0.6  # of the bytes, where texts and tokens do not both fit
 class StepAnswers:
     """The answers of a step in a page. texts, tokens: as the page carries them, empty where it does not."""
 
-    file: AnswerFile
+    file: StepFile
     num_groups: int
     num_answers: int
     texts: str = ""
@@ -28,7 +28,7 @@ def packed(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content, 6)).decode("ascii")
 
 
-def read_answers(file: AnswerFile) -> StepAnswers | None:
+def read_answers(file: StepFile) -> StepAnswers | None:
     """Return the answers of a step, none where there are none."""
     groups = file.groups()
     if not groups:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.report.answers import AnswerFile, answer_files
+from megatron_dapo.report.answers import StepFile, answer_files
 from megatron_dapo.report.embedding import read_answers
 from megatron_dapo.report.page import pack, render, summary
 from megatron_dapo.storage.run_folder import RunFolder
@@ -54,7 +54,7 @@ class Watched:
         return _part(files[0], part) if files else None
 
 
-def _part(file: AnswerFile, part: str) -> str | None:
+def _part(file: StepFile, part: str) -> str | None:
     answers = read_answers(file)
     return getattr(answers, part) or None if answers else None
 

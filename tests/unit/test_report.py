@@ -13,7 +13,7 @@ from megatron_dapo.__main__ import main
 from megatron_dapo.common.ends import End, EndFolder, EndKind
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.data.token_dump import TokenDump
-from megatron_dapo.report.answers import AnswerFile, answer_files, coded, tokens_bytes
+from megatron_dapo.report.answers import StepFile, answer_files, coded, tokens_bytes
 from megatron_dapo.report.embedding import StepAnswers, answers_of, fitting
 from megatron_dapo.report.page import summary, whole_page
 from megatron_dapo.report.panels import CURVES, SHARE, drawn
@@ -208,7 +208,7 @@ def test_a_page_asks_nobody_for_anything(tmp_path):
 
 def kept(sizes: list[tuple[int, int]], max_bytes: int) -> list[tuple[int, bool]]:
     answers = [
-        StepAnswers(AnswerFile("trained", step, Path()), 1, 1, "x" * texts, "y" * tokens)
+        StepAnswers(StepFile("trained", step, Path()), 1, 1, "x" * texts, "y" * tokens)
         for step, (texts, tokens) in enumerate(sizes, start=1)
     ]
     carried = fitting(answers, max_bytes)
