@@ -169,8 +169,8 @@ def measured(case: Case, packages: Path | None) -> list[dict]:
         rows = [row_of(case, "ours", *ours(case, model, prompts, folder / "ours"))]
         if packages:
             rows.append(row_of(case, "TRL", *trl(packages, case, model, prompts, folder / "trl")))
-            theirs = rows[1]["cpu_ms_per_sample"]
-            rows[0]["ratios"] = {part: rows[0]["cpu_ms_per_sample"][part] / theirs[part] for part in COLUMNS}
+            of_trl = rows[1]["cpu_ms_per_sample"]
+            rows[0]["ratios"] = {part: rows[0]["cpu_ms_per_sample"][part] / of_trl[part] for part in COLUMNS}
         return rows
 
 
@@ -203,7 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("not measured: TRL (--trl is not given; the head of this file says how to get it)")
     packages = {name: metadata.version(name) for name in ("transformers", "sglang")}
     if options.trl:
-        packages |= {found.name: found.version for found in metadata.distributions(name="trl", path=[str(options.trl)])}
+        packages |= {
+            package.name: package.version for package in metadata.distributions(name="trl", path=[str(options.trl)])
+        }
     written("trl", torch.device("cpu"), rows, options.json, packages=packages)
     return 0
 
