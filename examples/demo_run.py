@@ -61,6 +61,7 @@ class Demo:
         last = folder.rollout(config.trainer.total_training_steps)
         next_steps = (
             ("read what it writes now", f"less {last}"),
+            ("evaluate it", f".venv/bin/python -m megatron_dapo eval --model {folder.model}"),
             ("compare two runs", f".venv/bin/python -m megatron_dapo report {folder.path} OTHER_RUN"),
             *self.next_steps,
         )
