@@ -27,7 +27,7 @@ def train(config: Config) -> bool:
                 sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
                 perf_metrics = job.performance(groups, metrics | actor_metrics)  # how well the ranks were used
                 metrics = metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics
-                job.telemetry.log(step, metrics | perf_metrics)
+                job.telemetry.log(step, metrics | perf_metrics, groups)
                 if _is_validation_step(config, step):
                     job.begin_validation(step)  # while the next step is sampled and trained
                 job.save(step, actor_metrics)  # where due

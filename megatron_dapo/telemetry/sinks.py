@@ -17,15 +17,17 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import RunLine, StepTable, progress, validation_line
 from megatron_dapo.telemetry.metrics_file import MetricsFile
+from megatron_dapo.telemetry.samples import COLUMNS, SampleTable
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one step, or one held-out evaluation after it, reported."""
+    """What one step, or one held-out evaluation after it, reported. samples: some of the step's responses, or none."""
 
     step: int
     metrics: dict[str, float]
     is_validation: bool
+    samples: SampleTable | None = None
 
 
 class Sink(Protocol):
@@ -89,7 +91,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by rollout step."""
+    """Scalars and some responses by rollout step."""
 
     def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # half a second of imports
@@ -100,13 +102,16 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         for tag, value in _scalars(record).items():
             self._writer.add_scalar(tag, value, record.step)
+        if record.samples is not None:
+            self._writer.add_text("samples", record.samples.markdown(), record.step)
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """The same scalars, with the config. A resumed run goes on as the same run there, whose id is in the run folder.
+    """The same scalars and responses, with the config. A resumed run goes on as the same run there, whose id is in the
+    run folder.
 
     Each point names its step: the service's own counter never goes back, a resumed run's step does.
     """
@@ -131,10 +136,14 @@ class WeightsAndBiases:
                 f"trainer.logger has wandb, which cannot be started ({error}); run `wandb login`, set "
                 "WANDB_MODE=offline, or leave it out."
             ) from error
+        self._table = wandb.Table
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
-        self._run.log({"step": record.step, **_scalars(record)})
+        samples = {}
+        if record.samples is not None:
+            samples["samples"] = self._table(columns=list(COLUMNS), data=[list(row) for row in record.samples.rows])
+        self._run.log({"step": record.step, **_scalars(record), **samples})
 
     def close(self) -> None:
         self._run.finish()

@@ -1,13 +1,15 @@
 """Times the phases of a step and hands its metrics to the sinks of `trainer.logger`, on rank 0."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import Group
 from megatron_dapo.platform import watchdog
 from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.samples import sample_table
 from megatron_dapo.telemetry.sinks import SINKS, Record, Sink
 from megatron_dapo.telemetry.timers import PhaseTimers
 
@@ -22,6 +24,7 @@ class Telemetry:
     """
 
     def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
+        self._config = config
         self._timers = PhaseTimers()
         self._sinks: dict[str, Sink] = {
             name: SINKS[name](config, run_folder, resumed_after) for name in config.trainer.logger
@@ -42,9 +45,11 @@ class Telemetry:
         """Return the seconds since the first phase after the last record began."""
         return self._timers.step_seconds()
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Report one rollout step. metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN."""
-        self._write(Record(step, {**metrics, **self._timers.take()}, is_validation=False))
+    def log(self, step: int, metrics: dict[str, float], groups: Sequence[Group] | None = None) -> None:
+        """Report one rollout step. metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN.
+        groups: those of the step, of which some loggers show a few."""
+        samples = sample_table(self._config, step, groups)
+        self._write(Record(step, {**metrics, **self._timers.take()}, is_validation=False, samples=samples))
 
     def log_validation(self, step: int, metrics: dict[str, float], in_step: bool = False) -> None:
         """Report a held-out evaluation with the weights after `step` rollout steps (0 = before the first).
@@ -87,7 +92,7 @@ class NullTelemetry:
     def step_seconds(self) -> float:
         return 0.0
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: dict[str, float], groups: Sequence[Group] | None = None) -> None:
         pass
 
     def log_validation(self, step: int, metrics: dict[str, float], in_step: bool = False) -> None:

@@ -12,7 +12,9 @@ import torch
 
 from megatron_dapo.config.derived import dapo_techniques
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.storage.run_folder import RunFolder
+from tests.browser import CHROMIUM, Browser
 from tests.helpers import REPOSITORY, run_module
 
 pytestmark = pytest.mark.e2e
@@ -85,3 +87,36 @@ def test_the_trained_model_is_a_checkpoint_that_transformers_loads(run):
     moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True)]
     assert all(moved)
     assert not (Path(run.model) / "manifest.json").exists()
+
+
+def test_the_tokens_that_are_kept_are_those_of_the_responses(run):
+    """Beside them the trainer's log-probs, which differ from the server's as rounding does; see above for 5e-4."""
+    for step in (1, NUM_STEPS):
+        groups = [json.loads(line) for line in run.rollout(step).read_text().splitlines()]
+        responses = [response for group in groups for response in group["responses"]]
+        dump = TokenDump.read(run.rollout_tokens(step))
+        assert dump.lengths.tolist() == [response["num_tokens"] for response in responses]
+        ends = dump.lengths.cumsum()
+        for response, end, length in zip(responses, ends, dump.lengths, strict=True):
+            text = "".join(dump.texts[token] for token in dump.tokens[end - length : end].tolist())
+            assert text.removesuffix("<eos>") == response["text"]
+            advantage = dump.advantages[end - length : end]
+            assert len(set(advantage.tolist())) == 1 and (advantage[0] > 0) == response["correct"]
+        assert set(dump.weight_versions.tolist()) == {step - 1}
+        assert 0 < abs(dump.log_prob_diffs).max() < 5e-4
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: `make setup-browser` installs one (Debian, as root)")
+def test_the_report_that_the_demo_leaves_opens_without_an_error_or_a_request(run, tmp_path):
+    browser = Browser(tmp_path)
+    try:
+        browser.open(run.report.as_uri())
+        browser.choose("#colour", "advantages")
+        browser.wait_for("document.querySelectorAll('#list .token').length > 50")
+        for section in ("curves", "time", "events"):
+            browser.do(f"document.getElementById('{section}').scrollIntoView({{behavior: 'instant'}})")
+            browser.wait_for(f"document.querySelector('#{section} .main-svg')")
+        assert browser.errors == []
+        assert [address for address in browser.requests if not address.startswith(("file:", "data:", "blob:"))] == []
+    finally:
+        browser.close()

@@ -8,6 +8,7 @@ import pty
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -15,15 +16,18 @@ import pytest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.types import Group
 from megatron_dapo.planner.validation import validate
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry import report
 from megatron_dapo.telemetry.console import RUN_FIGURES, RunLine, StepTable, duration
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
+from megatron_dapo.telemetry.samples import sample_table
 from megatron_dapo.telemetry.sinks import SINKS
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.telemetry.timers import PhaseTimers
 from tests.helpers import REPOSITORY
+from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
 
@@ -201,13 +205,40 @@ def test_tensorboard_gets_the_scalars(tmp_path):
     assert [e.step for e in events.Scalars("val/accuracy")] == [0, 3]
 
 
+def hostile_groups() -> list[Group]:
+    [group] = synthetic_groups(14, num_groups=1, n=20)
+    samples = [replace(sample, response_text="</code>\n\n# I am a heading", reward=0.5) for sample in group.samples]
+    return [replace(group, samples=tuple(samples))]
+
+
+def test_tensorboard_gets_some_responses_as_text_that_nothing_in_them_can_end(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = telemetry(tmp_path, "tensorboard", steps=200)
+    for step in range(1, 201):
+        log.log(step, {}, hostile_groups())
+    log.close()
+    texts = (
+        EventAccumulator(str(RunFolder(tmp_path).tensorboard), {"tensors": 0}).Reload().Tensors("samples/text_summary")
+    )
+    assert [text.step for text in texts] == [1, *range(4, 201, 4)]
+    text = texts[0].tensor_proto.string_val[0].decode()
+    assert text.count("tokens, ") == 16 and "\n    # I am a heading\n" in text and "\n# I" not in text
+
+
+def test_who_keeps_no_responses_sends_none_to_loggers():
+    config = load_config(None, ["actor_rollout_ref.rollout.dump_samples=0"])
+    assert sample_table(config, 1, hostile_groups()) is None
+    assert sample_table(load_config(None, []), 1, None) is None
+
+
 WANDB = """
 from types import SimpleNamespace
 
 class Error(Exception):
     pass
 
-errors, calls = SimpleNamespace(Error=Error), []
+errors, calls, Table = SimpleNamespace(Error=Error), [], SimpleNamespace
 
 def init(**given):
     if given["name"] == "nobody":
@@ -227,7 +258,7 @@ def test_weights_and_biases_gets_the_scalars_and_a_resumed_run_goes_on_as_the_sa
     config = load_config(None, ["trainer.logger=[wandb]", "trainer.experiment_name=mine"])
     for resumed_after in (None, 1, None):
         log = Telemetry(config, RunFolder(tmp_path / "run"), resumed_after)
-        log.log(2, {"reward/mean": 0.5})
+        log.log(2, {"reward/mean": 0.5}, hostile_groups())
         log.log_validation(2, {"val/accuracy": 0.75})
         log.close()
     calls = sys.modules.pop("wandb").calls
@@ -236,6 +267,10 @@ def test_weights_and_biases_gets_the_scalars_and_a_resumed_run_goes_on_as_the_sa
     assert (begun[0]["project"], begun[0]["name"]) == ("megatron_dapo", "mine")
     assert begun[0]["config"]["trainer"]["logger"] == ["wandb"]
     logged = [{k: x for k, x in call[1].items() if "time" not in k} for call in calls if call[0] == "log"]
+    tables = [each.pop("samples") for each in logged if "samples" in each]
+    assert len(tables) == 3 and len(tables[0].data) == 16
+    row = dict(zip(tables[0].columns, tables[0].data[0], strict=True))
+    assert (row["step"], row["text"], row["reward"]) == (2, "</code>\n\n# I am a heading", 0.5)
     assert logged[:2] == [{"step": 2, "reward/mean": 0.5}, {"step": 2, "val/accuracy": 0.75}]
     assert ("define_metric", "*", {"step_metric": "step"}) in calls and calls[-1] == ("finish", {})
 
