@@ -439,6 +439,13 @@ def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, mon
     (sentence,) = on_this_machine(machine, "megatron.fp8=hybrid")
     assert "fp8 is hybrid, but the package transformer_engine is not installed here" in sentence
     assert "set fp8 to none" in sentence
+    two_ranks = "megatron.context_parallel_size=2 trainer.n_procs_per_node=2"
+    (sentence,) = on_this_machine(machine, two_ranks)
+    assert "context_parallel_size is 2, but the package transformer_engine is not installed here" in sentence
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert on_this_machine(machine, two_ranks) == []
+    (sentence,) = on_this_machine(machine, f"{two_ranks} megatron.dtype=float32")
+    assert "context_parallel_size is 2, but dtype is float32" in sentence
 
 
 @pytest.mark.parametrize("key", ["reward.pass_env", "actor_rollout_ref.rollout.multi_turn.pass_env"])
