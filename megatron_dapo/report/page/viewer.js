@@ -72,7 +72,7 @@ async function showAnswers(keepLimit = false) {
   const known = new Map();
   for (const one of needed) { known.set(one, await tokensOf(one)); if (turn !== view.turn) return; }
   const of = isSearch ? `Steps ${files[0].step} to ${files.at(-1).step}` : `Step ${file.step}`;
-  const share = total ? `, ${numRight} right (${Math.round(100 * numRight / total)} %), ${numCut} cut` : "";
+  const share = total ? `, ${numRight} right (${Number((100 * numRight / total).toFixed(1))} %), ${numCut} cut` : "";
   const most = isSearch && found.length >= MAX_HITS ? ` The first ${MAX_HITS} that match are shown.` : found.length < total ? ` ${found.length} match.` : "";
   byId("status").textContent = `${of}: ${total} answers in ${numGroups} groups${share}.${most}${carriedNote()}`;
   present(found, known);
@@ -154,7 +154,7 @@ function answerCard(answer, context, hasPrompt) {
   if (hasPrompt) card.append(element("div", { class: "note mono" }, ...marked(answer.prompt ?? answer.group.prompt ?? "")));
   card.append(textOf(answer, tokens, context.scale));
   if (answer.reward_error) card.append(element("p", { class: "note" }, `no verdict: ${answer.reward_error}`));
-  if (answer.answer !== undefined) card.append(element("p", { class: "note" }, `says: ${answer.answer}`));
+  if (answer.answer !== undefined && answer.answer !== answer.text) card.append(element("p", { class: "note" }, `says: ${answer.answer}`));
   return card;
 }
 
