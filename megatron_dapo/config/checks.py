@@ -151,24 +151,26 @@ _BFLOAT16_STEP = 2**-8
 def optimizer_state(config: Config) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     asked = state_keys(megatron)
-    if not asked:
-        return
-    keys = tuple(f"{MEGATRON}.{name}" for name in asked)
-    state = f"{MEGATRON}.{' and '.join(f'{name} is {show_text(value)}' for name, value in asked.items())}"
     needed = {"use_distributed_optimizer": (False, "true"), "dtype": ("float32", "bfloat16"),
               "use_transformer_engine": ("off", "auto")}  # fmt: skip
-    for name, (refused, cure) in needed.items():
-        if getattr(megatron, name) == refused:
+    for name, value in asked.items():
+        for other, (refused, cure) in needed.items():
+            if getattr(megatron, other) == refused:
+                yield Mistake(
+                    (f"{MEGATRON}.{name}", f"{MEGATRON}.{other}"),
+                    f"{MEGATRON}.{name} is {show_text(value)}, but {other} is {show_text(refused)}; set it to {cure}, "
+                    f"or leave {name} out.",
+                )
+    halved = [name for name, value in asked.items() if value == "bfloat16"]
+    if megatron.optimizer_offload_fraction:
+        for name in halved:
             yield Mistake(
-                (*keys, f"{MEGATRON}.{name}"),
-                f"{state}, but {name} is {show_text(refused)}; set it to {cure}, or leave the other out.",
+                (f"{MEGATRON}.optimizer_offload_fraction", f"{MEGATRON}.{name}"),
+                f"{MEGATRON}.{name} is bfloat16, but optimizer_offload_fraction is "
+                f"{megatron.optimizer_offload_fraction:g}, and what the machine's memory holds is stepped in float32; "
+                f"leave one of them out.",
             )
-    if megatron.optimizer_offload_fraction and len(asked) > 1:
-        yield Mistake(
-            keys,
-            f"{state}, but what the machine's memory holds is stepped in float32; set one of them to its default.",
-        )
-    yield from _moments_that_would_not_move(config, [name for name, value in asked.items() if value == "bfloat16"])
+    yield from _moments_that_would_not_move(config, halved)
 
 
 def _moments_that_would_not_move(config: Config, halved: list[str]) -> Iterator[Mistake]:
