@@ -27,6 +27,8 @@ def import_attribute(key: str, path: str, form: str, name: str | None = None) ->
             f"{key}: {module_name} ends its process while it is imported, by sys.exit({error.code!r}); let it do that "
             f"only where it is run as a program (if __name__ == '__main__')."
         ) from error
+    except UserError:  # the module itself says what is missing
+        raise
     except Exception as error:
         raise UserError(
             f"{key}: cannot import {name or path!r} ({type(error).__name__}: {error}); it must be {form}, importable "

@@ -19,13 +19,15 @@ WRONG_SCORES = dict.fromkeys(BUILT_IN_REWARDS, 0.0) | {"math_dapo": -1.0}
 
 DATA_SOURCES = {
     "math_dapo*": "math_dapo",
+    "math": "math_dapo",
     "aime*": "math_dapo",
+    "numina_*": "math_verify",
     "*gsm8k*": "math_verify",
     "*MATH*": "math_verify",
-    "math": "math_verify",
     "reasoning_gym/*": "reasoning_gym",
 }
-"""`by_data_source`: pattern of the data source -> built-in function; the first that matches."""
+"""`by_data_source`: pattern of the data source -> built-in function; the first that matches. The names that verl gives its
+data get scores in the range of verl's own rewards: +1 and -1, or 1 and 0."""
 
 
 def function_name(function: str, data_source: str) -> str:

@@ -3,6 +3,7 @@
 sympy runs in the reward workers only. Importing this module imports sympy.
 """
 
+import importlib
 import logging
 import math
 import re
@@ -12,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-import math_verify as sympy_verify
-
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.signals import SignalReceiver
 from megatron_dapo.rewards.answers import final_answer
 from megatron_dapo.rewards.exact import as_written, exact_number, is_words, without_units, words
@@ -39,6 +41,34 @@ _TEXT = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .,]*\})?")
 
 # math-verify's own time limits are switched off below (one limit for the whole comparison replaces them); it warns.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def _math_verify() -> Any:
+    """Import math-verify and have it read a fraction. Raises UserError where it cannot: its parser is made for certain
+    versions of the antlr runtime, which other packages replace."""
+    try:
+        module = importlib.import_module("math_verify")
+        parsed = module.parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None)
+        fault = "" if parsed and not isinstance(parsed[0], str) else f"it reads {parsed} out of \\frac{{1}}{{2}}"
+    except Exception as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault:
+        raise UserError(
+            f"reward.function: math_verify does not work here ({fault}), with antlr4-python3-runtime "
+            f"{_version('antlr4-python3-runtime')} and math-verify {_version('math-verify')}; install the "
+            f"versions that requirements/ pins."
+        )
+    return module
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(none)"
+
+
+sympy_verify = _math_verify()
 
 
 def math_verify(

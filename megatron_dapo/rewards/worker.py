@@ -19,10 +19,13 @@ def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]
     """Return the greeting, and the function that answers a request."""
     function = settings["function"]
     kwargs = settings["kwargs"]
-    greeting = _greeting(function, kwargs)
-    if "user_error" not in greeting:
+    try:
+        wrong_score = _checked_wrong_score(function, kwargs)
         for name in {function_name(function, source) for source in settings["data_sources"]} or {function}:
             _load_ahead(name)
+        greeting = {"wrong_score": wrong_score}
+    except UserError as error:
+        greeting = {"user_error": error.sentences}
     return greeting, partial(_answer, function, kwargs)
 
 
@@ -33,17 +36,14 @@ def _load_ahead(function: str) -> None:
         import_ahead(BUILT_IN_REWARDS.get(function, function))
 
 
-def _greeting(function: str, kwargs: dict[str, Any]) -> Message:
-    """Return the score of a wrong answer, or what is wrong with the function."""
+def _checked_wrong_score(function: str, kwargs: dict[str, Any]) -> float:
+    """Return the score of a wrong answer. Raises UserError for a function that cannot be called."""
     if function == BY_DATA_SOURCE:
-        return {"wrong_score": 0.0}
-    try:
-        check_signature(function, kwargs)
-    except UserError as error:
-        return {"user_error": error.sentences}
+        return 0.0
+    check_signature(function, kwargs)
     if function in BUILT_IN_REWARDS:
-        return {"wrong_score": WRONG_SCORES[function]}
-    return {"wrong_score": float(getattr(load(function), "wrong_score", 0.0))}
+        return WRONG_SCORES[function]
+    return float(getattr(load(function), "wrong_score", 0.0))
 
 
 def _answer(function: str, kwargs: dict[str, Any], message: Message) -> Message:

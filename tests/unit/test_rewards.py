@@ -78,6 +78,15 @@ MATH_VERIFY = [
     (boxed("\\frac{1}{0}"), "5", False),
 ]
 
+# data source, and what the reward that verl 0.9 has for it gives a right and a wrong answer
+VERL_SOURCES = [
+    *((source, 1.0, -1.0) for source in ("math", "math_dapo", "math_dapo_reasoning", "aime2024", "aime_2025")),
+    *((source, 1.0, 0.0) for source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval")),
+    *((source, 1.0, 0.0) for source in ("HuggingFaceH4/MATH-500", "openai/gsm8k")),
+    *((f"numina_{name}", 1.0, 0.0) for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc")),
+    *((f"numina_{name}", 1.0, 0.0) for name in ("cn_k12", "olympiads")),
+]
+
 HOSTILE = [
     (boxed("9^9^9"), "1", False),
     (boxed("9^{9^{9}}"), "1", False),
@@ -246,6 +255,9 @@ def test_each_data_source_has_its_verifier_and_unknown_ones_are_told():
     assert function_name("by_data_source", "math_dapo") == "math_dapo"
     assert function_name("by_data_source", "aime2024") == "math_dapo"
     assert function_name("by_data_source", "openai/gsm8k") == "math_verify"
+    for source, right, wrong in VERL_SOURCES:
+        scores = [score_response("by_data_source", {}, source, f"Answer: {n}", "7", {}).score for n in (7, 8)]
+        assert scores == [right, wrong], source
     assert set(DATA_SOURCES.values()) <= set(BUILT_IN_REWARDS)
     with pytest.raises(UserError, match="'poetry'"):
         check_reward("by_data_source", {}, ["math_dapo", "poetry"])

@@ -363,6 +363,18 @@ def test_the_verifiers_of_the_prompts_sources_are_loaded_before_the_first_respon
     assert asyncio.run(main(["openai/gsm8k", "math_dapo"])) == RewardResult(1.0, True)
 
 
+@pytest.mark.parametrize("function", ["by_data_source", "math_verify"])
+def test_a_parser_beside_another_antlr_runtime_is_told_at_the_start(tmp_path, monkeypatch, function):
+    (tmp_path / "antlr4_python3_runtime-4.12.0.dist-info").mkdir()
+    (tmp_path / "antlr4_python3_runtime-4.12.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: antlr4-python3-runtime\nVersion: 4.12.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = RewardPool(function, {}, 1, 10.0, 2048, data_sources=["numina_olympiads"])
+    with pytest.raises(UserError, match=r"does not work here .*antlr4-python3-runtime 4\.12\.0 .*install"):
+        asyncio.run(pool.start())
+
+
 def test_what_a_function_left_behind_and_ended_leaves_no_zombie(tmp_path):
     async def use(pool):
         await pool.score(*request("daemon", pid_file=str(tmp_path / "pid")))
