@@ -16,6 +16,9 @@ _NUMBER = re.compile(
     rf"|(?P<over>{_DIGITS}) ?/ ?(?P<under>{_DIGITS})"
     rf"|\\[dt]?frac\{{(?P<top>{_DIGITS})\}}\{{(?P<bottom>{_DIGITS})\}})"
 )
+_PERIOD = re.compile(
+    r"(?P<sign>[-+\u2212]?)(?P<whole>\d{1,300})\.(?P<decimals>\d{0,99})\\overline\{(?P<period>\d{1,99})\}"
+)
 _DELIMITERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
 # white space that separates nothing: beside a sign, a bracket or the end, but not in `1 1/2`
 _IDLE_SPACE = re.compile(r"(?<![\w}])\s+|\s+(?![\w\\{])|\\[,;!]|\\ ")
@@ -49,10 +52,12 @@ def as_written(answer: str) -> str:
 
 
 def exact_number(answer: str) -> Fraction | None:
-    """Return the value of an integer, a decimal or a fraction of integers that is written out; None for all else."""
-    match = _NUMBER.fullmatch(without_delimiters(answer))
+    """Return the value of an integer, a decimal, which may have a period, or a fraction of integers that is written
+    out; None for all else."""
+    plain = without_delimiters(answer)
+    match = _NUMBER.fullmatch(plain)
     if match is None:
-        return None
+        return _repeating_decimal(plain)
     part = match.groupdict()
     numerator = part["over"] or part["top"]
     denominator = part["under"] or part["bottom"]
@@ -65,6 +70,17 @@ def exact_number(answer: str) -> Fraction | None:
     else:
         value = None
     return -value if value is not None and part["sign"] in ("-", "\u2212") else value
+
+
+def _repeating_decimal(plain: str) -> Fraction | None:
+    match = _PERIOD.fullmatch(plain)
+    if match is None:
+        return None
+    part = match.groupdict()
+    shift = 10 ** len(part["decimals"])
+    period = Fraction(int(part["period"]), 10 ** len(part["period"]) - 1)
+    value = (int(part["whole"] + part["decimals"]) + period) / shift
+    return -value if part["sign"] in ("-", "\u2212") else value
 
 
 def words(answer: str) -> str | None:

@@ -26,8 +26,8 @@ DATA_SOURCES = {
     "*MATH*": "math_verify",
     "reasoning_gym/*": "reasoning_gym",
 }
-"""`by_data_source`: pattern of the data source -> built-in function; the first that matches. The names that verl gives its
-data get scores in the range of verl's own rewards: +1 and -1, or 1 and 0."""
+"""`by_data_source`: pattern of the data source -> built-in function; the first that matches. The names that verl
+gives its data get scores in the range of verl's own rewards: +1 and -1, or 1 and 0."""
 
 
 def function_name(function: str, data_source: str) -> str:

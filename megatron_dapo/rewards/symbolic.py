@@ -16,10 +16,13 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import sympy
+
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.signals import SignalReceiver
 from megatron_dapo.rewards.answers import final_answer
 from megatron_dapo.rewards.exact import as_written, exact_number, is_words, without_units, words
+from megatron_dapo.rewards.latex import is_other_base, is_tuple_for_set, readable
 from megatron_dapo.rewards.types import Verdict
 
 _TAIL_CHARS = 32768  # searched for the final answer
@@ -113,13 +116,20 @@ def _is_equal(response: str, ground_truth: str, time_limit_s: float) -> bool:
             return words(answer) == words(ground_truth)
         if _SEVERAL_NUMBERS.fullmatch(answer) or (truth is not None and _LIST_WITH_DOTS.search(answer)):
             return False
+        if is_other_base(answer, ground_truth) or is_tuple_for_set(answer, ground_truth):
+            return False
+        final = kind, readable(answer)
     text = _for_sympy(response, final)
     if is_too_expensive(text):
         return False
     with _time_limit(time_limit_s):
         gold = _parse_truth(ground_truth)
-        parsed = sympy_verify.parse(text, parsing_timeout=None)
-        return sympy_verify.verify(gold, parsed, float_rounding=_decimal_places(truth), timeout_seconds=None)
+        parsed = _with_imaginary_unit(sympy_verify.parse(text, parsing_timeout=None))
+        rounding = _decimal_places(truth)
+        # x > 2 is (2, oo), whichever of the two is the truth
+        return sympy_verify.verify(
+            gold, parsed, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None
+        )
 
 
 def _is_rounding(answer: str, truth: str) -> bool:
@@ -162,10 +172,23 @@ def _is_prose(line: str) -> bool:
 
 @lru_cache(maxsize=8192)
 def _parse_truth(ground_truth: str) -> list:
-    parsed = sympy_verify.parse(f"\\boxed{{{ground_truth.strip().strip('$')}}}", parsing_timeout=None)
+    parsed = sympy_verify.parse(f"\\boxed{{{readable(ground_truth.strip().strip('$'))}}}", parsing_timeout=None)
     if not parsed:
         raise ValueError(f"ground truth {ground_truth[:80]!r} is no expression that math-verify can read")
-    return parsed
+    return _with_imaginary_unit(parsed)
+
+
+def _with_imaginary_unit(parsed: list) -> list:
+    """Return what was parsed with i for the square root of -1, where i is the only letter."""
+    return [_imaginary(part) if _is_in_i_alone(part) else part for part in parsed]
+
+
+def _is_in_i_alone(part: Any) -> bool:
+    return {str(symbol) for symbol in getattr(part, "free_symbols", ())} == {"i"}
+
+
+def _imaginary(part: Any) -> Any:
+    return part.subs(dict.fromkeys(part.free_symbols, sympy.I))
 
 
 def _nesting(text: str) -> int:
