@@ -23,7 +23,7 @@ def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]
         wrong_score = _checked_wrong_score(function, kwargs)
         for name in {function_name(function, source) for source in settings["data_sources"]} or {function}:
             _load_ahead(name)
-        greeting = {"wrong_score": wrong_score}
+        greeting: Message = {"wrong_score": wrong_score}
     except UserError as error:
         greeting = {"user_error": error.sentences}
     return greeting, partial(_answer, function, kwargs)
