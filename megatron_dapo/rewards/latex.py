@@ -31,9 +31,9 @@ def readable(text: str) -> str:
 
 def is_other_base(answer: str, truth: str) -> bool:
     """Return whether both are digits with their base as an index, and differ: math-verify drops the index."""
-    given = _WITH_BASE.fullmatch(answer)
+    number = _WITH_BASE.fullmatch(answer)
     wanted = _WITH_BASE.fullmatch(truth)
-    return given is not None and wanted is not None and given.groups() != wanted.groups()
+    return number is not None and wanted is not None and number.groups() != wanted.groups()
 
 
 def is_tuple_for_set(answer: str, truth: str) -> bool:
