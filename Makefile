@@ -17,13 +17,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser demo demo-llm round-trip train test test-unit test-gpu mutation lint bench clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu mutation lint bench clean need-config
 
 help: ## This table
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PLATFORM=cpu|cuda, PYTHON=python3.11|python3.12, CONFIG=configs/NAME.yaml, ARGS='key=value ...'"
-	@echo "  Every target but help, clean, setup-slurm and setup-browser runs setup by itself."
+	@echo "  Every target but help, clean, setup-slurm, setup-browser and setup-sandbox runs setup by itself."
 
 setup: ## Make .venv with the pinned packages (PLATFORM=cuda on GPU machines)
 	@PLATFORM='$(PLATFORM)' PYTHON='$(PYTHON)' sh requirements/setup.sh
@@ -33,6 +33,9 @@ setup-slurm: ## Install Slurm for the tests of the job scripts (Debian, Ubuntu; 
 
 setup-browser: ## Install Chromium for the tests of the report's page (Debian, Ubuntu; as root)
 	@sh requirements/browser.sh
+
+setup-sandbox: ## Install bubblewrap, in which the reward code_tests runs programs (Debian, Ubuntu; as root)
+	@sh requirements/sandbox.sh
 
 demo: setup ## DAPO on two-digit sums: TP=2, a real SGLang server, on this machine's CPU
 	@$(BIN)/python -m examples.arithmetic.demo $(ARGS)

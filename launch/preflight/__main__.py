@@ -227,6 +227,8 @@ class Preflight:
         if nodes.index == 0 and not files.problem:
             self._add("disk", machine.disk(config, RunFolder.of(config.trainer).path))
         self._add("scratch", machine.scratch())
+        if nodes.index == 0 and config.reward.function == "code_tests":
+            self._add("sandbox", machine.sandbox(config))
         self._add("limits", machine.limits(config, self._uses_gpus))
         servers = servers_per_node(config) if serves else 0
         numbers = list(machine.all_ports(arguments.http_port, servers, arguments.ports))

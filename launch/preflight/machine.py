@@ -14,11 +14,13 @@ from pathlib import Path
 
 import psutil
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div, format_bytes
 from megatron_dapo.config.derived import ParallelSizes, uses_critic
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.planner.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_parameters
+from megatron_dapo.rewards.code.sandbox import find_way
 from megatron_dapo.storage.model_folder import ModelFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -131,6 +133,15 @@ def files(config: Config) -> Result:
             "missing", f"does not see {', '.join(missing)} (data.train_files, val_files); mount it, or copy it."
         )
     return Result(f"model and {len(prompts)} prompt files seen")
+
+
+def sandbox(config: Config) -> Result:
+    """Check that the programs of a model can be locked in."""
+    try:
+        return Result(find_way().name)
+    except UserError as error:
+        allowed = config.reward.allow_unsandboxed
+        return Result("none, as reward.allow_unsandboxed says", None if allowed else error.sentences[0])
 
 
 # ----------------------------------------------------------------------------------------------------- shared folder

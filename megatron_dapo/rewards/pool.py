@@ -35,6 +35,7 @@ class RewardPool:
         memory_limit_mb: int,
         pass_env: Sequence[str] = (),
         data_sources: Sequence[str] = (),
+        allow_unsandboxed: bool = False,
     ) -> None:
         """Prepare the workers; `start` starts them.
 
@@ -46,6 +47,7 @@ class RewardPool:
             memory_limit_mb: address space of a worker.
             pass_env: names of environment variables that workers get though they look like secrets.
             data_sources: of the prompts, for what by_data_source loads ahead.
+            allow_unsandboxed: run programs of the model without a sandbox where none can be made.
         """
         self._function = function
         self._kwargs = kwargs
@@ -55,6 +57,8 @@ class RewardPool:
             "kwargs": kwargs,
             "memory_limit_mb": memory_limit_mb,
             "data_sources": [*data_sources],
+            "timeout_s": timeout_s,
+            "allow_unsandboxed": allow_unsandboxed,
         }
         variables = worker_environment(os.environ, pass_env, "reward.pass_env")
         self._pool = WorkerPool("megatron_dapo.rewards.worker", settings, variables, num_workers, _REQUESTS_PER_WORKER)

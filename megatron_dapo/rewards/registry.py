@@ -25,6 +25,7 @@ DATA_SOURCES = {
     "*gsm8k*": "math_verify",
     "*MATH*": "math_verify",
     "reasoning_gym/*": "reasoning_gym",
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code_tests"),
 }
 """`by_data_source`: pattern of the data source -> built-in function; the first that matches. The names that verl
 gives its data get scores in the range of verl's own rewards: +1 and -1, or 1 and 0."""

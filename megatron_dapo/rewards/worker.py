@@ -10,9 +10,12 @@ from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
+from megatron_dapo.rewards.code.sandbox import SETTINGS
 from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.registry import WRONG_SCORES, check_signature, function_name, load, score_response
 from megatron_dapo.rewards.worker_process import Message, serve
+
+_SHARE_FOR_TESTS = 0.8  # of the deadline; the rest is for the judge
 
 
 def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
@@ -21,8 +24,12 @@ def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]
     kwargs = settings["kwargs"]
     try:
         wrong_score = _checked_wrong_score(function, kwargs)
-        for name in {function_name(function, source) for source in settings["data_sources"]} or {function}:
+        names = {function_name(function, source) for source in settings["data_sources"]} or {function}
+        for name in names:
             _load_ahead(name)
+        if "code_tests" in names:
+            SETTINGS.time_limit_s = _SHARE_FOR_TESTS * settings["timeout_s"]
+            SETTINGS.choose(settings["allow_unsandboxed"])
         greeting: Message = {"wrong_score": wrong_score}
     except UserError as error:
         greeting = {"user_error": error.sentences}

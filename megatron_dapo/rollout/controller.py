@@ -315,6 +315,7 @@ def make_reward_pool(config: Config, data_sources: Iterable[str]) -> RewardPool:
         reward.memory_limit_mb,
         reward.pass_env,
         sources,
+        reward.allow_unsandboxed,
     )
 
 

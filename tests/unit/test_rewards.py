@@ -266,7 +266,8 @@ def test_each_data_source_has_its_verifier_and_unknown_ones_are_told():
 
 
 def test_the_score_of_a_wrong_answer_is_what_the_function_gives():
-    for name in BUILT_IN_REWARDS.keys() - {"reasoning_gym"}:  # test_reasoning_gym.py: it needs its package
+    # test_reasoning_gym.py: it needs its package; test_code_tests.py: a sandbox
+    for name in BUILT_IN_REWARDS.keys() - {"reasoning_gym", "code_tests"}:
         wrong = score_response(name, {}, "math_dapo", boxed("1"), "2", {})
         assert wrong.score == wrong_score(name, "math_dapo")
     assert wrong_score("by_data_source", "math_dapo") == -1.0

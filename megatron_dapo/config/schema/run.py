@@ -56,7 +56,7 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     function: str = "by_data_source"
-    """math_dapo, math_verify, exact_match, reasoning_gym, environment (multi-turn: it gives the reward),
+    """math_dapo, math_verify, exact_match, reasoning_gym, code_tests, environment (multi-turn: it gives the reward),
     `package.module:function`, or by_data_source (each prompt's own)."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the reward function."""
@@ -69,6 +69,10 @@ class RewardConfig(Section):
     pass_env: MayChangeOnResume[list[str]] = []
     """Names of environment variables that reward processes get though they look like secrets, such as the API key of a
     judge; docs/rewards.md says which do."""
+    allow_unsandboxed: Annotated[MayChangeOnResume[bool], ActsIf(Is("function", "code_tests", "by_data_source"))] = (
+        False
+    )
+    """Where no sandbox can be made, run the model's programs without one, with the rights of this user."""
     max_error_share: MayChangeOnResume[Fraction] = 0.5
     """Largest share of a step's responses that may get no verdict: the function raised, ran out of time, or its process
     ended. Above it, and where none got one, the run stops, saved, and shows a traceback of the function."""
