@@ -1,4 +1,4 @@
-"""Answers judged by hand, with the verdicts of math-verify 0.9.0 and of verl 0.9.1 on them.
+"""Answers judged one by one, with the verdicts of math-verify 0.9.0 and of verl 0.9.1 on them.
 
 `python -m tests.judged_answers` prints those where another verdict is not the judgement.
 

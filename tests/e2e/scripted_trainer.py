@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import megatron_dapo.job
 from megatron_dapo.__main__ import main
@@ -123,8 +124,8 @@ def _group(draw: Group, weight_version: int) -> Group:
 def signal_after(step: int, name: str) -> None:
     log = Telemetry.log
 
-    def log_and_signal(self: Telemetry, number: int, metrics: dict) -> None:
-        log(self, number, metrics)
+    def log_and_signal(self: Telemetry, number: int, *metrics_and_groups: Any) -> None:
+        log(self, number, *metrics_and_groups)
         if number == step:
             os.kill(os.getpid(), getattr(signal, name))
 
