@@ -1,7 +1,8 @@
 """The rollout's state as a file: plain data as JSON, and the arrays in it as they are, in one safetensors file.
 
 Tensors: `json`, the text; and one per dtype, all arrays of it one after the other, of which an object in the text such
-as {"__array__": ["int32", 0, 512]} names a part.
+as {"__array__": ["int32", 0, 512]} names a part. Where the data have that key themselves, `key` is the longer one that
+names the parts.
 """
 
 import gzip
@@ -45,6 +46,19 @@ def to_bytes(state: dict[str, Any]) -> bytes:
     What JSON cannot hold, such as bytes in a prompt's extra_info, is a TypeError and not changed; so is an array that
     is not of one dimension, or not float32, int32 or uint8.
     """
+    key = _ARRAY
+    text, arrays = _taken_apart(state, key)
+    while text.count(f'"{key}":') > sum(map(len, arrays.values())):  # the data have it, too
+        key += "_"
+        text, arrays = _taken_apart(state, key)
+    tensors = {name: np.concatenate(parts) for name, parts in arrays.items() if parts}
+    if key != _ARRAY:
+        tensors["key"] = np.frombuffer(key.encode(), np.uint8)
+    return save({"json": np.frombuffer(text.encode(), np.uint8), **tensors})
+
+
+def _taken_apart(state: dict[str, Any], key: str) -> tuple[str, dict[str, list[np.ndarray]]]:
+    """Return the data as JSON, in which objects with this key name the arrays, and these by dtype."""
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
     ends = dict.fromkeys(_DTYPES, 0)
 
@@ -55,22 +69,21 @@ def to_bytes(state: dict[str, Any]) -> bytes:
         start = ends[name]
         arrays[name].append(value)
         ends[name] += len(value)
-        return {_ARRAY: [name, start, ends[name]]}
+        return {key: [name, start, ends[name]]}
 
-    text = json.dumps(state, separators=(",", ":"), default=taken_out).encode()
-    tensors = {name: np.concatenate(parts) for name, parts in arrays.items() if parts}
-    return save({"json": np.frombuffer(text, np.uint8), **tensors})
+    return json.dumps(state, separators=(",", ":"), default=taken_out), arrays
 
 
 def from_bytes(content: bytes) -> dict[str, Any]:
     """Return what `to_bytes` was given, with lists for tuples. Raises SafetensorError, or KeyError, for
     damaged content."""
     tensors = load(content)
+    key = tensors["key"].tobytes().decode() if "key" in tensors else _ARRAY
 
     def put_back(value: dict) -> Any:
-        if value.keys() != {_ARRAY}:
+        if value.keys() != {key}:
             return value
-        name, start, end = value[_ARRAY]
+        name, start, end = value[key]
         return tensors[name][start:end]
 
     return json.loads(tensors.pop("json").tobytes(), object_hook=put_back)

@@ -1,14 +1,16 @@
-"""Objects that hold many arrays, as one array of bytes and through a pipe: the arrays are copied, not written out.
+"""Objects that hold many arrays, as one piece of memory: the arrays are copied there once, not written out.
 
-The bytes: the number of parts, their sizes, and the parts, each at a multiple of ALIGNMENT. The first part is a pickle
+The memory: the number of parts, their sizes, and the parts, each at a multiple of ALIGNMENT. The first part is a pickle
 of protocol 5, the others are the arrays' memory, which the pickle does not contain.
 """
 
+import mmap
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import numpy as np
@@ -17,21 +19,18 @@ from megatron_dapo.common.sizes import round_up
 
 ALIGNMENT = 8  # bytes: the largest element of the arrays here
 _NUMBER = np.dtype(np.int64)
+_MAX_PIECES = 1024  # that one call of the system writes
 
 
 def flat_pickle(value: Any) -> np.ndarray:
     """Return an object as one array of bytes, uint8."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    sizes = [part.nbytes for part in parts]
-    starts = _starts(sizes)
-    flat = np.empty(starts[-1], dtype=np.uint8)
-    numbers = np.array([len(sizes), *sizes], dtype=_NUMBER)
-    flat[: numbers.nbytes] = numbers.view(np.uint8)
+    pieces = _pieces(value)
+    flat = np.empty(sum(piece.nbytes for piece in pieces), dtype=np.uint8)
     memory = flat.data
-    for start, part in zip(starts, parts, strict=False):
-        memory[start : start + part.nbytes] = part
+    start = 0
+    for piece in pieces:
+        memory[start : start + piece.nbytes] = piece
+        start += piece.nbytes
     return flat
 
 
@@ -40,33 +39,64 @@ def from_flat_pickle(flat: np.ndarray) -> Any:
     num_parts = int(flat[: _NUMBER.itemsize].view(_NUMBER)[0])
     sizes = flat[_NUMBER.itemsize : (1 + num_parts) * _NUMBER.itemsize].view(_NUMBER).tolist()
     memory = flat.data
-    parts = (memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False))
+    parts = (memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True))
     return pickle.loads(next(parts), buffers=parts)
 
 
 def send(connection: Connection, value: Any) -> None:
-    """Send an object through a pipe, for `receive`."""
-    flat = flat_pickle(value)
-    connection.send_bytes(np.array([len(flat)], dtype=_NUMBER).tobytes())
-    memory = flat.data
-    while len(memory):
-        memory = memory[os.write(connection.fileno(), memory) :]
+    """Send an object to another process on this machine, for `receive`.
+
+    It is written to memory that has no name; the connection, a socket, carries the right to map it.
+    """
+    file = os.memfd_create("flat_pickle")
+    try:
+        _write(file, _pieces(value))
+        send_handle(connection, file, None)
+    finally:
+        os.close(file)
 
 
 def receive(connection: Connection) -> Any:
-    """Return an object that `send` sent. Raises EOFError where the other end is closed."""
-    (size,) = np.frombuffer(connection.recv_bytes(), dtype=_NUMBER)
-    flat = np.empty(size, dtype=np.uint8)
-    num_received = 0
-    while num_received < size:  # a Connection's own way makes a copy of each part
-        number = os.readv(connection.fileno(), [flat.data[num_received:]])
-        if number == 0:
-            raise EOFError
-        num_received += number
-    return from_flat_pickle(flat)
+    """Return an object that `send` sent. Raises EOFError where the other end is closed.
+
+    Its arrays are views of the memory that the sender wrote, which lives as long as one of them does.
+    """
+    file = recv_handle(connection)
+    try:
+        memory = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(file)
+    return from_flat_pickle(np.frombuffer(memory, dtype=np.uint8))
+
+
+def _pieces(value: Any) -> list[memoryview]:
+    """Return the memory, in order, of which the arrays' part is not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    sizes = [part.nbytes for part in parts]
+    pieces = [np.array([len(sizes), *sizes], dtype=_NUMBER).view(np.uint8).data]
+    for part in parts:
+        pieces += [part, memoryview(bytes(round_up(part.nbytes, ALIGNMENT) - part.nbytes))]
+    return [piece for piece in pieces if piece.nbytes]
+
+
+def _write(file: int, pieces: Sequence[memoryview]) -> None:
+    for start in range(0, len(pieces), _MAX_PIECES):
+        rest = list(pieces[start : start + _MAX_PIECES])
+        while rest:
+            rest = list(_behind(rest, os.writev(file, rest)))
+
+
+def _behind(pieces: Sequence[memoryview], num_bytes: int) -> Iterator[memoryview]:
+    """Yield what is left of the pieces behind this many bytes."""
+    for piece in pieces:
+        if piece.nbytes > num_bytes:
+            yield piece[num_bytes:]
+        num_bytes = max(0, num_bytes - piece.nbytes)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each part begins, and where the last one ends."""
+    """Return where each part begins."""
     first = (1 + len(sizes)) * _NUMBER.itemsize
-    return list(accumulate((round_up(size, ALIGNMENT) for size in sizes), initial=first))
+    return list(accumulate((round_up(size, ALIGNMENT) for size in sizes[:-1]), initial=first))

@@ -185,3 +185,21 @@ def test_groups_of_a_file_with_lists_are_those_with_arrays():
     for one in synthetic_groups(64, num_groups=2):
         lists = json.loads(json.dumps(group_to_plain(one), default=np.ndarray.tolist))
         assert group_from_plain(lists) == one == group_from_plain(from_bytes(to_bytes(group_to_plain(one))))
+
+
+@given(
+    st.recursive(
+        st.just(np.arange(3, dtype=TOKEN)) | st.integers() | st.sampled_from(["__array__", '"__array__":']),
+        lambda inner: st.dictionaries(st.sampled_from(["__array__", "__array___", "key", "a"]), inner, max_size=2),
+        max_leaves=8,
+    )
+)
+def test_a_state_comes_back_whatever_its_keys_are(value):
+    """A prompt's extra_info may have any, also those with which the file names its arrays."""
+
+    def plain(held):
+        if isinstance(held, dict):
+            return {key: plain(each) for key, each in held.items()}
+        return (held.dtype.name, *held.tolist()) if isinstance(held, np.ndarray) else held
+
+    assert plain(from_bytes(to_bytes({"extra_info": value}))) == plain({"extra_info": value})
