@@ -198,15 +198,42 @@ def collate(
 
     Of no samples it is a dummy without loss.
     """
-    if packed:
-        widths = [round_up(sample.length, segment_multiple) for sample in samples]
-        padding = round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
-        widths += [padding] if padding else []
-    else:
+    return collate_all([samples], pad_multiple=pad_multiple, packed=packed, segment_multiple=segment_multiple)[0]
+
+
+def collate_all(
+    bins: Sequence[Sequence[TrainSample]], *, pad_multiple: int = 1, packed: bool = True, segment_multiple: int = 1
+) -> list[MicroBatch]:
+    """Return the micro-batch of each of the bins, as `collate` makes it. Their tensors are parts of a few large ones:
+    memory that is asked for in one piece takes the system less time."""
+    widths_of_bin = [_widths(samples, pad_multiple, packed, segment_multiple) for samples in bins]
+    rows = {name: np.zeros(sum(map(sum, widths_of_bin)), dtype=dtype) for name, dtype in _DTYPES.items()}
+    batches = []
+    start = 0
+    for samples, widths in zip(bins, widths_of_bin, strict=True):
+        end = start + sum(widths)
+        own = {name: row[start:end] for name, row in rows.items()}
+        _fill(own, samples, widths)
+        batches.append(_micro_batch(own, samples, widths, packed))
+        start = end
+    return batches
+
+
+def _widths(samples: Sequence[TrainSample], pad_multiple: int, packed: bool, segment_multiple: int) -> list[int]:
+    """Return the lengths of a micro-batch's segments, with their padding."""
+    if not packed:
         width = round_up(max([1, *(sample.length for sample in samples)]), pad_multiple)
-        widths = [width] * max(1, len(samples))
+        return [width] * max(1, len(samples))
+    widths = [round_up(sample.length, segment_multiple) for sample in samples]
+    padding = round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
+    return [*widths, *([padding] if padding else [])]
+
+
+def _micro_batch(
+    rows: Mapping[str, np.ndarray], samples: Sequence[TrainSample], widths: Sequence[int], packed: bool
+) -> MicroBatch:
     shape = (1, -1) if packed else (len(widths), -1)
-    tensors = {name: torch.from_numpy(row).view(shape) for name, row in _rows(samples, widths).items()}
+    tensors = {name: torch.from_numpy(row).view(shape) for name, row in rows.items()}
     return MicroBatch(
         **tensors,
         cu_seqlens=torch.tensor([0, *accumulate(widths)], dtype=torch.int32) if packed else None,
@@ -233,13 +260,14 @@ _DTYPES: dict[str, Dtype] = {
 }
 
 
-def _rows(samples: Sequence[TrainSample], widths: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the segments one after the other: as many tokens as `widths` says, each with one of the samples padded at
-    its right, those beyond the samples with nothing but padding."""
-    rows = {name: np.zeros(sum(widths), dtype=dtype) for name, dtype in _DTYPES.items()}
-    positions = np.arange(max(widths), dtype=np.int64)
-    rows["position_ids"] = np.concatenate([positions[:width] for width in widths])
-    rows["segment_ids"] = np.repeat(np.arange(len(widths), dtype=np.int64), widths)
+def _fill(rows: Mapping[str, np.ndarray], samples: Sequence[TrainSample], widths: Sequence[int]) -> None:
+    """Write the segments, one after the other, into rows of zeros as long as all widths: each is one of the samples
+    padded at its right, those beyond the samples are nothing but padding."""
+    start = 0
+    for number, width in enumerate(widths):
+        rows["position_ids"][start : start + width] = np.arange(width)
+        rows["segment_ids"][start : start + width] = number
+        start += width
     start = 0
     for sample, width in zip(samples, widths, strict=False):
         end = start + sample.length
@@ -250,4 +278,3 @@ def _rows(samples: Sequence[TrainSample], widths: Sequence[int]) -> dict[str, np
         if sample.exp_mask:  # few are: memory that nobody writes costs nothing
             rows["exp_mask"][start : start + width] = 1
         start += width
-    return rows

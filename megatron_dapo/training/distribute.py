@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import numpy as np
+
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.config.derived import critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.batching import CostModel, SampleReward, TrainSample, assemble, mini_batches
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
-from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate, schedule, schedule_shards
+from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate_all, schedule, schedule_shards
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.platform.device import device
@@ -53,14 +55,19 @@ class StepDistributor:
 
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
         """Return this rank's shard of the step. groups: those of the rollout step on rank 0, None on other ranks."""
-        outgoing = [flat_pickle(part) for part in self._cut(step, groups)] if groups is not None else None
+        outgoing = self._layout.agreement.each(f"cutting the batch of step {step}", self._parts, step, groups)
         actors, critics, rewards = from_flat_pickle(self._layout.hand_out(outgoing))
         return StepShard(self._collated(actors), rewards, self._collated(critics))
+
+    def _parts(self, step: int, groups: Sequence[Group] | None) -> list[np.ndarray] | None:
+        """Return on rank 0, which has the groups, what goes to each data-parallel rank."""
+        return None if groups is None else [flat_pickle(part) for part in self._cut(step, groups)]
 
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
         packed = self._config.actor_rollout_ref.model.use_remove_padding
         return [
-            [collate(bin_, packed=packed, **self._padding).to(device()) for bin_ in bins] for bins in bins_of_mini_batch
+            [batch.to(device()) for batch in collate_all(bins, packed=packed, **self._padding)]
+            for bins in bins_of_mini_batch
         ]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
