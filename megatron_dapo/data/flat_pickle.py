@@ -1,4 +1,4 @@
-"""Objects that hold many arrays, as one piece of memory: the arrays are copied there once, not written out.
+"""Objects that hold many arrays, as one view of memory: the arrays are copied there once, not written out.
 
 The memory: the number of parts, their sizes, and the parts, each at a multiple of ALIGNMENT. The first part is a pickle
 of protocol 5, the others are the arrays' memory, which the pickle does not contain.
@@ -19,18 +19,18 @@ from megatron_dapo.common.sizes import round_up
 
 ALIGNMENT = 8  # bytes: the largest element of the arrays here
 _NUMBER = np.dtype(np.int64)
-_MAX_PIECES = 1024  # that one call of the system writes
+_MAX_VIEWS = 1024  # that one call of the system writes
 
 
 def flat_pickle(value: Any) -> np.ndarray:
     """Return an object as one array of bytes, uint8."""
-    pieces = _pieces(value)
-    flat = np.empty(sum(piece.nbytes for piece in pieces), dtype=np.uint8)
+    views = _memory_of(value)
+    flat = np.empty(sum(view.nbytes for view in views), dtype=np.uint8)
     memory = flat.data
     start = 0
-    for piece in pieces:
-        memory[start : start + piece.nbytes] = piece
-        start += piece.nbytes
+    for view in views:
+        memory[start : start + view.nbytes] = view
+        start += view.nbytes
     return flat
 
 
@@ -50,7 +50,7 @@ def send(connection: Connection, value: Any) -> None:
     """
     file = os.memfd_create("flat_pickle")
     try:
-        _write(file, _pieces(value))
+        _write(file, _memory_of(value))
         send_handle(connection, file, None)
     finally:
         os.close(file)
@@ -69,31 +69,31 @@ def receive(connection: Connection) -> Any:
     return from_flat_pickle(np.frombuffer(memory, dtype=np.uint8))
 
 
-def _pieces(value: Any) -> list[memoryview]:
+def _memory_of(value: Any) -> list[memoryview]:
     """Return the memory, in order, of which the arrays' part is not copied."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     sizes = [part.nbytes for part in parts]
-    pieces = [np.array([len(sizes), *sizes], dtype=_NUMBER).view(np.uint8).data]
+    views = [np.array([len(sizes), *sizes], dtype=_NUMBER).view(np.uint8).data]
     for part in parts:
-        pieces += [part, memoryview(bytes(round_up(part.nbytes, ALIGNMENT) - part.nbytes))]
-    return [piece for piece in pieces if piece.nbytes]
+        views += [part, memoryview(bytes(round_up(part.nbytes, ALIGNMENT) - part.nbytes))]
+    return [view for view in views if view.nbytes]
 
 
-def _write(file: int, pieces: Sequence[memoryview]) -> None:
-    for start in range(0, len(pieces), _MAX_PIECES):
-        rest = list(pieces[start : start + _MAX_PIECES])
+def _write(file: int, views: Sequence[memoryview]) -> None:
+    for start in range(0, len(views), _MAX_VIEWS):
+        rest = list(views[start : start + _MAX_VIEWS])
         while rest:
             rest = list(_behind(rest, os.writev(file, rest)))
 
 
-def _behind(pieces: Sequence[memoryview], num_bytes: int) -> Iterator[memoryview]:
-    """Yield what is left of the pieces behind this many bytes."""
-    for piece in pieces:
-        if piece.nbytes > num_bytes:
-            yield piece[num_bytes:]
-        num_bytes = max(0, num_bytes - piece.nbytes)
+def _behind(views: Sequence[memoryview], num_bytes: int) -> Iterator[memoryview]:
+    """Yield what is left of the views behind this many bytes."""
+    for view in views:
+        if view.nbytes > num_bytes:
+            yield view[num_bytes:]
+        num_bytes = max(0, num_bytes - view.nbytes)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -95,9 +95,9 @@ def test_more_arrays_than_one_call_of_the_system_writes_come_through():
 
 
 def test_what_the_system_writes_in_part_is_written_whole():
-    pieces = [memoryview(bytes([number]) * 5) for number in range(4)]
+    views = [memoryview(bytes([number]) * 5) for number in range(4)]
     for num_bytes in range(21):
-        assert b"".join(_behind(pieces, num_bytes)) == b"".join(pieces)[num_bytes:]
+        assert b"".join(_behind(views, num_bytes)) == b"".join(views)[num_bytes:]
 
 
 def test_samples_cost_their_arrays_and_little_more():

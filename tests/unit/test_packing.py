@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.batching import CostModel, TrainSample, assemble
+from megatron_dapo.data.batching import CostModel, TrainSample, assemble, shard_over_data_parallel
 from megatron_dapo.data.bins import first_fit_decreasing
-from megatron_dapo.data.packing import MicroBatch, collate, schedule, schedule_shards
+from megatron_dapo.data.packing import MicroBatch, collate, collate_all, schedule, schedule_shards
+from megatron_dapo.data.tight_bins import tight
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
@@ -132,6 +133,47 @@ def test_a_full_rank_keeps_first_fit_decreasing_when_balancing_does_not_fit():
     # Greedy balance in 2 bins of 10: 6 | 5, then 5+4 | 6+3, and 2 fits nowhere. First-fit-decreasing: 6+4 | 5+3+2.
     (plan,) = schedule(make_samples([6, 5, 4, 3, 2]), dp_size=1, max_tokens=10)
     assert [lengths_of(bin_) for bin_ in plan] == [[6, 4], [5, 3, 2]]
+
+
+@pytest.mark.parametrize(("dp_size", "by_first_fit"), [(1, 117), (4, 30), (8, 15), (16, 8)])
+def test_log_normal_lengths_need_no_more_micro_batches_than_their_tokens(dp_size, by_first_fit):
+    """Where whole numbers of micro-batches allow 98 % of fill, there is that much: at 1 and 4 ranks."""
+    cap = 22528
+    shards = shard_over_data_parallel(make_samples(DAPO_LIKE_LENGTHS), dp_size, CostModel(1.0, 1e-5))
+    plan = schedule_shards(shards, max_tokens=cap, pad_multiple=8)
+    assert len(plan[0]) == -(-sum(DAPO_LIKE_LENGTHS) // (dp_size * cap))
+    assert max(len(first_fit_decreasing(shard, cap, 8)) for shard in shards) == by_first_fit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bins_of_many_samples_are_filled_but_for_one(seed):
+    lengths = np.clip(np.random.default_rng(seed).lognormal(8.2, 0.9, 2048), 64, 20480).astype(int).tolist()
+    assert len(tight(make_samples(lengths), 22528)) <= -(-sum(lengths) // 22528) + 1
+
+
+@QUICK
+@given(LENGTHS, st.integers(24, 60), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_tight_bins_hold_every_sample_once_under_the_cap_whatever_the_order(lengths, capacity, multiple, rng):
+    capacity = round_up(capacity, multiple)
+    samples = make_samples(lengths)
+    bins = tight(samples, capacity, multiple)
+    assert sorted(sample.sample_id for bin_ in bins for sample in bin_) == list(range(len(lengths)))
+    assert all(0 < sum(round_up(sample.length, multiple) for sample in bin_) <= capacity for bin_ in bins)
+    rng.shuffle(samples)
+    assert tight(samples, capacity, multiple) == bins
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bins"),
+    [
+        ([6, 5, 5, 4], [[6, 4], [5, 5]]),  # one length, then two alike
+        ([6, 5, 4], [[6, 4], [5]]),  # no pair of one sample
+        ([9, 8, 5, 3, 2, 2, 1], [[9, 1], [8, 2], [5, 3, 2]]),
+        ([10, 7, 3, 3, 2, 2, 2, 1], [[10], [7, 3], [3, 2, 2, 2, 1]]),
+    ],
+)
+def test_tight_bins_by_hand(lengths, bins):
+    assert [lengths_of(bin_) for bin_ in tight(make_samples(lengths), 10)] == bins
 
 
 def test_the_number_of_micro_batches_counts_the_padding():
@@ -286,6 +328,18 @@ def test_log_probs_are_added_without_touching_the_rest():
     assert batch.old_log_probs is None and batch.ref_log_probs is None
     filled = batch.with_log_probs(old=old).with_log_probs(ref=ref)
     assert filled.old_log_probs is old and filled.ref_log_probs is ref and filled.tokens is batch.tokens
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_micro_batches_that_are_made_together_are_those_made_alone(packed):
+    samples = make_samples([5, 3, 4, 2, 7])
+    bins = [samples[:2], [], samples[2:]]
+    together = collate_all(bins, pad_multiple=4, segment_multiple=2, packed=packed)
+    for batch, bin_ in zip(together, bins, strict=True):
+        alone = collate(bin_, pad_multiple=4, segment_multiple=2, packed=packed)
+        for name, value in vars(alone).items():
+            same = torch.equal if isinstance(value, torch.Tensor) else np.array_equal
+            assert getattr(batch, name) is value is None or same(getattr(batch, name), value), name
 
 
 def test_all_tensors_move_together():
