@@ -45,11 +45,11 @@ class StepFile:
         """Return the groups: what is said of each prompt, and under "responses" of the answers to it. Damaged lines are
         left out; [] where the file cannot be read."""
         try:
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = self.path.read_bytes().split(b"\n")  # str.splitlines ends lines at characters of the answers too
         except OSError:
             return []
         records = [record for record in map(_parsed, lines) if record is not None]
-        return _by_prompt(records) if self.kind == HELD_OUT else [*map(_trained, records)]
+        return _by_prompt(records) if self.kind == HELD_OUT else [*_trained(records)]
 
 
 def answer_files(folder: Path) -> list[StepFile]:
@@ -62,17 +62,19 @@ def answer_files(folder: Path) -> list[StepFile]:
     return sorted([*trained, *held_out], key=lambda file: (file.step, file.kind == HELD_OUT))
 
 
-def _parsed(line: str) -> dict | None:
+def _parsed(line: bytes) -> dict | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
 
-def _trained(record: dict) -> dict:
-    responses = [response for response in record.get("responses") or () if isinstance(response, dict)]
-    return _picked(record, _GROUP_KEYS) | {"responses": [_picked(response, _RESPONSE_KEYS) for response in responses]}
+def _trained(records: list[dict]) -> Iterator[dict]:
+    for record in records:
+        if isinstance(responses := record.get("responses"), list):
+            picked = [_picked(response, _RESPONSE_KEYS) for response in responses if isinstance(response, dict)]
+            yield _picked(record, _GROUP_KEYS) | {"responses": picked}
 
 
 def _by_prompt(records: list[dict]) -> list[dict]:

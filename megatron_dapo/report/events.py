@@ -1,6 +1,7 @@
 """What happened to a run besides its steps: starts, resumes, servers lost and back, checkpoints, ends of processes."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +45,10 @@ def read_ends(folder: Path) -> list[ProcessEnd]:
     for path in sorted(folder.glob("*.json")):
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            ends.append(
-                ProcessEnd(
-                    path.stem, str(fields["kind"]), str(fields["sentence"]), fields["step"], float(fields["time"])
-                )
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            step, time = fields["step"], float(fields["time"])
+            if math.isfinite(time) and (step is None or isinstance(step, int)):
+                ends.append(ProcessEnd(path.stem, str(fields["kind"]), str(fields["sentence"]), step, time))
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return sorted(ends, key=lambda end: end.time)
 

@@ -62,7 +62,9 @@ def _entry(each: StepAnswers) -> dict:
 
 def pack(content: dict) -> str:
     """Return plain data as a page carries it."""
-    return packed(json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode())
+    return packed(
+        json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    )
 
 
 def render(names: Sequence[str], *, is_live: bool, chunks: Sequence[tuple[str, str]]) -> str:

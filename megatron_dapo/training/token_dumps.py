@@ -1,6 +1,7 @@
 """Writes what the trainer knows of the tokens of the responses that people look at: rollouts/step_NNNNNN.npz."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -64,7 +65,8 @@ class TokenDumps:
 
 
 def values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
-    """Return what is known of the tokens of the samples whose sample_id is below num_samples."""
+    """Return what is known of the tokens of the samples whose sample_id is below num_samples; NaN of those that the
+    loss does not count."""
     values: Values = {}
     for batch in batches:
         if min(batch.sample_ids, default=num_samples) >= num_samples:
@@ -73,7 +75,8 @@ def values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
         if batch.old_log_probs is not None:
             tensors["log_prob_diffs"] = batch.old_log_probs.float() - batch.rollout_log_probs
         for name, tensor in tensors.items():
-            for sample, rows in batch.by_sample(tensor.detach().cpu()).items():
+            known = tensor.detach().masked_fill(batch.loss_mask == 0, math.nan)  # scoring leaves 0 where nothing counts
+            for sample, rows in batch.by_sample(known.cpu()).items():
                 if sample < num_samples:
                     values.setdefault(sample, {})[name] = rows[:-1].half().numpy()
     return values

@@ -124,6 +124,12 @@ def test_tokens_are_coloured_and_say_what_is_known_of_them(page):
     )
 
 
+def test_what_the_environment_wrote_has_no_advantage(page):
+    made = "new AnswerTokens({head: {}, arrays: {log_probs: [-128, 90]}}, 0, 2, 1.5)"
+    assert page.do(f"[0, 1].map(token => String({made}.value('advantages', token)))") == ["NaN", "1.5"]
+    assert page.do(f"colourScale('advantages', [{made}]).high") == 1.5
+
+
 def test_hostile_answers_are_text(page):
     assert any(HOSTILE in text for text in page.texts("#list .text"))
     assert page.do("document.querySelectorAll('#list img, #list script').length") == 0

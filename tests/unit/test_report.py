@@ -156,6 +156,30 @@ def test_held_out_answers_stand_beside_those_of_their_prompt(tmp_path):
     assert groups[0]["data_source"] == "aime" and tokens_bytes(files[2], groups) is None
 
 
+def test_an_answer_may_hold_what_ends_lines_elsewhere(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=1)
+    lines = [json.loads(line) for line in run.rollout(1).read_text().split("\n")[:-1]]
+    lines[0]["responses"][0]["text"] = text = "a\u2028b\u2029c\x85d"
+    run.rollout(1).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+    [file] = answer_files(run.path)
+    groups = file.groups()
+    assert len(groups) == 3 and groups[0]["responses"][0]["text"] == text
+    assert tokens_bytes(file, groups) is not None
+
+
+def test_what_is_of_the_wrong_kind_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=2)
+    run.rollout(1).write_text('{"responses": 5}\n')
+    end = {"kind": "failed", "step": 1, "time": START + 100}
+    run.ends.mkdir(exist_ok=True)
+    (run.ends / "a.json").write_text(json.dumps(end | {"sentence": "\ud800 stays"}))
+    (run.ends / "b.json").write_text(json.dumps(end | {"sentence": "has no time", "time": float("nan")}))
+    content = chunks(whole_page([run.path]))
+    [data] = json.loads(content["summary"])["runs"]
+    assert [entry["step"] for entry in data["answers"]] == [2]
+    assert [event["text"] for event in data["events"] if event["kind"] == "failure"] == ["a ended (failed): ? stays"]
+
+
 def decoded(code: int) -> float:
     """As the page's tokens.js does it."""
     return 0.0 if code == 0 else float(np.sign(code) * 2 ** ((abs(code) - 96) / 4))

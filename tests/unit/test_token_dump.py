@@ -24,9 +24,9 @@ def groups():
     return synthetic_groups(14, num_groups=3, n=2)
 
 
-def micro_batches(groups, packed: bool) -> list[list]:
+def micro_batches(groups, packed: bool, filter_truncated: bool = False) -> list[list]:
     """Two mini-batches; the trainer's log-probs are the server's and a hundredth of the sample's number on top."""
-    samples = assemble(groups, estimator="grpo", normalize_by_std=True, filter_truncated=False)
+    samples = assemble(groups, estimator="grpo", normalize_by_std=True, filter_truncated=filter_truncated)
     batches = [collate(part, packed=packed, pad_multiple=4) for part in (samples[3:], samples[:3])]
     scored = []
     for batch in batches:
@@ -106,6 +106,32 @@ def test_a_damaged_file_counts_as_none(tmp_path, groups):
     for cut in (0, 1, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:cut])
         assert TokenDump.read(path) is None
+
+
+def test_flipped_bytes_raise_nothing(tmp_path, groups):
+    """Of a file of a few kB: heads of the zip's members and of its directory, where most bytes mean something."""
+    written(tmp_path, groups, micro_batches(groups, packed=True))
+    path = RunFolder(tmp_path).rollout_tokens(1)
+    content = path.read_bytes()
+    starts = [at for at in range(len(content)) if content[at : at + 2] == b"PK"]
+    for start in (starts[0], starts[1], starts[len(starts) // 2], starts[-2], starts[-1]):
+        for at in range(start, min(start + 60, len(content))):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :])
+            TokenDump.read(path)
+
+
+def test_a_cut_response_that_training_leaves_out_has_neither_advantage_nor_difference(tmp_path, groups):
+    cut, whole = groups[0].samples[:2]
+    first = replace(groups[0], samples=[replace(cut, is_truncated=True), replace(whole, is_truncated=False)])
+    groups = [first, *groups[1:]]
+    mini_batches = micro_batches(groups, packed=True, filter_truncated=True)
+    for batches in mini_batches:
+        for number, batch in enumerate(batches):  # as scoring leaves rows that do not count
+            batches[number] = replace(batch, old_log_probs=batch.old_log_probs * batch.loss_mask)
+    dump = written(tmp_path, groups, mini_batches)
+    part = slice(0, cut.num_response_tokens)
+    assert np.isnan(dump.log_prob_diffs[part]).all() and np.isnan(dump.advantages[part]).all()
+    assert not np.isnan(dump.advantages[part.stop :][dump.loss_mask[part.stop :] == 1]).all()
 
 
 def test_the_texts_of_tokens_joined_are_the_text():

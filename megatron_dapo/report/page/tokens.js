@@ -11,6 +11,7 @@ class AnswerTokens {
   isRead(token) { return this.known.arrays.log_probs?.[this.start + token] === -128; }
   value(name, token) {
     const array = this.known.arrays[name];
+    if (name === "advantages" && this.isRead(token)) return NaN;
     if (name === "versions") return this.known.head.newest - this.known.ages[this.start + token];
     if (array) return decoded(array[this.start + token]);
     return name === "advantages" && typeof this.advantage === "number" ? this.advantage : NaN;
@@ -55,7 +56,7 @@ function colourScale(name, answers) {
       const value = answer.value(name, token);
       if (value < low) low = value;
       if (value > high) high = value;
-      if (name === "advantages" && !answer.known.arrays.advantages) break; // the same for all its tokens
+      if (name === "advantages" && !answer.known.arrays.advantages && !Number.isNaN(value)) break; // the same for all its tokens
     }
   }
   if (low > high) return null;
