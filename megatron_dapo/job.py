@@ -40,6 +40,7 @@ from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
 from megatron_dapo.telemetry.machine import write_machine
 from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
+from megatron_dapo.telemetry.report import has_validation
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
@@ -225,11 +226,12 @@ class Job:
         return performance.mfu_metrics(model.spec, groups, works, self.layout.world_size, peak)
 
     def has_validated(self, step: int) -> bool:
-        """Return whether the answers of the weights after this step are kept: a resumed run does not ask again."""
+        """Return whether the figures of the weights after this step are in metrics.jsonl: a resumed run does not ask
+        again. Kept answers do not count: they are written as much as a step before their figures."""
         if step == 0:
             return False
-        path = self.run.validation(step)
-        return self.layout.agreement.leader(f"looking for {path}", path.exists)
+        path = self.run.metrics
+        return self.layout.agreement.leader(f"reading {path}", lambda: has_validation(path, step))
 
     def begin_validation(self, step: int) -> None:
         """Have the held-out prompts answered with the current weights, where there are any and servers to ask, while
@@ -264,6 +266,16 @@ class Job:
             metrics = self._ask_rollout(step, answers)
         if metrics:
             self.telemetry.log_validation(step, metrics, in_step=updated > step)
+
+    @contextmanager
+    def logged_if_lost(self, step: int, metrics: dict[str, float], groups: list[Group] | None) -> Iterator[None]:
+        """Report what is known of a step whose weights are updated, where an error ends the run inside the block: the
+        step may be saved, and is not trained again then."""
+        try:
+            yield
+        except Exception:
+            self.telemetry.log(step, metrics, groups)
+            raise
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Save a checkpoint where one is due. Raises RunStopped where the run was asked to stop."""

@@ -23,11 +23,12 @@ def train(config: Config) -> bool:
                 shard, score_metrics = job.score(step, shard)  # log-probs and values, only where needed; advantages
                 critic_metrics = job.update_critic(shard)  # where there is one
                 actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
-                job.finish_validation()  # where one is under way: the next weights must not answer it
+                metrics = metrics | score_metrics | critic_metrics | actor_metrics
+                with job.logged_if_lost(step, metrics, groups):
+                    job.finish_validation()  # where one is under way: the next weights must not answer it
                 sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
-                perf_metrics = job.performance(groups, metrics | actor_metrics)  # how well the ranks were used
-                metrics = metrics | score_metrics | critic_metrics | actor_metrics | sync_metrics
-                job.telemetry.log(step, metrics | perf_metrics, groups)
+                perf_metrics = job.performance(groups, metrics)  # how well the ranks were used
+                job.telemetry.log(step, metrics | sync_metrics | perf_metrics, groups)
                 if _is_validation_step(config, step):
                     job.begin_validation(step)  # while the next step is sampled and trained
                 job.save(step, actor_metrics)  # where due

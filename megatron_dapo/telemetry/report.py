@@ -50,6 +50,13 @@ def is_validation(record: dict) -> bool:
     return "val/accuracy" in record
 
 
+def has_validation(path: Path, step: int) -> bool:
+    """Return whether the file has a record of the held-out evaluation with the weights after this step."""
+    if not path.exists():
+        return False
+    return any(record["step"] == step and is_validation(record) for _, record in records_of(path) if record)
+
+
 def _place(record: dict) -> tuple[int, bool]:
     """Return the record's place in the order of steps. Within a step the evaluation comes last."""
     return record["step"], is_validation(record)

@@ -159,3 +159,33 @@ def test_a_signal_while_the_model_is_saved_does_not_end_the_run(tmp_path, monkey
     finally:
         signal.signal(signal.SIGTERM, before)
     assert job.checkpoints.done == ["checkpoint", "model"]
+
+
+def test_a_step_whose_weights_are_updated_is_reported_though_the_evaluation_beside_it_fails(monkeypatch):
+    """It is saved as done, so nobody trains it again."""
+    logged = []
+    config = load_config(None, ["trainer.total_training_steps=3"])
+    job = SimpleNamespace(
+        checkpoints=Checkpointless(), telemetry=SimpleNamespace(log=lambda *record: logged.append(record)),
+        next_batch=lambda step: (["group"], {"rollout/a": 1.0}), distribute=lambda step, groups: "shard",
+        score=lambda step, shard: (shard, {"score/b": 2.0}), update_critic=lambda shard: {"critic/c": 3.0},
+        update_policy=lambda step, shard: {"actor/d": 4.0}, push_weights=lambda version: {},
+        wait_for_rollout=nullcontext, has_validated=lambda step: True,
+    )  # fmt: skip
+    job.logged_if_lost = lambda *step: Job.logged_if_lost(job, *step)
+
+    def finish_validation():
+        raise RolloutError("no server is left")
+
+    job.finish_validation = finish_validation
+    monkeypatch.setattr(trainer, "running_job", lambda _: nullcontext(job))
+    with pytest.raises(RolloutError, match="no server is left"):
+        trainer.train(config)
+    assert logged == [(1, {"rollout/a": 1.0, "score/b": 2.0, "critic/c": 3.0, "actor/d": 4.0}, ["group"])]
+
+
+class Checkpointless(nullcontext):
+    """Of a run that begins."""
+
+    def restore(self) -> int:
+        return 0

@@ -13,6 +13,7 @@ from megatron_dapo.job import Job
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.errors import NeedsSync
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.telemetry import NullTelemetry
 from tests.fake_rollout import RIGHT, Script, WritingServer, make_config, rollout_folder, run_in_folder, until
 
@@ -184,3 +185,17 @@ def test_weights_that_the_trainer_no_longer_has_are_pushed_to_nobody(has_trained
     assert ("after step 4 is given up: a server came back" in capsys.readouterr().out) == has_trained_on
     Job.finish_validation(job)
     assert len(reported) < 2
+
+
+def test_a_resumed_run_evaluates_again_what_was_answered_but_not_reported(tmp_path):
+    """The answers are written when the last one is there, their figures a step later; a kill may come between."""
+    run = RunFolder(tmp_path)
+    job = SimpleNamespace(run=run, layout=SimpleNamespace(agreement=SingleRank()))
+    run.validation(4).parent.mkdir()
+    run.validation(4).write_text("{}\n")
+    assert not Job.has_validated(job, 4)
+    run.metrics.write_text('{"step": 4, "actor/loss": 1.0}\n{"step": 2, "val/accuracy": 0.5}\n')
+    assert not Job.has_validated(job, 4) and Job.has_validated(job, 2)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "val/accuracy": 0.5}\n')
+    assert Job.has_validated(job, 4)
