@@ -193,8 +193,10 @@ def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bo
     assert lengths == {num_response}, f"sample {sample.uid}: lengths differ"
 
     def aligned(response_values: np.ndarray, dtype: Dtype) -> np.ndarray:
-        row = np.zeros(num_prompt + num_response, dtype=dtype)
-        row[num_prompt - 1 : num_prompt - 1 + num_response] = response_values
+        row = np.empty(num_prompt + num_response, dtype=dtype)
+        row[: num_prompt - 1] = 0
+        row[num_prompt - 1 : -1] = response_values
+        row[-1] = 0
         return row
 
     counts = not (filter_truncated and sample.is_truncated)

@@ -213,42 +213,15 @@ def collate(
 
     Of no samples it is a dummy without loss.
     """
-    return collate_all([samples], pad_multiple=pad_multiple, packed=packed, segment_multiple=segment_multiple)[0]
-
-
-def collate_all(
-    bins: Sequence[Sequence[TrainSample]], *, pad_multiple: int = 1, packed: bool = True, segment_multiple: int = 1
-) -> list[MicroBatch]:
-    """Return the micro-batch of each of the bins, as `collate` makes it. Their tensors are parts of a few large ones:
-    memory that is asked for in one piece takes the system less time."""
-    widths_of_bin = [_widths(samples, pad_multiple, packed, segment_multiple) for samples in bins]
-    rows = {name: np.zeros(sum(map(sum, widths_of_bin)), dtype=dtype) for name, dtype in _DTYPES.items()}
-    batches = []
-    start = 0
-    for samples, widths in zip(bins, widths_of_bin, strict=True):
-        end = start + sum(widths)
-        own = {name: row[start:end] for name, row in rows.items()}
-        _fill(own, samples, widths)
-        batches.append(_micro_batch(own, samples, widths, packed))
-        start = end
-    return batches
-
-
-def _widths(samples: Sequence[TrainSample], pad_multiple: int, packed: bool, segment_multiple: int) -> list[int]:
-    """Return the lengths of a micro-batch's segments, with their padding."""
-    if not packed:
+    if packed:
+        widths = [round_up(sample.length, segment_multiple) for sample in samples]
+        padding = round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
+        widths += [padding] if padding else []
+    else:
         width = round_up(max([1, *(sample.length for sample in samples)]), pad_multiple)
-        return [width] * max(1, len(samples))
-    widths = [round_up(sample.length, segment_multiple) for sample in samples]
-    padding = round_up(max(1, sum(widths)), pad_multiple) - sum(widths)
-    return [*widths, *([padding] if padding else [])]
-
-
-def _micro_batch(
-    rows: Mapping[str, np.ndarray], samples: Sequence[TrainSample], widths: Sequence[int], packed: bool
-) -> MicroBatch:
+        widths = [width] * max(1, len(samples))
     shape = (1, -1) if packed else (len(widths), -1)
-    tensors = {name: torch.from_numpy(row).view(shape) for name, row in rows.items()}
+    tensors = {name: torch.from_numpy(row).view(shape) for name, row in _rows(samples, widths).items()}
     return MicroBatch(
         **tensors,
         cu_seqlens=torch.tensor([0, *accumulate(widths)], dtype=torch.int32) if packed else None,
@@ -273,23 +246,30 @@ _DTYPES: dict[str, Dtype] = {
     "exp_mask": np.float32,
     "segment_ids": np.int64,
 }
+_PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
 
 
-def _fill(rows: Mapping[str, np.ndarray], samples: Sequence[TrainSample], widths: Sequence[int]) -> None:
-    """Write the segments, one after the other, into rows of zeros as long as all widths: each is one of the samples
-    padded at its right, those beyond the samples are nothing but padding."""
-    start = 0
-    for number, width in enumerate(widths):
-        rows["position_ids"][start : start + width] = np.arange(width)
-        rows["segment_ids"][start : start + width] = number
-        start += width
+def _rows(samples: Sequence[TrainSample], widths: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the segments one after the other: as many tokens as `widths` says, each with one of the samples padded at
+    its right, those beyond the samples with nothing but padding.
+
+    Every place is written once: zeros to begin with would take a third of the time.
+    """
+    rows = {name: np.empty(sum(widths), dtype=dtype) for name, dtype in _DTYPES.items()}
+    positions = np.arange(max(widths), dtype=np.int64)
+    rows["position_ids"] = np.concatenate([positions[:width] for width in widths])
+    rows["segment_ids"] = np.repeat(np.arange(len(widths), dtype=np.int64), widths)
+    rows["exp_mask"] = np.repeat(np.array([*(s.exp_mask for s in samples), False], np.float32)[: len(widths)], widths)
     start = 0
     for sample, width in zip(samples, widths, strict=False):
         end = start + sample.length
-        for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
-            rows[name][start:end] = getattr(sample, name)
+        values = {name: getattr(sample, name) for name in _PER_TOKEN} | {"advantages": sample.advantage}
+        for name, value in values.items():
+            rows[name][start:end] = value
+            rows[name][end : start + width] = 0
         rows["targets"][start : end - 1] = sample.tokens[1:]
-        rows["advantages"][start:end] = sample.advantage
-        if sample.exp_mask:  # few are: memory that nobody writes costs nothing
-            rows["exp_mask"][start : start + width] = 1
+        rows["targets"][end - 1 : start + width] = 0
         start += width
+    for name in (*_PER_TOKEN, "advantages", "targets"):
+        rows[name][start:] = 0
+    return rows

@@ -1,7 +1,7 @@
 """What flows from the prompt files to the trainer: prompts, samples, groups, and the batch of one rollout step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -117,3 +117,12 @@ class RolloutBatch:
     groups: tuple[Group, ...]
     metrics: dict[str, float]
     needs_sync: bool = False
+
+    def with_texts_of(self, num_groups: int) -> "RolloutBatch":
+        """Return the same with the responses' texts of the first groups alone: the trainer shows some of them, and
+        reads tokens."""
+        rest = (
+            replace(group, samples=tuple(replace(sample, response_text="") for sample in group.samples))
+            for group in self.groups[num_groups:]
+        )
+        return replace(self, groups=(*self.groups[:num_groups], *rest))

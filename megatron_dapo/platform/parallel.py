@@ -202,7 +202,7 @@ class ParallelLayout:
             for part, first in zip(parts[1:], firsts[1:], strict=True):
                 sends.append(dist.isend(torch.from_numpy(part), first, group=self.cpu_group))
         else:
-            own = torch.from_numpy(np.empty(int(sizes[self.dp_rank]), dtype=np.uint8))  # numpy asks for large pages
+            own = torch.empty(int(sizes[self.dp_rank]), dtype=torch.uint8)
             if self.rank == firsts[self.dp_rank]:
                 dist.recv(own, src=0, group=self.cpu_group)
         dist.broadcast(own, src=firsts[self.dp_rank], group=self.cpu_model_group)

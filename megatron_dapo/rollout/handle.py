@@ -94,7 +94,8 @@ class RolloutHandle:
     def next_batch(
         self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
     ) -> RolloutBatch:
-        """Return the groups of one rollout step; see Controller.next_batch.
+        """Return the groups of one rollout step, with the texts of the first `rollout.dump_samples` alone; see
+        Controller.next_batch.
 
         Raises Interrupted soon after is_to_stop says so.
         """
@@ -292,7 +293,11 @@ async def _answer_commands(
         while True:
             command, arguments = await commands.get()
             assert command in _COMMANDS, command
-            send(connection, await _answer(getattr(controller, command), arguments, log_file))
+            kind, answer = await _answer(getattr(controller, command), arguments, log_file)
+            if isinstance(answer, RolloutBatch):
+                answer = answer.with_texts_of(config.actor_rollout_ref.rollout.dump_samples)
+            send(connection, (kind, answer))
+            del answer  # while it waits for the next command, it holds no groups
     except Exception as error:
         portable = _portable(error, log_file)
         ends.record_end(_end_kind(portable), 0, str(portable))

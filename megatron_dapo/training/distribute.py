@@ -12,7 +12,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.data.batching import CostModel, SampleReward, TrainSample, assemble, mini_batches
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
-from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate_all, schedule, schedule_shards
+from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.platform.device import device
@@ -66,8 +66,7 @@ class StepDistributor:
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
         packed = self._config.actor_rollout_ref.model.use_remove_padding
         return [
-            [batch.to(device()) for batch in collate_all(bins, packed=packed, **self._padding)]
-            for bins in bins_of_mini_batch
+            [collate(bin_, packed=packed, **self._padding).to(device()) for bin_ in bins] for bins in bins_of_mini_batch
         ]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:

@@ -64,12 +64,14 @@ def test_batches_evaluation_state_and_errors_cross_the_process_border(folder):
     with server_in_thread() as server:
         config = make_config(
             folder, [server], "data.gen_batch_size=5", "algorithm.dapo.dynamic_sampling.max_num_gen_batches=1",
-            f"data.val_files=[{folder}/val.jsonl]",
+            f"data.val_files=[{folder}/val.jsonl]", "actor_rollout_ref.rollout.dump_samples=3",
         )  # fmt: skip
         with handle_on(config) as handle:
             assert handle.evaluate(0, 1)["val/num_prompts"] == 2
             batch = handle.next_batch(1, 1)
             assert numbers(batch) == [0, 1, 2, 3] and not batch.needs_sync
+            texts = [[sample.response_text for sample in group.samples] for group in batch.groups]
+            assert all(all(of_group) for of_group in texts[:3]) and not any(texts[3]), "those that are shown"
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they reach the whole terminal or job step
                 os.kill(handle.pid, number)
             state = handle.state_dict()

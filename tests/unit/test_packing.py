@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, assemble, shard_over_data_parallel
 from megatron_dapo.data.bins import first_fit_decreasing
-from megatron_dapo.data.packing import MicroBatch, collate, collate_all, schedule, schedule_shards
+from megatron_dapo.data.packing import MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.data.tight_bins import tight
 from tests.synthetic import synthetic_groups
 
@@ -331,15 +331,26 @@ def test_log_probs_are_added_without_touching_the_rest():
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_micro_batches_that_are_made_together_are_those_made_alone(packed):
-    samples = make_samples([5, 3, 4, 2, 7])
-    bins = [samples[:2], [], samples[2:]]
-    together = collate_all(bins, pad_multiple=4, segment_multiple=2, packed=packed)
-    for batch, bin_ in zip(together, bins, strict=True):
-        alone = collate(bin_, pad_multiple=4, segment_multiple=2, packed=packed)
-        for name, value in vars(alone).items():
-            same = torch.equal if isinstance(value, torch.Tensor) else np.array_equal
-            assert getattr(batch, name) is value is None or same(getattr(batch, name), value), name
+def test_no_place_of_a_micro_batch_is_left_as_the_memory_was(packed, monkeypatch):
+    empty = np.empty
+
+    def dirty(shape, dtype=float):
+        array = empty(shape, dtype)
+        array.fill(99)
+        return array
+
+    samples = make_samples([5, 3, 4])
+    cut = {"pad_multiple": 8, "segment_multiple": 2, "packed": packed}
+    clean = [collate(part, **cut) for part in (samples, [])]
+    monkeypatch.setattr(np, "empty", dirty)
+    for batch, expected in zip([collate(part, **cut) for part in (samples, [])], clean, strict=True):
+        padding = torch.ones_like(batch.tokens, dtype=torch.bool).view(-1)
+        for _, start, length in batch._spans():
+            padding[start : start + length] = False
+        for name in ("tokens", "targets", "loss_mask", "advantages", "rollout_log_probs", "weight_versions"):
+            assert not getattr(batch, name).view(-1)[padding].any(), name
+            assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+        assert not batch.exp_mask.any()
 
 
 def test_all_tensors_move_together():
