@@ -1,5 +1,6 @@
 """The benchmark beside TRL counts CPU time of whole process trees, between the right steps, and tells parts apart."""
 
+import subprocess
 import sys
 import time
 
@@ -58,8 +59,9 @@ def test_a_command_that_fails_is_an_error():
 
 
 def test_a_process_is_named_by_its_own_command_line_and_by_its_parents():
-    tree = ProcessTree(psutil.Process(), lambda command, parent: "pytest" if parent is None else "below")
-    assert set(tree.cpu_s()) == {"pytest"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:  # it has no children
+        tree = ProcessTree(psutil.Process(process.pid), lambda command, parent: "top" if parent is None else "below")
+        assert set(tree.cpu_s()) == {"top"}
 
 
 def test_steps_are_counted_from_the_end_of_the_first_to_the_end_of_the_last():
