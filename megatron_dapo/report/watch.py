@@ -2,18 +2,21 @@
 
 import hashlib
 import re
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.report.answers import StepFile, answer_files
-from megatron_dapo.report.embedding import read_answers
+from megatron_dapo.report.answers import StepFile, answer_files, texts_bytes, tokens_bytes
+from megatron_dapo.report.embedding import packed
 from megatron_dapo.report.page import pack, render, summary
 from megatron_dapo.storage.run_folder import RunFolder
 
 HOST = "127.0.0.1"
+_OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)  # a forwarded port is another one
 _CHUNK = re.compile(r"/(?P<part>texts|tokens)/(?P<run>\d{1,4})/(?P<kind>trained|held-out)/(?P<step>\d{1,9})")
 
 
@@ -41,7 +44,7 @@ class Watched:
             content = summary(self.folders)
             for run, folder in zip(content["runs"], self.folders, strict=True):
                 files = answer_files(folder)
-                run["answers"] = [{"kind": file.kind, "step": file.step} for file in files]
+                run["answers"] = [{"kind": file.kind, "step": file.step, "version": _version(file)} for file in files]
                 run["num_answer_files"] = len(files)
             last = self._last = (tag, pack(content))
         return last[1]
@@ -55,8 +58,14 @@ class Watched:
 
 
 def _part(file: StepFile, part: str) -> str | None:
-    answers = read_answers(file)
-    return getattr(answers, part) or None if answers else None
+    groups = file.groups()
+    content = texts_bytes(groups) if part == "texts" else tokens_bytes(file, groups)
+    return packed(content) if groups and content else None
+
+
+def _version(file: StepFile) -> str:
+    """Return what changes with the files of a step: tokens come after the texts, and a resumed run writes again."""
+    return " ".join(f"{changed}" for changed in (_changed(file.path), file.tokens and _changed(file.tokens)) if changed)
 
 
 def _changed(path: Path) -> tuple[int, int] | None:
@@ -74,8 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: "_Server"
 
     def do_GET(self) -> None:
-        hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
-        if self.headers.get("Host") not in hosts:
+        if not _OWN_NAME.fullmatch(self.headers.get("Host", "")):
             return self._send(403, "text/plain", "This page is for browsers on this machine.")
         try:
             if self.path == "/":
@@ -119,6 +127,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, port: int, watched: Watched) -> None:
         super().__init__((HOST, port), _Handler)
         self.watched = watched
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that is gone: its tab was closed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_dapo.report.command import write_report
 from megatron_dapo.report.watch import make_server
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.browser import CHROMIUM, Browser
 from tests.report_runs import HOSTILE, write_run, write_step
 
@@ -219,6 +220,27 @@ def served(folders):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_answers_that_come_after_the_page_was_opened_are_shown_and_so_are_their_tokens(browser, tmp_path):
+    folders = [write_run(tmp_path / name, num_steps=1).path for name in "ab"]
+    first, second = map(RunFolder, folders)
+    kept = [(path, path.read_bytes()) for path in (first.rollout(1), first.rollout_tokens(1))]
+    for path in (*(path for path, _ in kept), second.rollout(1), second.rollout_tokens(1)):
+        path.unlink()
+    browser.errors.clear()
+    with served(folders) as address:
+        browser.command("Page.navigate", url=address)
+        browser.wait_for("document.getElementById('no-answers')?.textContent === 'There are no answers yet.'")
+        kept[0][0].write_bytes(kept[0][1])
+        status(browser, "Step 1: 12 answers")
+        assert browser.texts("#answer-run option") == ["a", "b (no answers yet)"]
+        browser.choose("#colour", "advantages")
+        status(browser, "Nothing is known of their tokens")
+        kept[1][0].write_bytes(kept[1][1])
+        browser.wait_for("document.querySelectorAll('#list .token').length > 50")
+        assert all("404" in error for error in browser.errors)  # of the tokens, before they were there
+        browser.command("Page.navigate", url="about:blank")
 
 
 def test_a_watched_run_is_followed(browser, tmp_path):

@@ -1,8 +1,10 @@
 """What the report reads from a run folder, and what its file carries."""
 
 import base64
+import http.client
 import json
 import re
+import threading
 import zlib
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from megatron_dapo.report.embedding import StepAnswers, answers_of, fitting
 from megatron_dapo.report.page import summary, whole_page
 from megatron_dapo.report.panels import CURVES, SHARE, drawn
 from megatron_dapo.report.run_data import config_rows, read_run
+from megatron_dapo.report.watch import Watched, make_server
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.report_runs import HOSTILE, START, write_run
 
@@ -211,6 +214,40 @@ def test_tokens_of_other_answers_are_not_shown(tmp_path):
     run.rollout_tokens(1).write_bytes(run.rollout_tokens(2).read_bytes())
     [first, _] = answer_files(run.path)
     assert tokens_bytes(first, first.groups()) is None
+
+
+def ask(port: int, host: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/tokens/0/trained/1", headers={"Host": host})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_a_watched_page_is_for_names_of_this_machine_at_any_port(tmp_path, capsys):
+    server = make_server([write_run(tmp_path / "run", num_steps=1).path], 0)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    hosts = ("127.0.0.1:9000", "localhost:1", "localhost", "evil.org", "127.0.0.1.evil.org:9000", "")
+    try:
+        assert [ask(server.server_port, host) for host in hosts] == [200, 200, 200, 403, 403, 403]
+    finally:
+        server.shutdown()
+        server.server_close()
+    for error in (ConnectionResetError(), BrokenPipeError(), ValueError("ours")):
+        try:
+            raise error
+        except Exception:
+            server.handle_error(None, None)
+        assert ("ours" in capsys.readouterr().err) == isinstance(error, ValueError)
+
+
+def test_a_watched_page_is_sent_only_the_part_that_it_asks_for(tmp_path, monkeypatch):
+    watched = Watched([write_run(tmp_path / "run", num_steps=1).path])
+    monkeypatch.setattr("megatron_dapo.report.watch.tokens_bytes", lambda *_: pytest.fail("nobody asked for tokens"))
+    assert watched.answers("texts", 0, "trained", 1)
+    monkeypatch.undo()
+    monkeypatch.setattr("megatron_dapo.report.watch.texts_bytes", lambda *_: pytest.fail("nobody asked for texts"))
+    assert watched.answers("tokens", 0, "trained", 1) and watched.answers("tokens", 0, "trained", 2) is None
 
 
 def test_hostile_text_stays_text(tmp_path):

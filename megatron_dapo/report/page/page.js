@@ -120,23 +120,16 @@ function take(summary) {
   showFigures(summary);
 }
 
-/** Asks the server for what is new. The viewer stays at its step, or goes on with the run where it was at the end. */
+/** Asks the server for what is new. */
 async function follow(tag) {
   let next = tag;
   try {
     const answer = await fetch("summary", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
     if (answer.status === 200) {
       next = answer.headers.get("ETag");
-      const wasLast = view.place >= files.length - 1;
       take(asJson(await unpacked(await answer.text())));
-      if (!tag) startViewer();
-      else if (runs[view.run].answers.length && view.only === null) {
-        const place = view.place;
-        steps.values.clear();
-        chooseFiles();
-        if (wasLast && !view.words) { view.place = files.length - 1; byId("step").value = view.place; }
-        if (view.place !== place) showAnswers();
-      }
+      if (byId("viewer").hidden) startViewer();
+      else refreshViewer();
     }
     byId("failure").hidden = true;
   } catch (error) {

@@ -7,7 +7,8 @@ const MAX_HITS = 300; // of a search in all steps
 
 const steps = new Remembered(60); // parsed texts of a step, and its tokens
 const view = { run: 0, kind: "trained", place: 0, verdict: "all", sort: "drawn", as: "groups", colour: "", words: "", everywhere: false, only: null, limit: 0, turn: 0 };
-let files = []; // of the run and kind that are chosen: {step, groups, answers, tokens, place}
+let files = []; // of the run and kind that are chosen: {step, groups, answers, tokens, place, key}
+const allFiles = new Map(); // by key, each once: answers that are shown hold theirs
 
 const isCut = (answer) => answer.finish_reason !== "stop";
 const VERDICTS = { all: () => true, right: (answer) => answer.correct, wrong: (answer) => !answer.correct, cut: isCut };
@@ -18,7 +19,7 @@ const ORDERS = {
 
 /** The groups of a step, with every answer's number, group and reward. */
 function groupsOf(file) {
-  return steps.get(`texts ${view.run} ${file.place}`, async () => {
+  return steps.get(`texts ${file.key}`, async () => {
     const bytes = await chunk(`texts-${view.run}-${file.place}`, `texts/${view.run}/${file.kind}/${file.step}`);
     const groups = bytes ? asJson(bytes) : [];
     let number = 0;
@@ -31,7 +32,7 @@ function groupsOf(file) {
   });
 }
 function tokensOf(file) {
-  return steps.get(`tokens ${view.run} ${file.place}`, async () => {
+  return steps.get(`tokens ${file.key}`, async () => {
     const bytes = await chunk(`tokens-${view.run}-${file.place}`, `tokens/${view.run}/${file.kind}/${file.step}`);
     return bytes ? readTokens(bytes) : null;
   });
@@ -206,6 +207,13 @@ function showOnly(group, file) {
   showAnswers().then(() => { if (group) byId("list").querySelector(".side")?.focus(); });
 }
 
+/** The one object of a file, and of what was written to it until now. */
+function fileOf(entry, place) {
+  const key = `${view.run} ${entry.kind} ${entry.step} ${entry.version ?? ""}`;
+  if (!allFiles.has(key)) allFiles.set(key, { ...entry, key });
+  return Object.assign(allFiles.get(key), { place });
+}
+
 /** Chooses the answers of a run and kind, at the step that was shown, or the nearest. */
 function chooseFiles() {
   const run = runs[view.run];
@@ -214,7 +222,7 @@ function chooseFiles() {
   if (!kinds.has(view.kind)) view.kind = kinds.has("trained") ? "trained" : [...kinds][0] ?? "trained";
   byId("kind").value = view.kind;
   byId("kind").parentElement.hidden = kinds.size < 2;
-  files = run.answers.map((file, place) => ({ ...file, place })).filter((file) => file.kind === view.kind);
+  files = run.answers.map(fileOf).filter((file) => file.kind === view.kind);
   const nearest = files.reduce((best, file, place) => Math.abs(file.step - step) < Math.abs(files[best].step - step) ? place : best, 0);
   view.place = step === undefined ? files.length - 1 : nearest;
   byId("step").max = Math.max(0, files.length - 1);
@@ -234,13 +242,31 @@ function startViewer() {
   const any = runs.findIndex((run) => run.answers.length);
   byId("viewer").hidden = any < 0;
   byId("no-answers").hidden = any >= 0;
+  byId("no-answers").textContent = isLive ? "There are no answers yet." : "The runs kept no answers: actor_rollout_ref.rollout.dump_samples is 0.";
   if (any < 0) return;
   view.run = runs[view.run].answers.length ? view.run : any;
-  byId("answer-run").replaceChildren(...runs.map((run) => element("option", { value: run.number, disabled: !run.answers.length }, run.name)));
-  byId("answer-run").value = view.run;
-  byId("answer-run").parentElement.hidden = runs.length < 2;
+  showRunOptions();
   chooseFiles();
   showAnswers();
+}
+
+function showRunOptions() {
+  const name = (run) => run.answers.length ? run.name : `${run.name} (no answers${isLive ? " yet" : ""})`;
+  byId("answer-run").replaceChildren(...runs.map((run) => element("option", { value: run.number, disabled: !run.answers.length }, name(run))));
+  byId("answer-run").value = view.run;
+  byId("answer-run").parentElement.hidden = runs.length < 2;
+}
+
+/** Takes what is new of the runs. The viewer stays at its step, or goes on with the run where it was at the end. */
+function refreshViewer() {
+  showRunOptions();
+  if (view.only !== null) return;
+  const shown = files[view.place];
+  const wasLast = view.place >= files.length - 1;
+  chooseFiles();
+  if (wasLast && !view.words) { view.place = files.length - 1; byId("step").value = view.place; }
+  byId("next").disabled = view.place >= files.length - 1;
+  if (files[view.place] !== shown) showAnswers(files[view.place]?.step === shown?.step);
 }
 
 function listenToViewer() {
