@@ -2,13 +2,23 @@
 
 import base64
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_dapo.report.answers import StepFile, answer_files, num_answers, texts_bytes, tokens_bytes
+from megatron_dapo.report.answers import (
+    HELD_OUT,
+    TRAINED,
+    StepFile,
+    answer_files,
+    num_answers,
+    texts_bytes,
+    tokens_bytes,
+)
 
 MAX_BYTES = 23_000_000  # of all answers in a page, which stays below 30 MB with the script of the charts
+_HELD_OUT_SHARE = 0.3  # of the bytes, at most, where a run has trained answers too
+_MOST_PACKED = 16  # no file of answers becomes smaller than by this factor, for the choice of those that are read
 _TEXTS_SHARE = 0.6  # of the bytes, where texts and tokens do not both fit
 
 
@@ -28,27 +38,38 @@ def packed(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content, 6)).decode("ascii")
 
 
-def read_answers(file: StepFile) -> StepAnswers | None:
-    """Return the answers of a step, none where there are none."""
+def read_answers(file: StepFile, max_bytes: int) -> StepAnswers | None:
+    """Return the answers of a step, none where there are none. Of an evaluation that alone is too large, those to its
+    first prompts."""
     groups = file.groups()
     if not groups:
         return None
+    texts = packed(texts_bytes(groups))
+    while file.kind == HELD_OUT and len(texts) > max_bytes and len(groups) > 1:
+        groups = groups[: len(groups) // 2]
+        texts = packed(texts_bytes(groups))
     tokens = tokens_bytes(file, groups)
-    return StepAnswers(
-        file, len(groups), num_answers(groups), packed(texts_bytes(groups)), packed(tokens) if tokens else ""
-    )
+    return StepAnswers(file, len(groups), num_answers(groups), texts, packed(tokens) if tokens else "")
 
 
 def answers_of(folders: Sequence[Path], max_bytes: int = MAX_BYTES) -> list[list[StepAnswers]]:
     """Return, for every run, the answers that its page carries, by step. Runs have equal parts of max_bytes."""
-    return [fitting([*_all_answers(folder)], max_bytes // len(folders)) for folder in folders]
+    return [_of_run(answer_files(folder), max_bytes // len(folders)) for folder in folders]
 
 
-def _all_answers(folder: Path) -> Iterator[StepAnswers]:
-    for file in answer_files(folder):
-        answers = read_answers(file)
-        if answers is not None:
-            yield answers
+def _of_run(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
+    """Return the answers of a run: held-out ones take a share at most, and trained ones what these leave."""
+    kinds = {kind: [file for file in files if file.kind == kind] for kind in (HELD_OUT, TRAINED)}
+    held_out = _carried(kinds[HELD_OUT], int(max_bytes * _HELD_OUT_SHARE) if kinds[TRAINED] else max_bytes)
+    trained = _carried(kinds[TRAINED], max_bytes - sum(len(each.texts) for each in held_out))
+    return sorted([*trained, *held_out], key=lambda each: (each.file.step, each.file.kind == HELD_OUT))
+
+
+def _carried(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
+    """Return the answers of one kind that fit. Steps too many by the size of their files are never read."""
+    places = _thinned([file.path.stat().st_size // _MOST_PACKED for file in files], max_bytes)
+    answers = [read_answers(files[place], max_bytes) for place in places]
+    return fitting([each for each in answers if each is not None], max_bytes)
 
 
 def fitting(answers: Sequence[StepAnswers], max_bytes: int) -> list[StepAnswers]:

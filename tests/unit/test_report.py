@@ -3,6 +3,7 @@
 import base64
 import http.client
 import json
+import random
 import re
 import threading
 import zlib
@@ -293,6 +294,25 @@ def test_runs_share_the_room_of_a_page(tmp_path):
     first, second = answers_of(folders, max_bytes=whole)
     assert 1 < len(first) <= 20 and {len(first), len(second)} != {20}
     assert first[-1].file.step == 20 and second[-1].file.step == 20
+
+
+def test_large_evaluations_leave_room_for_trained_answers_and_few_files_are_read(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", num_steps=40)
+    rng = random.Random(0)
+    for step in (0, 40):
+        lines = [{"prompt_index": n, "prompt": f"{n}", "text": rng.randbytes(300).hex()} for n in range(200)]
+        write_whole(run.validation(step), "".join(json.dumps(line) + "\n" for line in lines))
+    read, groups = [], StepFile.groups
+    monkeypatch.setattr(StepFile, "groups", lambda file: read.append(file) or groups(file))
+    [carried] = answers_of([run.path], max_bytes=20_000)
+    trained = [each.file.step for each in carried if each.file.kind == "trained"]
+    [evaluation] = [each for each in carried if each.file.kind == "held-out"]
+    assert trained[0] == 1 and trained[-1] == 40 and len(trained) > 2
+    assert evaluation.file.step == 40 and 0 < evaluation.num_groups < 200 and len(evaluation.texts) <= 6000
+    assert sum(len(each.texts) + len(each.tokens) for each in carried) <= 20_000
+    read.clear()
+    answers_of([run.path], max_bytes=1500)
+    assert len(read) < 20
 
 
 def test_no_other_command_imports_what_draws():
