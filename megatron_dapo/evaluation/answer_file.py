@@ -1,8 +1,8 @@
 """The file of an evaluation's answers, one per line: it grows answer by answer, and a kill costs none of them."""
 
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,30 +15,33 @@ class AnswerFile:
     """The answers that there are, and the file to which new ones are added. One process at a time has it."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there. A line that a kill cut off is removed."""
+        """Read what is there. A line that a kill cut off is removed; one that lacks only its end gets it."""
         self.path = path
         self._file: BinaryIO | None = None
         content = path.read_bytes() if path.exists() else b""
         lines = content.splitlines(keepends=True)
         self.records = [record for record in map(_record, lines) if record is not None]
-        if len(self.records) < len(lines):
+        if len(self.records) < len(lines) or content[-1:] not in (b"", b"\n"):
             self._write()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add an answer, so that it is there when this process is killed."""
+        """Add an answer, so that it is there when this process is killed. Raises OSError, and adds nothing of it, where
+        it cannot be written."""
         if self._file is None:
             self._file = self.path.open("ab", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            rest = answer_line(record)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(size)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.records.append(record)
-        self._file.write(answer_line(record))
 
-    def num_of_prompts(self) -> Counter[int]:
-        """Return prompt's index -> its answers."""
-        return Counter(record["prompt_index"] for record in self.records)
-
-    def drop(self, is_dropped: Callable[[Mapping[str, Any]], bool]) -> int:
-        """Remove answers, and number those that stay anew. Returns how many were removed."""
-        kept = [record for record in self.records if not is_dropped(record)]
-        num_dropped = len(self.records) - len(kept)
+    def drop_failed(self) -> None:
+        """Remove the answers without a verdict, so that they are asked for again, and number those that stay anew."""
+        kept = [record for record in self.records if "reward_error" not in record]
         numbers: Counter[int] = Counter()
         for record in kept:
             record["number"] = numbers[record["prompt_index"]]
@@ -46,7 +49,6 @@ class AnswerFile:
         self.records = kept
         self.close()
         self._write()
-        return num_dropped
 
     def close(self) -> None:
         """Close the file."""

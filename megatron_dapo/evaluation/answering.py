@@ -22,9 +22,11 @@ from megatron_dapo.rollout.evaluation import sample_answers
 from megatron_dapo.rollout.records import answer_record
 from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.supervisor import POLL_INTERVAL_S, ServerSupervisor
+from megatron_dapo.rollout.verdicts import TooFewVerdicts
 
 log = logging.getLogger(__name__)
 
+_PROBE_TIMEOUT_S = 10.0  # a server that is healthy says its version at once
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -55,7 +57,8 @@ async def answer(
         on_start: called with the servers' weight version before the first request; may raise.
         on_answer: called after each answer.
 
-    Raises UserError where too few responses got a verdict (these are not kept), RolloutError where servers fail.
+    Raises TooFewVerdicts (what got none is not kept), RolloutError or ServerError where servers fail, WorkerLost where
+    rewards or environments do, OSError where an answer cannot be kept.
     """
     environments = make_environments(config)
     rewards = make_reward_pool(config, [prompt.data_source for prompt in prompts])
@@ -78,13 +81,13 @@ async def answer(
 
         sampler = make_sampler(config, servers, rewards, tokenizer, environments, exact=True)
         began = time.monotonic()
-        await sample_answers(sampler, prompts, config, rewards, keep, answers.num_of_prompts())
+        await sample_answers(sampler, prompts, config, rewards, keep, answers.records)
         work.seconds = time.monotonic() - began
         return work
     except NeedsSync as error:
         raise RolloutError(f"the servers do not hold the weights any more that began to answer: {error}") from error
-    except UserError:
-        answers.drop(lambda record: "reward_error" in record)  # with a function that works they are asked for again
+    except TooFewVerdicts:
+        answers.drop_failed()
         raise
     finally:
         await rewards.close()
@@ -95,8 +98,9 @@ async def answer(
 
 
 async def _common_version(servers: ServerPool) -> int:
-    """Return the weight version that all servers hold. Raises UserError where they differ."""
-    versions = {server.url: await server.client.weight_version() for server in servers.servers}
+    """Return the weight version that all servers hold. Raises UserError where they differ, ServerError where one does
+    not say."""
+    versions = {server.url: await server.client.weight_version(_PROBE_TIMEOUT_S) for server in servers.servers}
     if len(set(versions.values())) > 1:
         held = ", ".join(f"{url}: {version}" for url, version in versions.items())
         raise UserError(f"the servers hold different weight versions ({held}); give servers of one model.")

@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
-from megatron_dapo.common.files import write_whole
+from megatron_dapo.common.files import remove_folder, write_whole
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.loader import to_yaml
@@ -63,7 +64,12 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.compare:
         return _compare(arguments.compare)
     config = _config_of(arguments, overrides)
-    folder = make_folder(RunFolder.of(config.trainer).path, "--output")
+    output = RunFolder.of(config.trainer)
+    if output.checkpoints.exists() or output.metrics.exists():
+        raise UserError(
+            f"{output.path} is the folder of a run, which answers would be mixed with; choose another --output."
+        )
+    folder = make_folder(output.path, "--output")
     from megatron_dapo.checkpointing.run_lock import RunLock
 
     lock = RunLock(RunFolder(folder).lock)
@@ -80,7 +86,7 @@ class _Evaluation:
     def __init__(self, config: Config, arguments: argparse.Namespace, overrides: list[str], folder: Path) -> None:
         from megatron_dapo.data.tokenizer import load_tokenizer
         from megatron_dapo.evaluation.answer_file import AnswerFile
-        from megatron_dapo.rollout.controller import load_prompts
+        from megatron_dapo.rollout.controller import load_dataset
 
         self._config = config
         self._arguments = arguments
@@ -88,18 +94,22 @@ class _Evaluation:
         self._folder = folder
         self._named = Path(config.actor_rollout_ref.model.path)
         self._tokenizer = load_tokenizer(ModelFolder.of(self._named).hf)
-        self._prompts = load_prompts(config.data.val_files, config, self._tokenizer)
+        dataset = load_dataset(config.data.val_files, config, self._tokenizer)
+        self._prompts, self._files = dataset.prompts, dataset.report
         self._answers = AnswerFile(folder / "answers.jsonl")
         self._num_answers = len(self._prompts) * config.actor_rollout_ref.rollout.val_n
 
     def run(self) -> int:
+        for file in self._files:
+            if file.num_kept < file.num_rows or file.num_truncated:
+                print_line(str(file))
         settings = _settings(self._config, self._named, self._prompts)
         before = _read_json(self._folder / "settings.json")
-        self._check_settings(before, settings)
-        speed = None
-        if len(self._answers.records) < self._num_answers:
+        self._check_settings(before, {"weight_version": before.get("weight_version"), **settings})
+        speed: dict[str, float] | None = None
+        has_servers = not starts_servers(self._config)
+        if has_servers or len(self._answers.records) < self._num_answers:  # servers: is it still their model?
             write_whole(self._folder / "config.yaml", to_yaml(self._config))
-            has_servers = not starts_servers(self._config)
             speed, code = self._answer(partial(self._note_version, settings, has_servers, before))
             if speed is None:
                 return code
@@ -109,9 +119,9 @@ class _Evaluation:
     def _check_settings(self, before: dict[str, Any], settings: dict[str, Any]) -> None:
         if not self._answers.records:
             return
-        changed = [name for name in settings if before.get(name) != settings[name]]
+        changed = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
         if changed:
-            words = ", ".join(f"{name} was {before.get(name)!r} and is {settings[name]!r}" for name in changed)
+            words = ", ".join(f"{name} was {before.get(name)!r} and is {settings.get(name)!r}" for name in changed)
             raise UserError(f"{self._folder} has the answers of another evaluation ({words}); choose another --output.")
 
     def _note_version(self, settings: dict[str, Any], has_servers: bool, before: dict[str, Any], version: int) -> None:
@@ -125,6 +135,8 @@ class _Evaluation:
         import asyncio
 
         from megatron_dapo.evaluation import answering
+        from megatron_dapo.rewards.worker_pool import WorkerLost
+        from megatron_dapo.rollout.client import ServerError
         from megatron_dapo.rollout.errors import RolloutError
         from megatron_dapo.rollout.supervisor import ServerFailure
 
@@ -146,11 +158,13 @@ class _Evaluation:
                     work = asyncio.run(answering.until_signal(own))
                 else:
                     work = asyncio.run(answering.until_signal(ask(self._config)))
-            except (RolloutError, ServerFailure) as error:
+            except (RolloutError, ServerFailure, ServerError, WorkerLost, OSError) as error:
                 why, code = f"The evaluation failed: {error}", FAILED_EXIT_CODE
             except (KeyboardInterrupt, asyncio.CancelledError):
                 why, code = "Stopped", _INTERRUPTED_EXIT_CODE
             else:
+                if not work.num_tokens:
+                    return {}, 0
                 return {"tokens_per_s": work.num_tokens / work.seconds, "seconds": work.seconds}, 0
         done = len(self._answers.records)
         print(
@@ -166,13 +180,7 @@ class _Evaluation:
             return self._config
         if any((self._named / "hf").glob("*.safetensors")):
             return _with_model(self._config, self._named / "hf")
-        converted = self._folder / "model"
-        if not (converted / "config.json").is_file():
-            options = ("--checkpoint", str(self._named), "--output", str(converted))
-            done = subprocess.run([sys.executable, "-m", "checkpoints_tools.megatron_to_hf", *options], check=False)
-            if done.returncode:
-                raise UserError(f"{self._named} could not be converted, as said above; give another --checkpoint.")
-        return _with_model(self._config, converted)
+        return _with_model(self._config, _converted(self._named, self._folder))
 
     @contextmanager
     def _shown_progress(self) -> Iterator[Callable[[], None]]:
@@ -205,13 +213,21 @@ class _Evaluation:
 
     def _report(self, speed: dict[str, float] | None) -> None:
         from megatron_dapo.evaluation.report import figures, plain_figures, table
+        from megatron_dapo.rollout.evaluation import verdicts_of
+        from megatron_dapo.rollout.verdicts import TooFewVerdicts
 
+        try:
+            verdicts_of(self._answers.records, self._config).check("")
+        except TooFewVerdicts:
+            self._answers.drop_failed()
+            raise
         path = self._folder / "results.json"
         by_name = figures(self._answers.records)
         before = _read_json(path)
         speed = speed or {name: before[name] for name in ("tokens_per_s", "seconds") if name in before}
         num_answers = self._config.actor_rollout_ref.rollout.val_n
-        results = {"num_answers_per_prompt": num_answers, **speed, "figures": plain_figures(by_name)}
+        files = [{**asdict(file), "num_kept": file.num_kept} for file in self._files]
+        results = {"num_answers_per_prompt": num_answers, **speed, "files": files, "figures": plain_figures(by_name)}
         write_whole(path, json.dumps(results, indent=2) + "\n")
         print_line(table(by_name))
         if speed:
@@ -260,12 +276,34 @@ def _with(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
+def _converted(checkpoint: Path, output: Path) -> Path:
+    """Return the Hugging Face checkpoint of one of ours in the folder of its answers; what is there of another one, or
+    of an earlier state of this one, is made anew."""
+    converted, note = output / "model", output / "model_source.json"
+    source = {"checkpoint": str(checkpoint.resolve()), "newest_change": _newest_change(checkpoint)}
+    if (converted / "config.json").is_file() and _read_json(note) == source:
+        return converted
+    note.unlink(missing_ok=True)
+    remove_folder(converted)
+    options = ("--checkpoint", str(checkpoint), "--output", str(converted))
+    done = subprocess.run([sys.executable, "-m", "checkpoints_tools.megatron_to_hf", *options], check=False)
+    if done.returncode:
+        raise UserError(f"{checkpoint} could not be converted, as said above; give another --checkpoint.")
+    write_whole(note, json.dumps(source, indent=2) + "\n")
+    return converted
+
+
 def _settings(config: Config, model: Path, prompts: Sequence[Any]) -> dict[str, Any]:
-    """Return what answers depend on: another evaluation than that of the same settings has a folder of its own."""
+    """Return what answers depend on: another evaluation than that of the same settings has a folder of its own.
+
+    servers: that others feed; None = those that are started for it.
+    """
     from megatron_dapo.data.prompts import content_of
+    from megatron_dapo.rollout.server_list import ServerList
 
     rollout = config.actor_rollout_ref.rollout
     return {
+        "servers": None if starts_servers(config) else sorted(ServerList.of_config(rollout).read()),
         "model": str(model.resolve()),
         "model_files": _newest_change(model),
         "prompts": content_of(prompts),

@@ -265,9 +265,17 @@ class Controller:
 
 def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     """Return the prompts of these files; what was dropped is logged. Raises UserError."""
+    dataset = load_dataset(files, config, tokenizer)
+    for report in dataset.report:
+        log.info("%s", report)
+    return dataset.prompts
+
+
+def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> PromptDataset:
+    """Return the prompts of these files, and what was dropped. Raises UserError."""
     data = config.data
     is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
-    dataset = PromptDataset.load(
+    return PromptDataset.load(
         files,
         data.prompt_key,
         tokenizer,
@@ -281,9 +289,6 @@ def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
         prompt_template=data.prompt_template,
         data_source=data.data_source,
     )
-    for report in dataset.report:
-        log.info("%s", report)
-    return dataset.prompts
 
 
 def make_server_pool(config: Config) -> ServerPool:

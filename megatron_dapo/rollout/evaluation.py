@@ -21,7 +21,7 @@ async def sample_answers(
     config: Config,
     rewards: RewardPool,
     on_answer: Callable[[int, Group, Sample], None],
-    num_done: Mapping[int, int] | None = None,
+    done: Sequence[Mapping] = (),
     on_lost_weights: Callable[[NeedsSync], Awaitable[None]] | None = None,
 ) -> None:
     """Sample and score `rollout.val_n` responses per prompt at `val_temperature` (0 = greedy).
@@ -34,10 +34,10 @@ async def sample_answers(
         config: of the run.
         on_answer: called with each answer as soon as it is scored: its number among those to the prompt, the prompt as
             a group, the answer.
-        num_done: prompt's index -> answers that there are already; none = 0.
+        done: the records of answers that there are already; their verdicts count too.
         on_lost_weights: called where no server has the weights, before it is tried again; none = that is raised.
 
-    Raises UserError where too few responses got a verdict.
+    Raises TooFewVerdicts.
     """
     rollout = config.actor_rollout_ref.rollout
     params = SamplingParams(
@@ -46,8 +46,8 @@ async def sample_answers(
         top_p=rollout.val_top_p,
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
-    verdicts = VerdictCheck(config.reward, "the held-out evaluation")
-    numbers = Counter(num_done or {})
+    verdicts = verdicts_of(done, config)
+    numbers = Counter(record["prompt_index"] for record in done)
     num_answers = 0
 
     async def sample(prompt: Prompt) -> None:
@@ -73,6 +73,13 @@ async def sample_answers(
 
     await run_all(map(sample, prompts))
     verdicts.check(rewards.last_traceback)
+
+
+def verdicts_of(records: Sequence[Mapping], config: Config) -> VerdictCheck:
+    """Return a check of an evaluation that has counted these answers."""
+    verdicts = VerdictCheck(config.reward, "the held-out evaluation")
+    verdicts.count_errors(record.get("reward_error") for record in records)
+    return verdicts
 
 
 def prompt_rows(records: Sequence[Mapping]) -> list[tuple[Mapping, dict[str, float]]]:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from megatron_dapo.common.files import write_whole
@@ -95,9 +94,8 @@ class Validation:
         def keep(number: int, group: Group, sample: Sample) -> None:
             self._records.append(answer_record(step, number, group, sample, self._tokenizer))
 
-        done = Counter(record["prompt_index"] for record in self._records)
         await sample_answers(
-            self._sampler, self._prompts, self._config, self._rewards, keep, done, self._wait_for_weights
+            self._sampler, self._prompts, self._config, self._rewards, keep, self._records, self._wait_for_weights
         )
         seconds = time.monotonic() - self._began
         records = self._records

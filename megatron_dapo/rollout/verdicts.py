@@ -2,7 +2,7 @@
 always wrong."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 
 from megatron_dapo.common.errors import UserError
@@ -11,6 +11,10 @@ from megatron_dapo.data.types import Group, Sample
 
 _SLOW_CURE = ", or give it more reward.timeout_s and load at import what takes long"
 _KINDS = ("exception", "timeout", "crash", "environment")
+
+
+class TooFewVerdicts(UserError):
+    """None of the responses got a verdict, or more than `reward.max_error_share` got none."""
 
 
 class VerdictCheck:
@@ -25,10 +29,14 @@ class VerdictCheck:
 
     def count(self, samples: Sequence[Sample]) -> None:
         """Count samples, but for replayed ones, which were scored in another step."""
-        for sample in samples:
-            self._num_samples += not sample.exp_mask
-            if sample.reward_error is not None and not sample.exp_mask:
-                self._failures[next(kind for kind in _KINDS if sample.reward_error.startswith(kind))] += 1
+        self.count_errors(sample.reward_error for sample in samples if not sample.exp_mask)
+
+    def count_errors(self, errors: Iterable[str | None]) -> None:
+        """Count responses, by why they got no verdict; None = they got one."""
+        for error in errors:
+            self._num_samples += 1
+            if error is not None:
+                self._failures[next(kind for kind in _KINDS if error.startswith(kind))] += 1
 
     def after(self, groups: Sequence[Group]) -> "VerdictCheck":
         """Return a check that has counted these groups too."""
@@ -46,12 +54,12 @@ class VerdictCheck:
         return num_failed > 0 and not is_bearable
 
     def check_all_failed(self, last_traceback: str) -> None:
-        """Raise UserError where none got a verdict."""
+        """Raise TooFewVerdicts where none got a verdict."""
         if self._failures.total() == self._num_samples:
             self.check(last_traceback)
 
     def check(self, last_traceback: str) -> None:
-        """Raise UserError where they `are_too_few`."""
+        """Raise TooFewVerdicts where they `are_too_few`."""
         if not self.are_too_few():
             return
         num_failed = self._failures.total()
@@ -59,7 +67,7 @@ class VerdictCheck:
         is_all = num_failed == self._num_samples
         bound = "all of them" if is_all else f"more than reward.max_error_share = {share:g} allows"
         kinds = ", ".join(f"{kind} {self._failures[kind]}" for kind in _KINDS if self._failures[kind])
-        raise UserError(
+        raise TooFewVerdicts(
             f"{self.what}: {num_failed} of {self._num_samples} responses got no verdict ({kinds}), {bound}; "
             f"correct {self._failed_function()}, or what it needs"
             f"{_SLOW_CURE if self._failures['timeout'] else ''}.",

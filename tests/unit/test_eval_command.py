@@ -1,19 +1,26 @@
 """The command eval: its figures, what it keeps over a kill, what it compares, and its mistakes in one sentence."""
 
+import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_dapo.__main__ import main
+from megatron_dapo.evaluation.answer_file import AnswerFile
+from megatron_dapo.rewards.worker_pool import WorkerLost
 from megatron_dapo.rollout import supervisor
+from megatron_dapo.rollout.client import ServerError
 from tests.fake_rollout import RIGHT, WORDS, WRONG, Script, rollout_folder, server_in_thread
 from tests.helpers import REPOSITORY
 from tests.model_json import MODEL_JSON
@@ -63,21 +70,23 @@ def sentence(capsys):
 def test_figures_per_data_source_and_over_all_come_from_the_kept_answers(folder, capsys):
     with server_in_thread(Script(WORDS_OF)) as server:
         assert main(command(folder, server)) == 0
-    figures = results(folder)["figures"]
-    values = {source: {name: each["value"] for name, each in some.items() if name != "num_prompts"}
-              for source, some in figures.items()}  # fmt: skip
-    assert values["aime"] == pytest.approx(
-        {"avg@4": 0.5, "pass@4": 1, "maj@4": 0.5, "reward": 0.5, "length": 22 / 8, "truncated": 1 / 8}
-    )
-    assert values["amc"]["maj@4"] == 1 and values["all"]["avg@4"] == pytest.approx(2 / 3)
-    assert [figures[source]["num_prompts"] for source in ("aime", "amc", "all")] == [2, 1, 3]
-    bounds = figures["all"]["avg@4"]
-    assert bounds["low"] == 0.25 and bounds["high"] == 1 and figures["amc"]["avg@4"]["low"] is None
-    shown = capsys.readouterr().out
-    assert re.search(r"aime: 2 prompts\n  avg@4 +0\.500   \[0\.250, 0\.750\]", shown) and "tokens/s" in shown
-    assert {record["step"] for record in kept(folder)} == {1}, "the servers' weight version"
-    assert main(command(folder, None)) == 0, "all is there: it asks nobody"
-    assert results(folder)["figures"] == figures
+        figures = results(folder)["figures"]
+        values = {source: {name: each["value"] for name, each in some.items() if name != "num_prompts"}
+                  for source, some in figures.items()}  # fmt: skip
+        assert values["aime"] == pytest.approx(
+            {"avg@4": 0.5, "pass@4": 1, "maj@4": 0.5, "reward": 0.5, "length": 22 / 8, "truncated": 1 / 8}
+        )
+        assert values["amc"]["maj@4"] == 1 and values["all"]["avg@4"] == pytest.approx(2 / 3)
+        assert [figures[source]["num_prompts"] for source in ("aime", "amc", "all")] == [2, 1, 3]
+        bounds = figures["all"]["avg@4"]
+        assert bounds["low"] == 0.25 and bounds["high"] == 1 and figures["amc"]["avg@4"]["low"] is None
+        shown = capsys.readouterr().out
+        assert re.search(r"aime: 2 prompts\n  avg@4 +0\.500   \[0\.250, 0\.750\]", shown) and "tokens/s" in shown
+        assert {record["step"] for record in kept(folder)} == {1}, "the servers' weight version"
+        num_requests = len(server.requests)
+        before = results(folder)
+        assert main(command(folder, server)) == 0 and len(server.requests) == num_requests, "all is there"
+        assert results(folder) == before
 
 
 def test_after_kill_9_the_same_command_goes_on_and_asks_for_no_answer_twice(folder, capsys):
@@ -139,6 +148,164 @@ def test_two_servers_answer_and_must_hold_the_same_weights(folder, capsys):
         second.version = 2
         assert main(command(folder, first, f"--server={second.url}", output="other")) == 2
         assert "hold different weight versions" in sentence(capsys)
+
+
+def test_answers_of_other_servers_or_weights_are_not_shown_as_this_models(folder, capsys):
+    """Although all are there already."""
+    with server_in_thread() as first, server_in_thread() as second:
+        assert main(command(folder, first)) == 0
+        capsys.readouterr()
+        for server, version, words in (
+            (second, 1, f"servers was ['{first.url}'] and is ['{second.url}']"),
+            (first, 7, "weight_version was 1 and is 7"),
+            (None, 1, f"servers was ['{first.url}'] and is None"),
+        ):
+            first.version = version
+            assert main(command(folder, server)) == 2 and words in sentence(capsys)
+
+
+def test_a_checkpoint_is_converted_again_where_it_is_another_one(tmp_path, monkeypatch):
+    from megatron_dapo.evaluation import command as module
+
+    def convert(words, check):
+        output = Path(words[-1])
+        output.mkdir(parents=True)  # so what was there is gone
+        (output / "config.json").write_text("{}")
+        converted.append(Path(words[-3]).name)
+        return subprocess.CompletedProcess(words, 0)
+
+    converted = []
+    monkeypatch.setattr(module.subprocess, "run", convert)
+    for name in ("step_1", "step_2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.distcp").touch()
+    for name in ("step_1", "step_1", "step_2"):
+        assert module._converted(tmp_path / name, tmp_path / "out") == tmp_path / "out" / "model"
+    assert converted == ["step_1", "step_2"]
+    os.utime(tmp_path / "step_2" / "0.distcp", (1, 1))
+    module._converted(tmp_path / "step_2", tmp_path / "out")
+    assert converted == ["step_1", "step_2", "step_2"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/step_000001"])
+def test_answers_are_not_put_into_the_folder_of_a_run(folder, name, capsys):
+    (folder / "out" / name).mkdir(parents=True)
+    assert main(command(folder, None)) == 2
+    assert "out is the folder of a run" in sentence(capsys) and not (folder / "out" / "answers.jsonl").exists()
+
+
+def test_verdicts_of_answers_before_a_kill_count_too(folder, capsys):
+    """As many as were killed in the middle, and as if it was killed before the check of the last one."""
+    for num_kept in (11, 12):
+        with server_in_thread() as server:
+            assert main(command(folder, server)) == 0
+            records = [{**record, "reward_error": "crash: -9"} for record in kept(folder)]
+            (folder / "out" / "answers.jsonl").write_text(
+                "".join(json.dumps(each) + "\n" for each in records[:num_kept])
+            )
+            capsys.readouterr()
+            assert main(command(folder, server)) == 2
+            assert f"{num_kept} of 12 responses got no verdict (crash {num_kept})" in sentence(capsys)
+            assert len(kept(folder)) == 12 - num_kept, "what has no verdict is asked for again"
+            assert main(command(folder, server)) == 0 and len(kept(folder)) == 12
+        shutil.rmtree(folder / "out")
+
+
+def test_verdicts_are_checked_although_nobody_is_asked(folder, capsys):
+    with server_in_thread() as server:
+        assert main(command(folder, server)) == 0
+    settings = folder / "out" / "settings.json"
+    written = {**json.loads(settings.read_text()), "servers": None}
+    del written["weight_version"]
+    settings.write_text(json.dumps(written))
+    assert main(command(folder, None)) == 0
+    records = [{**record, "reward_error": "crash: -9"} for record in kept(folder)]
+    (folder / "out" / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    capsys.readouterr()
+    assert main(command(folder, None)) == 2 and kept(folder) == []
+    assert "12 of 12 responses got no verdict" in sentence(capsys)
+
+
+def test_another_mistake_costs_no_answers_without_a_verdict(folder, capsys):
+    with server_in_thread() as server:
+        assert main(command(folder, server)) == 0
+        first, *others = kept(folder)
+        failed = {**first, "reward_error": "crash: -9"}
+        (folder / "out" / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (failed, *others)))
+        server.version = 7
+        assert main(command(folder, server)) == 2
+    assert len(kept(folder)) == 12
+
+
+@pytest.mark.parametrize("error", [
+    WorkerLost("worker 7: gone"), ServerError("http://a:1", "/model_info", None, "gone"), OSError(28, "gone", "x"),
+])  # fmt: skip
+def test_what_fails_is_one_sentence(folder, error, monkeypatch, capsys):
+    from megatron_dapo.evaluation import answering
+
+    async def answer(*_):
+        raise error
+
+    monkeypatch.setattr(answering, "answer", answer)
+    with server_in_thread() as server:
+        assert main(command(folder, server)) == 1
+    assert f"The evaluation failed: {error}\n0 of 12 answers" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_say_its_version_is_not_waited_for_as_for_weights():
+    from megatron_dapo.evaluation.answering import _common_version
+
+    waits = []
+
+    async def weight_version(timeout_s=600.0):
+        waits.append(timeout_s)
+        return 3
+
+    server = SimpleNamespace(url="http://a:1", client=SimpleNamespace(weight_version=weight_version))
+    assert asyncio.run(_common_version(SimpleNamespace(servers=[server]))) == 3 and waits[0] <= 10
+
+
+def test_what_is_left_out_of_the_files_is_said_and_kept_with_the_figures(folder, capsys):
+    with (folder / "held_out.jsonl").open("a") as file:
+        file.write('{"prompt": "p0", "label": "right", "data_source": "aime"}\n')
+    with server_in_thread() as server:
+        assert main(command(folder, server)) == 0
+    assert "held_out.jsonl: 3 prompts of 4 rows, 1 duplicates" in capsys.readouterr().out
+    (file,) = results(folder)["files"]
+    assert (file["num_rows"], file["num_kept"], file["num_duplicates"], file["num_overlong"]) == (4, 3, 1, 0)
+
+
+def test_answers_are_whole_lines_whatever_the_disk_did(tmp_path, monkeypatch):
+    path = tmp_path / "answers.jsonl"
+    records = [{"prompt_index": 0, "number": number, "text": "a" * 50} for number in range(3)]
+    path.write_text(json.dumps(records[0]))  # a kill cut off its newline
+    answers = AnswerFile(path)
+    answers.add(records[1])
+    assert AnswerFile(path).records == records[:2]
+    answers._file = ShortWrites(answers._file, num_before_full=None)
+    answers.add(records[2])
+    assert AnswerFile(path).records == records
+    answers._file = ShortWrites(answers._file, num_before_full=2)
+    with pytest.raises(OSError, match=f"No space.*{path}"):
+        answers.add({**records[2], "number": 3})
+    assert AnswerFile(path).records == answers.records == records
+
+
+class ShortWrites:
+    """A file that takes 7 bytes per write, and after some writes none."""
+
+    def __init__(self, file, num_before_full):
+        self._file, self._num_left = file, num_before_full
+
+    def write(self, content):
+        if self._num_left is not None:
+            if not self._num_left:
+                raise OSError(28, "No space left on device")
+            self._num_left -= 1
+        return self._file.write(content[:7])
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
 
 
 def test_answers_of_another_evaluation_are_not_mixed_with(folder, capsys):
