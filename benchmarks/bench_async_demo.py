@@ -21,12 +21,13 @@ from megatron_dapo.telemetry.report import read_metrics
 STALENESS, SEEDS = (0, 1, 2, 4), (1, 2, 3)
 QUICK = (0, 1), (1,), ["trainer.total_training_steps=3"]
 NUM_LAST = 5  # steps over which the last reward is a mean
+FEWER_SLOTS = "actor_rollout_ref.rollout.max_concurrency=64"  # half a gen batch: more would only make answers older
 CORRECTION = "algorithm.rollout_correction.rollout_is=token"
 
 
 def overrides(max_staleness: int, seed: int, folder: Path) -> list[str]:
-    ahead = [f"actor_rollout_ref.rollout.max_staleness={max_staleness}", CORRECTION] if max_staleness else []
-    return [f"trainer.seed={seed}", f"data.seed={seed}", f"trainer.run_dir={folder}", *ahead]
+    ahead = [f"actor_rollout_ref.rollout.max_staleness={max_staleness}", FEWER_SLOTS, CORRECTION]
+    return [f"trainer.seed={seed}", f"data.seed={seed}", f"trainer.run_dir={folder}", *(ahead if max_staleness else [])]
 
 
 def measured(max_staleness: int, seed: int, runs: Path, shorter: list[str]) -> dict:
