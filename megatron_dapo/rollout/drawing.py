@@ -34,12 +34,14 @@ class Drawing:
         cursor = PromptCursor(len(prompts), data.seed, data.shuffle, content_of(prompts))
         self._draws = PromptDraws(cursor, self.pool, self.queue.limits.gen_batch_size)
         self._verdict_check: VerdictCheck | None = None
-        self._state_before_step: dict | None = None  # after the last step, or as it was loaded
+        # after the last step, or as it was loaded; without the samples of open groups, which it would keep alive when
+        # they are dropped
+        self._state_before_step: dict | None = None
 
     def begin(self, step: int, weight_version: int) -> None:
         """Say that this step is asked for, with these weights; again after a push."""
         if self._state_before_step is None:
-            self._state_before_step = self._state_of_draws()
+            self._state_before_step = self._state_of_draws(with_open_samples=False)
             self._forget_without_verdicts(step)
         self.queue.begin(step, weight_version)
 
@@ -74,7 +76,7 @@ class Drawing:
     def take(self) -> RolloutStep:
         """End the step that is ready, and return it."""
         step = self.queue.take()
-        self._state_before_step = self._state_of_draws()
+        self._state_before_step = self._state_of_draws(with_open_samples=False)
         self._renew_verdict_check(step.number + 1)
         if self.pool is not None:
             self.pool.end_step(self._draws.replayed_later)
@@ -103,8 +105,8 @@ class Drawing:
         self._state_before_step = None
         self._verdict_check = None
 
-    def _state_of_draws(self, with_samples: bool = True) -> dict:
-        return {**self._draws.state_dict(), "queue": self.queue.state_dict(with_samples)}
+    def _state_of_draws(self, with_samples: bool = True, with_open_samples: bool = True) -> dict:
+        return {**self._draws.state_dict(), "queue": self.queue.state_dict(with_samples, with_open_samples)}
 
     def _go_back(self) -> None:
         """Be as after the last step. What the pool took in was decided on before that."""

@@ -265,7 +265,7 @@ class GroupQueue:
     def forget_samples(self) -> None:
         """Have all open groups sampled anew."""
         self._finished.clear()
-        self._open = {uid: _without_samples(group, group.version) for uid, group in self._open.items()}
+        self._open = self._opened_anew()
 
     @property
     def finished_head(self) -> list[Group]:
@@ -370,11 +370,14 @@ class GroupQueue:
         self._open_step = RolloutStep(number=step.number + 1)
         return step
 
-    def state_dict(self, with_samples: bool = True) -> dict:
+    def state_dict(self, with_samples: bool = True, with_open_samples: bool = True) -> dict:
         """Return plain data (plain_data.py), of an open step too.
 
         with_samples: False leaves out the responses, so that ready groups are open again, in their places.
+        with_open_samples: False leaves out those of open groups alone.
         """
+        opened = self._open if with_open_samples else self._opened_anew()
+        finished = self._finished if with_open_samples else set()
         ready = [group for batch in (*self._batches, self._kept) for group in batch]
         state = {
             "num_drawn": self._num_drawn,
@@ -383,15 +386,13 @@ class GroupQueue:
             "batch_sizes": [len(batch) for batch in self._batches],
             "num_draws_used": self._num_draws_used,
             "num_recent": self._num_recent,
-            "open": [
-                {"uid": uid} if uid in self._finished else draw_to_plain(group) for uid, group in self._open.items()
-            ],
-            "finished": [group_to_plain(group) for uid, group in self._open.items() if uid in self._finished],
+            "open": [{"uid": uid} if uid in finished else draw_to_plain(group) for uid, group in opened.items()],
+            "finished": [group_to_plain(group) for uid, group in opened.items() if uid in finished],
             "step": self._open_step and self._open_step.state_dict(),
         }
         if with_samples:
             return state
-        drawn = [_without_samples(group, group.version) for group in (*ready, *self._open.values())]
+        drawn = [*(_without_samples(group, group.version) for group in ready), *self._opened_anew().values()]
         step = self._open_step and RolloutStep(self._open_step.number).state_dict()
         none = {"kept": [], "batch_sizes": [], "num_draws_used": 0, "finished": []}
         return state | none | {"open": [draw_to_plain(group) for group in drawn], "step": step}
@@ -430,6 +431,10 @@ class GroupQueue:
     def _is_exhausted(self) -> bool:
         return self._num_draws_used >= self.limits.max_draws
 
+    def _opened_anew(self) -> dict[str, Group]:
+        """Return the open groups as they were drawn."""
+        return {uid: _without_samples(group, group.version) for uid, group in self._open.items()}
+
     def _is_fresh(self, group: Group) -> bool:
         """Return whether the step may train on the group. Its draw tells without a look at its tokens, in most
         cases."""
@@ -450,8 +455,7 @@ class GroupQueue:
     def _discard_open(self, num_left: int) -> None:
         """Discard the last open groups, so that no more than num_left are left."""
         uids = list(self._open)[num_left:]
-        for uid in uids:
-            del self._open[uid]
+        self._open = dict(list(self._open.items())[:num_left])
         self._finished.difference_update(uids)
         self._discard(len(uids))
 
