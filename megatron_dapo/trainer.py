@@ -26,7 +26,7 @@ def train(config: Config) -> bool:
                 metrics = metrics | score_metrics | critic_metrics | actor_metrics
                 with job.logged_if_lost(step, metrics, groups):
                     job.finish_validation()  # where one is under way: the next weights must not answer it
-                sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
+                    sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
                 perf_metrics = job.performance(groups, metrics)  # how well the ranks were used
                 job.telemetry.log(step, metrics | sync_metrics | perf_metrics, groups)
                 if _is_validation_step(config, step):

@@ -7,11 +7,13 @@ import functools
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,15 @@ import torch.distributed as dist
 from megatron_dapo.algorithms.kl import FixedKLController
 from megatron_dapo.config.derived import needs_reference, uses_critic, uses_experience_replay
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.data.token_dump import TokenDump
+from megatron_dapo.data.types import Group
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.planner.memory import States, model_states
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.training import optimizer
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
@@ -32,6 +38,7 @@ from megatron_dapo.training.losses import MicroBatchLoss
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import Reference
+from megatron_dapo.training.token_dumps import TokenDumps
 from tests.distributed.process_groups import leave
 from tests.synthetic import synthetic_groups, with_older, with_replayed
 
@@ -39,6 +46,7 @@ COMMON = [
     "data.train_batch_size=8",
     "data.max_response_length=24",
     "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.dump_samples=0",
     "actor_rollout_ref.rollout.temperature=0.9",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.use_dapo=true",
@@ -89,6 +97,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     scored = shard.mini_batches
     result = {"num_micro_batches": [len(mini) for mini in scored]}
     result["estimates"] = estimates_by_sample(scored, layout)
+    result["dump"] = dumped(config, layout, groups, scored)
     with first_step_recorded(policy, result):
         result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     result["weights"] = gathered(policy.weight_source(), layout)
@@ -145,6 +154,17 @@ def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLa
         assert name not in estimates or torch.equal(estimates[name], values), f"tensor ranks differ in {name}"
         estimates[name] = values
     return estimates
+
+
+def dumped(
+    config: Config, layout: ParallelLayout, groups: list[Group] | None, mini_batches: list[list[MicroBatch]]
+) -> dict | None:
+    """What rank 0 has written of the tokens of the first groups; None where `dump_samples` is 0, and on the others."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder)).create()
+        TokenDumps(config, layout, run).write(1, groups, mini_batches)
+        dump = TokenDump.read(run.rollout_tokens(1))
+    return dump and {name: torch.from_numpy(value) for name, value in vars(dump).items() if name != "texts"}
 
 
 def errors_of_a_poisoned_expert(policy: Policy, mini_batches, layout: ParallelLayout) -> list[str]:

@@ -74,6 +74,7 @@ KL = [
     "actor_rollout_ref.actor.kl_loss_coef=0.1",
     "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.kl_coef=0.05",
+    "actor_rollout_ref.rollout.dump_samples=3",
     "actor_rollout_ref.ref.path=REFERENCE",  # other weights than the actor's: a KL that is not 0
 ]
 # an estimate per token, whitened over the rollout step
@@ -315,6 +316,19 @@ def test_advantages_after_the_models_are_those_of_one_process(results, case):
     for name, values in expected.items():
         assert torch.allclose(got[name], values, rtol=1e-5, atol=1e-5), name
     assert abs(results[case]["metrics"]["actor/reward_kl_penalty"]) > 1e-3
+
+
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case.split("/")[1] in ("kl", "reinforce")])
+def test_what_is_kept_of_tokens_for_people_is_that_of_one_process(results, case):
+    """Each rank of the last stage knows the advantages and log-probs of its own samples, and sends them to rank 0."""
+    expected = results[f"tp1/{case.split('/')[1]}/whole"]["dump"]
+    got = results[case]["dump"]
+    assert len(expected["lengths"]) == 3 * 4 and expected["advantages"].isfinite().sum() > 50
+    for name, values in expected.items():
+        if name in ("advantages", "log_prob_diffs"):  # in float16: two roundings of 2^-11
+            assert torch.allclose(got[name].float(), values.float(), rtol=2**-10, atol=1e-5, equal_nan=True), name
+        else:
+            assert torch.equal(got[name], values), name
 
 
 def test_the_cuts_are_really_different(results):

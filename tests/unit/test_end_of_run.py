@@ -161,8 +161,9 @@ def test_a_signal_while_the_model_is_saved_does_not_end_the_run(tmp_path, monkey
     assert job.checkpoints.done == ["checkpoint", "model"]
 
 
-def test_a_step_whose_weights_are_updated_is_reported_though_the_evaluation_beside_it_fails(monkeypatch):
-    """It is saved as done, so nobody trains it again."""
+@pytest.mark.parametrize("failing", ["finish_validation", "push_weights"])
+def test_a_step_whose_weights_are_updated_is_reported_though_what_comes_after_fails(monkeypatch, failing):
+    """The evaluation beside it, or the push of its weights. It may be saved as done: nobody trains it again then."""
     logged = []
     config = load_config(None, ["trainer.total_training_steps=3"])
     job = SimpleNamespace(
@@ -170,14 +171,15 @@ def test_a_step_whose_weights_are_updated_is_reported_though_the_evaluation_besi
         next_batch=lambda step: (["group"], {"rollout/a": 1.0}), distribute=lambda step, groups: "shard",
         score=lambda step, shard: (shard, {"score/b": 2.0}), update_critic=lambda shard: {"critic/c": 3.0},
         update_policy=lambda step, shard: {"actor/d": 4.0}, push_weights=lambda version: {},
-        wait_for_rollout=nullcontext, has_validated=lambda step: True,
+        wait_for_rollout=nullcontext, has_validated=lambda step: True, finish_validation=lambda: None,
     )  # fmt: skip
     job.logged_if_lost = lambda *step: Job.logged_if_lost(job, *step)
 
-    def finish_validation():
-        raise RolloutError("no server is left")
+    def fail(version: int = 1) -> None:
+        if version:  # the push before the first step is well
+            raise RolloutError("no server is left")
 
-    job.finish_validation = finish_validation
+    setattr(job, failing, fail)
     monkeypatch.setattr(trainer, "running_job", lambda _: nullcontext(job))
     with pytest.raises(RolloutError, match="no server is left"):
         trainer.train(config)
