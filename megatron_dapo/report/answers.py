@@ -1,6 +1,7 @@
 """The answers that a run kept, step by step, as the page reads them: texts as JSON, tokens as arrays of bytes."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +64,18 @@ def answer_files(folder: Path) -> list[StepFile]:
 
 
 def _parsed(line: bytes) -> dict | None:
+    """Return a record, None where the line is damaged. A number that is not finite counts as none: a browser would
+    refuse the whole step."""
     try:
-        record = json.loads(line.decode("utf-8", "replace"))
+        record = json.loads(line.decode("utf-8", "replace"), parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def _trained(records: list[dict]) -> Iterator[dict]:

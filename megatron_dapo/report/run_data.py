@@ -125,10 +125,11 @@ def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> t
 
 def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine: dict) -> Iterable[tuple[str, str]]:
     if machine:
-        memory = f", {machine['gpu_memory_gib']:g} GiB" if machine.get("gpu_memory_gib") else ""
+        memory = f", {machine['gpu_memory_gib']} GiB" if machine.get("gpu_memory_gib") else ""
         device = machine.get("cpu") if machine.get("device") == "cpu" else f"{machine.get('device')}{memory}"
         yield "Trainer", f"{machine.get('trainer_ranks')} ranks on {device}"
-        yield "Software", ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
+    if isinstance(versions := machine.get("versions"), dict):
+        yield "Software", ", ".join(f"{name} {version}" for name, version in versions.items())
     if steps and steps[-1].get("rollout/num_servers"):
         yield "Servers", f"{steps[-1]['rollout/num_servers']:.0f}"
     if config.get("actor_rollout_ref.model.path"):

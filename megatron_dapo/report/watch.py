@@ -50,17 +50,17 @@ class Watched:
         return last[1]
 
     def answers(self, part: str, number: int, kind: str, step: int) -> str | None:
-        """Return the texts or tokens of a step, packed; none where there are none."""
+        """Return the texts or tokens of a step, packed; "" where it has none yet, None where there is no such step."""
         if number >= len(self.folders):
             return None
         files = [file for file in answer_files(self.folders[number]) if (file.kind, file.step) == (kind, step)]
         return _part(files[0], part) if files else None
 
 
-def _part(file: StepFile, part: str) -> str | None:
+def _part(file: StepFile, part: str) -> str:
     groups = file.groups()
     content = texts_bytes(groups) if part == "texts" else tokens_bytes(file, groups)
-    return packed(content) if groups and content else None
+    return packed(content) if groups and content else ""
 
 
 def _version(file: StepFile) -> str:
@@ -94,7 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
                 packed = self.server.watched.answers(
                     match["part"], int(match["run"]), match["kind"], int(match["step"])
                 )
-                return self._send(404 if packed is None else 200, "text/plain", packed or "")
+                status = 404 if packed is None else 200 if packed else 204  # browsers call a 404 an error
+                return self._send(status, "text/plain", packed or "")
         except UserError as error:
             return self._send(500, "text/plain", error.report())
         return self._send(404, "text/plain", "There is no such page.")

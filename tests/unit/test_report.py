@@ -144,6 +144,23 @@ def test_a_damaged_folder_gives_a_page_of_what_is_whole(tmp_path):
     assert "tokens-0-0" not in content and "tokens-0-1" not in content and "tokens-0-2" in content
 
 
+def test_a_number_that_no_browser_reads_is_left_out_and_not_its_step(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=1)
+    response = '{"text": "x", "num_tokens": 1, "reward": NaN, "raw_reward": -1e999, "turns": [{"at": Infinity}]}'
+    run.rollout(1).write_text(f'{{"uid": "one", "prompt": "p", "responses": [{response}]}}\n')
+    content = chunks(whole_page([run.path]))["texts-0-0"]
+    [group] = json.loads(content, parse_constant=lambda name: pytest.fail(name))
+    assert group["responses"] == [{"text": "x", "num_tokens": 1, "turns": [{"at": None}]}]
+
+
+@pytest.mark.parametrize("part", [{"gpu_memory_gib": "much"}, {"versions": [1]}, {"versions": None}])
+def test_a_damaged_description_of_the_machine_costs_its_own_line_alone(tmp_path, part):
+    run = write_run(tmp_path / "run", num_steps=1)
+    run.machine.write_text(json.dumps({"trainer_ranks": 2, "device": "cpu", "cpu": "a processor"} | part))
+    facts = dict(read_run(run.path).facts)
+    assert facts["Trainer"] == "2 ranks on a processor" and "Held-out accuracy" in facts and "Software" not in facts
+
+
 def test_held_out_answers_stand_beside_those_of_their_prompt(tmp_path):
     run = write_run(tmp_path / "run", num_steps=2)
     answer = {"data_source": "aime", "prompt": "p", "ground_truth": "1", "finish_reason": "stop", "num_tokens": 2}
@@ -249,6 +266,8 @@ def test_a_watched_page_is_sent_only_the_part_that_it_asks_for(tmp_path, monkeyp
     monkeypatch.undo()
     monkeypatch.setattr("megatron_dapo.report.watch.texts_bytes", lambda *_: pytest.fail("nobody asked for texts"))
     assert watched.answers("tokens", 0, "trained", 1) and watched.answers("tokens", 0, "trained", 2) is None
+    RunFolder(watched.folders[0]).rollout_tokens(1).unlink()
+    assert watched.answers("tokens", 0, "trained", 1) == "", "a step whose tokens are not there yet is no error"
 
 
 def test_hostile_text_stays_text(tmp_path):

@@ -30,7 +30,7 @@ async function chunk(name, path) {
     return holder ? unpacked(holder.textContent) : null;
   }
   const answer = await fetch(path);
-  if (answer.status === 404) return null;
+  if (answer.status === 204 || answer.status === 404) return null;
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
   return unpacked(await answer.text());
 }

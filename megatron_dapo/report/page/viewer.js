@@ -257,16 +257,24 @@ function showRunOptions() {
   byId("answer-run").parentElement.hidden = runs.length < 2;
 }
 
-/** Takes what is new of the runs. The viewer stays at its step, or goes on with the run where it was at the end. */
-function refreshViewer() {
+/** Takes what is new of the runs. The viewer stays at its step, or goes on with the run where it was at the end and
+ * shows all groups. */
+async function refreshViewer() {
   showRunOptions();
-  if (view.only !== null) return;
-  const shown = files[view.place];
+  const shown = files[view.place], only = view.only, turn = view.turn;
   const wasLast = view.place >= files.length - 1;
   chooseFiles();
-  if (wasLast && !view.words) { view.place = files.length - 1; byId("step").value = view.place; }
+  if (wasLast && !view.words && !only) { view.place = files.length - 1; byId("step").value = view.place; }
   byId("next").disabled = view.place >= files.length - 1;
-  if (files[view.place] !== shown) showAnswers(files[view.place]?.step === shown?.step);
+  const file = files[view.place];
+  view.only = only;
+  if (file === shown) return;
+  if (only) {
+    const groups = await groupsOf(file);
+    if (turn !== view.turn) return;
+    view.only = groups.find((group) => group.uid === only.uid) ?? null;
+  }
+  showAnswers(file?.step === shown?.step);
 }
 
 function listenToViewer() {
