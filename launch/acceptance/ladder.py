@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from launch.acceptance import verdicts
 from launch.acceptance.rung import Attempt, Inputs, Rung, RungVerdict
+from launch.acceptance.server_kills import ServerKills
 from launch.acceptance.sizes import MIN_GPU_BANDWIDTH, SYNTHETIC
 from launch.preflight.machine import REPOSITORY
 from megatron_dapo.checkpointing.folders import newest_first
@@ -14,6 +15,7 @@ from megatron_dapo.config.schema import Config
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
 NUM_STEPS = 4
+_ENDLESS = 10_000  # steps of a run that is ended when it has shown what it should
 _KILLED_AFTER = 1  # its checkpoint is whole: later steps are trained again
 # small enough for two cores, large enough for every rank to have samples
 _SMALL = (
@@ -98,13 +100,21 @@ def _layout(attempt: Attempt) -> RungVerdict:
 def _servers(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
     sizes = inputs.sizes
-    data = inputs.folder / "data"
-    attempt.module("examples.arithmetic.problems", str(data))
-    files = (f"data.train_files=[{data / 'train.jsonl'}]", "weight_sync.verify=true")
-    own = (*files, *sizes.beside_servers.overrides(), *sizes.servers())
-    attempt.module("launch.local", *DEMO, *_small_run(inputs, "servers", *own))
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "servers", *_with_servers(attempt)))
     lines = verdicts.records(inputs.run("servers").metrics, NUM_STEPS)
     return verdicts.servers(lines, sizes.num_servers, sizes.num_gpus > 0)
+
+
+def _lost_servers(attempt: Attempt) -> RungVerdict:
+    inputs = attempt.inputs
+    sizes = inputs.sizes
+    run = inputs.run("lost_servers")
+    kills = ServerKills(run, attempt.log, sizes.num_servers, num_groups=sizes.beside_servers.pp)
+    own = (*_with_servers(attempt), f"trainer.total_training_steps={_ENDLESS}", "trainer.save_interval=-1")
+    attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, run.path.name, *own), when=kills.are_over)
+    lines = verdicts.records(run.metrics, None)
+    log = run.log("trainer-rank-0")
+    return verdicts.lost_servers(lines, log, kills.killed[0].url, kills.away_s, sizes.num_gpus > 0)
 
 
 def _resume(attempt: Attempt) -> RungVerdict:
@@ -139,6 +149,15 @@ def _throughput(attempt: Attempt) -> RungVerdict:
     return verdicts.throughput(verdicts.records(run.metrics, NUM_STEPS), inputs.recipe[1])
 
 
+def _with_servers(attempt: Attempt) -> Sequence[str]:
+    """Make the problems, and return the keys of a run on them with servers that hold what was pushed to the bit."""
+    sizes = attempt.inputs.sizes
+    data = attempt.inputs.folder / "data"
+    attempt.module("examples.arithmetic.problems", str(data))
+    files = (f"data.train_files=[{data / 'train.jsonl'}]", "weight_sync.verify=true")
+    return (*files, *sizes.beside_servers.overrides(), *sizes.servers())
+
+
 def _small_run(inputs: Inputs, name: str, *more: str) -> Sequence[str]:
     timeouts = _default_timeouts() if inputs.sizes.num_gpus else ()
     return (*_SMALL, *timeouts, f"trainer.run_dir={inputs.run(name).path}", *more)
@@ -157,6 +176,10 @@ def _no_gpus(inputs: Inputs) -> str | None:
     return None if inputs.sizes.num_gpus else "there is no GPU"
 
 
+def _one_server(inputs: Inputs) -> str | None:
+    return None if inputs.sizes.num_servers > 1 else "there is one server, and none to go on with"
+
+
 def _no_run(inputs: Inputs) -> str | None:
     has_run = inputs.recipe or inputs.run("layout").metrics.exists()
     return None if has_run else "neither --config nor the rung `layout` gives a run to measure"
@@ -170,6 +193,7 @@ LADDER = (
     Rung("converters", "Does a model come back from Megatron's format byte for byte?", 600, _converters),
     Rung("layout", "Does a parallel layout compute what one process computes?", 900, _layout),
     Rung("servers", "Do servers start, take the weights, and agree with the trainer in training?", 1800, _servers),
+    Rung("lost_servers", "Does a run go on when a server dies, in a push too?", 2400, _lost_servers, needs=_one_server),
     Rung("resume", "Does a run that was killed go on with the same numbers?", 1200, _resume),
     Rung("throughput", "How fast does the trainer train?", 3600, _throughput, needs=_no_run),
 )

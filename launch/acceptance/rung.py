@@ -104,7 +104,7 @@ class Attempt:
                     raise Red(f"{name} {exit_phrase(code)} before it could be killed")
                 self._check(name)
                 time.sleep(_WATCH_S)
-            _kill_family(child.pid)
+            kill_family(child.pid)
         finally:
             child.stop(_GRACE_S)
 
@@ -128,7 +128,7 @@ class Attempt:
             raise Red(f"{name} had not ended after the rung's {self._rung.limit_s:g} s")
 
 
-def _kill_family(pid: int) -> None:
+def kill_family(pid: int) -> None:
     """Kill a process and its descendants. It is stopped first, so that none of them is started or seen to be gone."""
     leader = psutil.Process(pid)
     leader.send_signal(signal.SIGSTOP)

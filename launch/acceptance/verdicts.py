@@ -54,16 +54,18 @@ _FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "
 _NAMED_TESTS = 5
 
 
-def records(metrics: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Return a run's metrics of each step. Raises Red where they are not those of steps 1 to num_steps, or where a loss
-    or gradient is no finite number. Other numbers that the file has as null are NaN, which is out of any bound."""
+def records(metrics: Path, num_steps: int | None) -> list[dict[str, Any]]:
+    """Return a run's metrics of each step. Raises Red where they are not those of steps 1 to num_steps (None = to the
+    newest), or where a loss or gradient is no finite number. Other numbers that the file has as null are NaN, which is
+    out of any bound."""
     try:
         lines = [line for line in read_metrics(metrics) if "actor/loss" in line]
     except FileNotFoundError:
         raise Red(f"the run wrote no {metrics}") from None
     steps = [line["step"] for line in lines]
-    if steps != list(range(1, num_steps + 1)):
-        raise Red(f"{metrics} has the steps {steps}, not those from 1 to {num_steps}")
+    last = max(steps, default=0) if num_steps is None else num_steps
+    if steps != list(range(1, last + 1)):
+        raise Red(f"{metrics} has the steps {steps}, not those from 1 to {last}")
     numbers = [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
     for line in numbers:
         for name in ("actor/loss", "actor/grad_norm"):
@@ -180,16 +182,7 @@ def servers(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus: boo
                 f"after step {line['step']} {line.get('weight_sync/num_servers', 0):g} of {num_servers} servers held "
                 f"the weights, {'' if 'weight_sync/verify_s' in line else 'not '}read back"
             )
-    compared = [line for line in lines if "actor/rollout_abs_diff" in line]
-    if not compared:
-        raise Red("no step had tokens whose log-probs could be compared")
-    differences = [line["actor/rollout_abs_diff"] for line in compared]
-    for difference in differences:
-        if not difference <= SERVER_TOLERANCE[on_gpus]:  # so that NaN is above it
-            raise Red(
-                f"servers and trainer differ by {difference:.1e} in the mean, above {SERVER_TOLERANCE[on_gpus]:g}"
-            )
-    largest = max(differences)
+    largest = _largest_difference(lines, on_gpus)
     speed = max(line.get("rollout/tokens_per_s", 0.0) for line in lines)
     push_s = median(line["time/weight_sync"] for line in lines)
     pushed = f"{len(lines)} steps, {num_servers} servers, each push read back"
@@ -197,6 +190,37 @@ def servers(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus: boo
         f"{pushed}; log-probs differ by {largest:.1e} in the mean",
         {"rollout_abs_diff": largest, "tokens_per_s": speed, "push_s": push_s, "reward": lines[-1]["reward/mean"]},
     )
+
+
+def lost_servers(
+    lines: Sequence[Mapping[str, float]], log: Path, in_push: str, away_s: Sequence[float], on_gpus: bool
+) -> RungVerdict:
+    """Judge a run whose servers were killed, and came back: the push that one of them (its URL) died in left it out,
+    all that servers hold was read back, and what they wrote is the trainer's. log: that of the trainer's rank 0.
+    away_s: seconds until each was back."""
+    if not re.search(rf"weight sync: left out .*{re.escape(in_push)}", log.read_text(errors="replace")):
+        raise Red(f"no push left out {in_push}, so it did not die in one ({log})")
+    if unread := [line["step"] for line in lines if "weight_sync/verify_s" not in line]:
+        raise Red(f"after step {unread[0]} no server's weights were read back")
+    largest = _largest_difference(lines, on_gpus)
+    seconds = " and ".join(f"{each:.0f} s" for each in away_s)
+    return RungVerdict(
+        f"{len(lines)} steps without a stop; back after {seconds}; log-probs differ by {largest:.1e} in the mean",
+        {"rollout_abs_diff": largest, "longest_away_s": max(away_s), "steps": len(lines)},
+    )
+
+
+def _largest_difference(lines: Sequence[Mapping[str, float]], on_gpus: bool) -> float:
+    """Return the largest of the steps' mean differences of log-probs. Raises Red where one is out of bounds."""
+    differences = [line["actor/rollout_abs_diff"] for line in lines if "actor/rollout_abs_diff" in line]
+    if not differences:
+        raise Red("no step had tokens whose log-probs could be compared")
+    for difference in differences:
+        if not difference <= SERVER_TOLERANCE[on_gpus]:  # so that NaN is above it
+            raise Red(
+                f"servers and trainer differ by {difference:.1e} in the mean, above {SERVER_TOLERANCE[on_gpus]:g}"
+            )
+    return max(differences)
 
 
 def saved_before_the_kill(checkpoints: Path, num_steps: int) -> int:

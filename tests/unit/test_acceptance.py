@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from launch.acceptance.__main__ import climb, main
 from launch.acceptance.ladder import LADDER
 from launch.acceptance.report import GREEN, NOT_REACHED, RED, SKIPPED
 from launch.acceptance.rung import Attempt, Inputs, Red, Rung, RungVerdict
+from launch.acceptance.server_kills import ServerKills
 from launch.acceptance.sizes import Layout, Sizes, measured, sizes_of
 from launch.preflight.machine import REPOSITORY
 from launch.preflight.nodes import NodeFinding
@@ -164,6 +166,42 @@ def test_a_program_that_ends_before_it_is_killed_shows_nothing(inputs, modules):
     (modules / "short.py").write_text("")
     with pytest.raises(Red, match="short ended with exit code 0 before it could be killed"):
         Attempt(rung("a"), inputs).module_killed("short", when=lambda: False)
+
+
+def test_servers_are_killed_in_their_first_push_and_between_two_when_the_first_is_back(inputs):
+    run, log = inputs.run("lost_servers"), inputs.folder / "program.log"
+    run.logs.mkdir(parents=True)
+    servers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    kills = ServerKills(run, log, num_servers=2, num_groups=2)
+    steps: list[int] = []
+
+    def write_step(num_servers: int) -> None:
+        steps.append(num_servers)
+        lines = [{"step": step, "weight_sync/num_servers": number} for step, number in enumerate(steps, 1)]
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def are_alive() -> list[bool]:
+        return [server.poll() is None for server in servers]
+
+    assert not kills.are_over()
+    log.write_text("".join(f"server-{i} starts at http://h:{i} (pid {s.pid}, log x)\n" for i, s in enumerate(servers)))
+    run.log("server-1").write_text("init custom process group: rank=2\n")
+    assert not kills.are_over() and all(are_alive())  # it has joined one of two groups
+    run.log("server-1").write_text("init custom process group: rank=2\n" * 2)
+    assert not kills.are_over() and [each.url for each in kills.killed] == ["http://h:1"]
+    servers[1].wait(10)
+    for number in (1, 1):
+        write_step(number)
+        assert not kills.are_over() and are_alive() == [True, False]
+    write_step(2)
+    assert not kills.are_over() and [each.url for each in kills.killed] == ["http://h:1", "http://h:0"]
+    servers[0].wait(10)
+    write_step(2)  # its push had begun before
+    assert not kills.are_over()
+    write_step(1)
+    assert not kills.are_over()
+    write_step(2)
+    assert kills.are_over() and len(kills.away_s) == 2
 
 
 def test_the_sizes_fit_the_gpus():

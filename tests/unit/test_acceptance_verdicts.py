@@ -126,6 +126,34 @@ def test_servers_must_have_the_weights_and_agree(change, words):
         verdicts.servers([line], 2, on_gpus=False)
 
 
+LEFT_OUT = "WARNING weight sync: left out http://h:2; the push is repeated. ConnectionError: reset\n"
+
+
+def test_a_server_must_have_died_in_a_push_and_the_others_have_gone_on(tmp_path):
+    log = tmp_path / "trainer-rank-0.log"
+    log.write_text(LEFT_OUT)
+    verdict = verdicts.lost_servers([SERVED, SERVED], log, "http://h:2", [12.0, 8.0], on_gpus=False)
+    assert (
+        verdict.numbers["longest_away_s"] == 12.0 and "2 steps without a stop; back after 12 s and 8 s" in verdict.text
+    )
+    unread = {name: value for name, value in SERVED.items() if name != "weight_sync/verify_s"}
+    for lines, text, words in (
+        ([SERVED], LEFT_OUT.replace("h:2", "h:1"), "no push left out http://h:2"),
+        ([SERVED], LEFT_OUT.replace("sync: left", "sync: pause: left"), "no push left out http://h:2"),
+        ([SERVED, unread | {"step": 2}], LEFT_OUT, "after step 2 no server's weights were read back"),
+        ([SERVED, SERVED | {"actor/rollout_abs_diff": 0.3}], LEFT_OUT, "differ by 3.0e-01"),
+    ):
+        log.write_text(text)
+        with pytest.raises(Red, match=words):
+            verdicts.lost_servers(lines, log, "http://h:2", [12.0], on_gpus=False)
+
+
+def test_a_run_of_any_length_must_have_every_step(tmp_path):
+    assert len(verdicts.records(metrics(tmp_path, {"step": 1}, {"step": 2}), None)) == 2
+    with pytest.raises(Red, match="has the steps \\[1, 3\\], not those from 1 to 3"):
+        verdicts.records(metrics(tmp_path, {"step": 1}, {"step": 3}), None)
+
+
 def test_a_model_must_come_back_byte_for_byte_and_whole(tmp_path):
     source, back = tmp_path / "source", tmp_path / "back"
     for folder in (source, back):
