@@ -153,6 +153,12 @@ def test_runs_lie_over_each_other_and_can_be_left_out(page):
     assert page.texts("#config tr.differs code") == ["trainer.seed"]
 
 
+def test_all_figures_are_on_paper(page):
+    """Those that were never in view are drawn for it."""
+    page.do("dispatchEvent(new Event('beforeprint'))")
+    page.wait_for("figures.length > 10 && figures.every(figure => figure.chart.querySelector('.main-svg'))")
+
+
 def test_every_control_has_a_name_and_nothing_is_wider_than_a_narrow_screen(page, report_file):
     page.open(report_file.as_uri(), width=380, height=800)
     status(page, "Step 6")

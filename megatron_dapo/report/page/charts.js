@@ -27,6 +27,9 @@ function redraw() {
   }
 }
 
+// on paper nothing is scrolled into view
+addEventListener("beforeprint", () => { for (const figure of figures) { if (figure.isStale) drawFigure(figure); } });
+
 function layout(more = {}) {
   const axis = { gridcolor: cssValue("--line"), zerolinecolor: cssValue("--line"), linecolor: cssValue("--line"), automargin: true, fixedrange: false };
   return {
