@@ -2,16 +2,15 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from math import isfinite
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
-from megatron_dapo.rewards.answers import ANSWER_CHARS, answer_of
+from megatron_dapo.rewards.forms import RewardForm, RewardRequest, Scored, arguments_of, form_of, results_of
 from megatron_dapo.rewards.types import RewardResult
 
 WRONG_SCORES = dict.fromkeys(BUILT_IN_REWARDS, 0.0) | {"math_dapo": -1.0}
@@ -86,14 +85,20 @@ def load(function: str) -> Callable[..., Any]:
     return loaded
 
 
+def form_of_name(function: str) -> RewardForm:
+    """Return the form of a function by name or path; by_data_source and its functions score one response. Raises
+    UserError."""
+    return RewardForm(Scored.ONE, is_async=False) if function == BY_DATA_SOURCE else form_of(load(function))
+
+
 def check_signature(function: str, kwargs: dict[str, Any]) -> None:
     """Raise UserError where the function cannot be called with four positions and these keyword arguments."""
     try:
         inspect.signature(load(function)).bind("", "", "", {}, **kwargs)
     except TypeError as error:
         raise UserError(
-            f"reward.kwargs: {function} cannot be called as "
-            f"(data_source, response, ground_truth, extra_info, **{kwargs}): {error}."
+            f"reward.kwargs: {function} cannot be called as ({form_of(load(function)).scored.value}, **{kwargs}): "
+            f"{error}."
         ) from None
 
 
@@ -105,38 +110,32 @@ def score_response(
     ground_truth: str,
     extra_info: dict[str, Any],
 ) -> RewardResult:
-    """Call the function in this process; return its verdict on a response.
+    """Call a function that scores one response in this process; return its verdict. See `score_responses`."""
+    [result] = score_responses(function, kwargs, [RewardRequest(data_source, response, ground_truth, extra_info)])
+    return result
+
+
+def score_responses(function: str, kwargs: dict[str, Any], requests: Sequence[RewardRequest]) -> list[RewardResult]:
+    """Call the function once in this process; return its verdicts.
 
     Args:
-        function: a built-in name or package.module:function.
+        function: a built-in name or package.module:function, not a coroutine.
         kwargs: its keyword arguments.
-        data_source, response, ground_truth, extra_info: its four positional arguments.
+        requests: as many as its form takes at once.
 
-    Raises whatever the function raises, and ValueError for a verdict that is none.
+    Raises whatever the function raises, and ValueError for verdicts that are none.
     """
-    call = load(function_name(function, data_source))
-    verdict = call(data_source, response, ground_truth, extra_info, **kwargs)
-    score = verdict.get("score") if isinstance(verdict, dict) else verdict
-    if score is None or not isfinite(score := float(score)):
-        raise ValueError(f"the reward function returned {str(verdict)[:100]}, not a finite score or a dict with one")
-    return RewardResult(score, _is_correct(verdict, score), answer=_answer(verdict, response))
+    call = load(function_name(function, requests[0].data_source))
+    scored = form_of(call).scored
+    returned = call(*arguments_of(scored, requests), **kwargs)
+    return results_of(scored, returned, [request.response for request in requests])
 
 
-def _answer(verdict: Any, response: str) -> str | None:
-    """Return what the verdict says that the response answers, as `pred`; else what we read in the response."""
-    if isinstance(verdict, dict) and "pred" in verdict:
-        return None if verdict["pred"] is None else str(verdict["pred"])[-ANSWER_CHARS:]
-    return answer_of(response)
-
-
-def _is_correct(verdict: Any, score: float) -> bool:
-    """Return what the verdict says, as `correct` or, as verl's functions do, `acc`; else whether the score is above
-    0."""
-    if not isinstance(verdict, dict) or not verdict.keys() & {"correct", "acc"}:
-        return score > 0
-    if "correct" in verdict:
-        return bool(verdict["correct"])
-    accuracy = verdict["acc"]
-    if accuracy is None or not isfinite(accuracy := float(accuracy)):
-        raise ValueError(f"the reward function returned acc = {str(verdict['acc'])[:100]}, not a number")
-    return accuracy > 0
+async def score_responses_async(
+    function: str, kwargs: dict[str, Any], requests: Sequence[RewardRequest]
+) -> list[RewardResult]:
+    """Await a function that is a coroutine; else as `score_responses`."""
+    call = load(function)
+    scored = form_of(call).scored
+    returned = await call(*arguments_of(scored, requests), **kwargs)
+    return results_of(scored, returned, [request.response for request in requests])

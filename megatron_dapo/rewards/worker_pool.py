@@ -9,8 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.worker_process import Message
@@ -112,29 +112,45 @@ class Worker:
         await process.wait()
 
     async def _exchange(self, message: Message) -> Message:
-        process = self._process
-        assert process is not None, "start() comes first"
-        requests, replies = _pipes(process)
         self._is_asked = True
-        try:
+        await self.send(message)
+        reply = await self.receive()
+        self._is_asked = False
+        return reply
+
+    async def send(self, message: Message) -> None:
+        """Write a message. Raises WorkerLost."""
+        requests, _ = _pipes(self._process)
+        with self._losses():
             requests.write(json.dumps(message, default=str).encode() + b"\n")
             await requests.drain()
+
+    async def receive(self) -> Message:
+        """Return the next message that it writes. Raises WorkerLost."""
+        process = self._process
+        _, replies = _pipes(process)
+        with self._losses():
             line = await replies.readline()
             if not line.endswith(b"\n"):
-                raise EOFError(f"it ended with code {await process.wait()}")
+                raise EOFError(f"it ended with code {await process.wait() if process else None}")
             reply = json.loads(line)
             if not isinstance(reply, dict):
                 raise ValueError(f"it answered {line[:100]!r}")
+            return reply
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError:
             raise
         except _WORKER_ERRORS as error:
             raise WorkerLost(f"{self.module} {self.pid}: {error}") from error
-        self._is_asked = False
-        return reply
 
 
-def _pipes(process: asyncio.subprocess.Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
+def _pipes(process: asyncio.subprocess.Process | None) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
     """Return the pipes of a worker: for requests, and for replies."""
+    assert process is not None, "start() comes first"
     assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
     return process.stdin, process.stdout
 

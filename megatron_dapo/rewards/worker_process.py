@@ -1,24 +1,30 @@
-"""The inside of a worker process: JSON lines over stdin and stdout, one request at a time, under limits.
+"""The inside of a worker process: JSON lines over stdin and stdout, under limits; one request at a time, or those of a
+coroutine side by side.
 
 It ends with its parent, whatever the code it runs is doing, and so does all that this code started: guarded.py.
 """
 
+import asyncio
+import inspect
 import json
 import os
 import resource
 import traceback
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Awaitable, Callable
+from typing import Any, TextIO, cast
 
 from megatron_dapo.rewards.guarded import run_guarded
 
 Message = dict[str, Any]
-GetReady = Callable[[Message], tuple[Message, Callable[[Message], Message]]]
+Answer = Callable[[Message], Message]
+AsyncAnswer = Callable[[Message], Awaitable[Message]]
+GetReady = Callable[[Message], tuple[Message, Answer | AsyncAnswer]]
 
 _ERROR_CHARS = 300
 _TRACEBACK_CHARS = 4000
 _MAX_FRAMES = 20
-_OUR_MODULES = (__name__, "__main__", "megatron_dapo.rewards.registry", "functools")
+_MAX_LINE_BYTES = 1 << 28
+_OUR_MODULES = (__name__, "__main__", "megatron_dapo.rewards.registry", "functools", "asyncio.tasks")
 # before the code that it runs can replace them: the protocol is not that code's business
 _dumps = json.dumps
 _loads = json.loads
@@ -28,7 +34,8 @@ def serve(get_ready: GetReady) -> None:
     """Answer requests, in a child process of this one, until the parent closes the pipe.
 
     get_ready: settings (the first line, with memory_limit_mb) -> (greeting, function that answers a request). A
-    TimeoutError of that function is answered by {"error": "timeout"}, any other by "exception: ...".
+    TimeoutError of that function is answered by {"error": "timeout"}, any other by "exception: ...". Where it is a
+    coroutine, a request has an "id", which its answer has too, and {"cancel": id} ends one.
     """
     requests, replies = _take_pipes()
     run_guarded(lambda: _answer_requests(get_ready, requests, replies), requests.fileno())
@@ -39,19 +46,53 @@ def _answer_requests(get_ready: GetReady, requests: TextIO, replies: TextIO) -> 
     _limit_memory(settings["memory_limit_mb"])
     greeting, answer = get_ready(settings)
     _send(replies, greeting)
+    if inspect.iscoroutinefunction(answer):
+        asyncio.run(_answer_side_by_side(answer, requests, replies))
+        return
     for line in requests:
-        _send(replies, _reply(answer, _loads(line)))
+        _send(replies, _reply(cast(Answer, answer), _loads(line)))
 
 
-def _reply(answer: Callable[[Message], Message], message: Message) -> Message:
+async def _answer_side_by_side(answer: AsyncAnswer, requests: TextIO, replies: TextIO) -> None:
+    lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
+    tasks: dict[int, asyncio.Task] = {}
+
+    async def reply(number: int, message: Message) -> None:
+        try:
+            answered = await answer(message)
+        except asyncio.CancelledError:
+            answered = {"error": "timeout"}
+        except BaseException as error:
+            answered = _error(error)
+        _send(replies, {"id": number, **answered})
+        del tasks[number]
+
+    while line := await lines.readline():
+        message = _loads(line)
+        if "cancel" in message:
+            if task := tasks.get(message["cancel"]):
+                task.cancel()
+            continue
+        number = message.pop("id")
+        tasks[number] = asyncio.create_task(reply(number, message))
+
+
+def _reply(answer: Answer, message: Message) -> Message:
     try:
         return answer(message)
-    except TimeoutError:
+    except BaseException as error:
+        return _error(error)
+
+
+def _error(error: BaseException) -> Message:
+    """Return the answer to a request whose function raised: whatever user code throws, SystemExit included, costs that
+    request alone."""
+    if isinstance(error, TimeoutError):
         return {"error": "timeout"}
-    except BaseException as error:  # whatever user code throws, SystemExit included, costs this one sample
-        text = "".join(traceback.format_exception_only(error)).strip()
-        readable = text[:_ERROR_CHARS].encode(errors="backslashreplace").decode()  # files hold no half surrogate pairs
-        return {"error": f"exception: {readable}", "traceback": _traceback(error)}
+    text = "".join(traceback.format_exception_only(error)).strip()
+    readable = text[:_ERROR_CHARS].encode(errors="backslashreplace").decode()  # files hold no half surrogate pairs
+    return {"error": f"exception: {readable}", "traceback": _traceback(error)}
 
 
 def _traceback(error: BaseException) -> str:

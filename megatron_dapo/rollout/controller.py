@@ -98,6 +98,11 @@ class Controller:
     async def start(self) -> None:
         """Start the reward workers and wait for all servers. Raises UserError or RolloutError."""
         await self._rewards.start()
+        if self._rewards.scores_groups and self._config.algorithm.adv_estimator == "remax":
+            raise UserError(
+                f"reward.function {self._config.reward.function} scores the responses to a prompt together, but "
+                "algorithm.adv_estimator remax needs the reward of one greedy response; take another of the two."
+            )
         if self._environments:
             await self._environments.start()
         await self._servers.start(self._rollout.server.startup_timeout_s)
@@ -151,6 +156,7 @@ class Controller:
             "rollout/slots_used": self._servers.mean_slots_used(),
             "rollout/servers_waiting": self._servers.mean_without_requests(),
             "rollout/held_s": self._filling.take_held_s(),
+            "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }
         if kv_used := self._servers.take_kv_used():
             metrics |= dict(zip(("rollout/kv_used_mean", "rollout/kv_used_max"), kv_used, strict=True))
@@ -321,6 +327,8 @@ def make_reward_pool(config: Config, data_sources: Iterable[str]) -> RewardPool:
         reward.pass_env,
         sources,
         reward.allow_unsandboxed,
+        reward.max_concurrency,
+        reward.batch_size,
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,9 @@ from megatron_dapo.rewards.shaping import OverlongShaping, shape
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError
+from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
 
@@ -80,6 +82,7 @@ class Sampler:
         # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
         # cache put back, "cached_tokens": of prompts that were still in the cache
         self.counts: Counter[str] = Counter()
+        self.reward_wait = RewardWait()
 
     async def sample_group(
         self,
@@ -112,18 +115,25 @@ class Sampler:
                 return await sampling()
             except (Aborted, NeedsSync) as reason:
                 reasons.append(reason)
+                if together is not None:
+                    together.give_up(reason)
                 return None
 
         async def sample(begun: PartialResponse | None) -> Sample:
-            finished = await self._sample(group, params, shaping, begun, on_partial)
+            finished = await self._sample(group, params, shaping, begun, on_partial, together)
             on_sample(finished)
             return finished
 
         greedy = replace(params, temperature=0.0, top_p=1.0, top_k=-1)
         num_new = n - len(group.samples)
+        together = self._verdicts_together(group, num_new)
         begun = (*group.partials, *[None] * num_new)[:num_new]
         baseline = [partial(self._sample, group, greedy, shaping)] if self._greedy_baseline else []
-        samples = await run_all(map(unless_ended, [*(partial(sample, one) for one in begun), *baseline]))
+        try:
+            samples = await run_all(map(unless_ended, [*(partial(sample, one) for one in begun), *baseline]))
+        finally:
+            if together is not None:
+                together.close()
         if reasons:
             raise reasons[0]
         baseline_reward = samples.pop().reward if self._greedy_baseline else None
@@ -136,23 +146,46 @@ class Sampler:
         shaping: OverlongShaping | None,
         begun: PartialResponse | None = None,
         on_partial: Callable[[PartialResponse], None] = lambda partial: None,
+        together: GroupVerdicts | None = None,
     ) -> Sample:
-        prompt = group.prompt
         generate = partial(self._generate, group)
-        if self._multi_turn is not None:
-            trajectory = await self._multi_turn.play(prompt, params, generate)
-        else:
-            trajectory = await single_turn(prompt, params, generate, begun, on_partial)
+        with self.reward_wait.writing():
+            if self._multi_turn is not None:
+                trajectory = await self._multi_turn.play(group.prompt, params, generate)
+            else:
+                trajectory = await single_turn(group.prompt, params, generate, begun, on_partial)
         text = self._tokenizer.decode(trajectory.tokens)
         try:
-            verdict = trajectory.verdict or await self._rewards.score(
-                prompt.data_source, text, prompt.ground_truth, prompt.extra_info
-            )
+            with self.reward_wait.scoring():
+                verdict = await self._verdict(group, trajectory, text, together)
         except BaseException:  # most often it is cancelled: a stop does not wait for a slow reward function
             if self._multi_turn is None:
                 on_partial(trajectory.partial())
             raise
         return _to_sample(group.uid, trajectory, text, verdict, shaping)
+
+    async def _verdict(
+        self, group: Group, trajectory: Trajectory, text: str, together: GroupVerdicts | None
+    ) -> RewardResult:
+        if trajectory.verdict is not None:
+            if together is not None:
+                together.leave_out()
+            return trajectory.verdict
+        if together is not None:
+            return await together.verdict(text)
+        prompt = group.prompt
+        return await self._rewards.score(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+
+    def _verdicts_together(self, group: Group, num_new: int) -> GroupVerdicts | None:
+        """Return where the responses of a group wait for each other, if its reward function scores them together."""
+        if not self._rewards.scores_groups:
+            return None
+        prompt = group.prompt
+
+        async def score(texts: Sequence[str]) -> list[RewardResult]:
+            return await self._rewards.score_group(prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
+
+        return GroupVerdicts(score, [sample.response_text for sample in group.samples], num_new)
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
         """Return what follows the tokens, by the server that the budget names where that one can take it.

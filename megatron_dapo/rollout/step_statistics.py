@@ -3,7 +3,7 @@
 Pure. What a metric is made of is a row of a table.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_dapo.data.types import Group, Sample
 
@@ -35,6 +35,11 @@ _MEANS: dict[str, Callable[[Sample], float | None]] = {
 _MEANS_WITH_REPLAYED: dict[str, Callable[[Sample], float]] = {
     "prompt_length/mean": lambda sample: len(sample.prompt_tokens),  # as it was answered
 }
+# metric of a data source, as reward/SOURCE/..., -> a generated sample's value, of which the mean is reported
+_MEANS_BY_SOURCE: dict[str, Callable[[Sample], float]] = {
+    "mean": lambda sample: sample.reward,
+    "accuracy": lambda sample: sample.correct,
+}
 
 
 class StepStatistics:
@@ -48,6 +53,7 @@ class StepStatistics:
         self._sums: dict[str, float] = {}  # metric -> sum over the samples
         self._num_values: dict[str, int] = {}  # metric -> values in the sum, of means
         self._lengths: list[int] = []  # shortest and longest response
+        self._sources: dict[str, dict[str, float]] = {}  # data source -> "num", "num_errors", sums of _MEANS_BY_SOURCE
 
     @property
     def num_samples(self) -> int:
@@ -64,13 +70,29 @@ class StepStatistics:
         self._add_values(_MEANS_WITH_REPLAYED, group.samples)
         lengths = [*self._lengths, *(sample.num_response_tokens for sample in generated)]
         self._lengths = [min(lengths), max(lengths)] if lengths else []
+        self._add_to_source(group.prompt.data_source or "unnamed", generated)
+
+    def _add_to_source(self, source: str, generated: Sequence[Sample]) -> None:
+        sums = self._sources.setdefault(source, dict.fromkeys(("num", "num_errors", *_MEANS_BY_SOURCE), 0))
+        sums["num"] += len(generated)
+        sums["num_errors"] += sum(sample.reward_error is not None for sample in generated)
+        for metric, value_of in _MEANS_BY_SOURCE.items():
+            sums[metric] += sum(map(value_of, generated))
+
+    def _of_sources(self) -> dict[str, float]:
+        """Return what is reported of each data source, where there are several."""
+        metrics: dict[str, float] = {}
+        for source, sums in self._sources.items() if len(self._sources) > 1 else ():
+            metrics[f"reward/{source}/num_errors"] = sums["num_errors"]
+            metrics |= {f"reward/{source}/{name}": sums[name] / sums["num"] for name in _MEANS_BY_SOURCE if sums["num"]}
+        return metrics
 
     def metrics(self) -> dict[str, float]:
         """Return the statistics by name; a mean over nothing (a step filled by earlier groups alone) is left out."""
         spread = dict(zip(("response_length/min", "response_length/max"), self._lengths, strict=False))
         counts = {metric: self._sums.get(metric, 0) for metric in _COUNTS}
         means = {metric: self._sums[metric] / number for metric, number in self._num_values.items()}
-        return counts | means | spread
+        return counts | means | spread | self._of_sources()
 
     def state_dict(self) -> dict:
         """Return plain data that survives JSON."""
@@ -79,6 +101,7 @@ class StepStatistics:
             "sums": dict(self._sums),
             "num_values": dict(self._num_values),
             "lengths": self._lengths,
+            "sources": {source: dict(sums) for source, sums in self._sources.items()},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -87,6 +110,7 @@ class StepStatistics:
         self._lengths = list(state["lengths"])
         self._sums = dict(state["sums"])
         self._num_values = dict(state["num_values"])
+        self._sources = {source: dict(sums) for source, sums in state.get("sources", {}).items()}
 
     def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Iterable[Sample]) -> None:
         for sample in samples:

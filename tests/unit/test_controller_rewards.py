@@ -1,5 +1,6 @@
 """What the controller makes of rewards: overlong responses, and reward functions that fail."""
 
+import json
 import pickle
 
 import pytest
@@ -101,3 +102,52 @@ def test_the_share_of_responses_without_a_verdict_that_ends_a_run_is_a_key(folde
             await controller.next_batch(1, 1)
 
     run_in_folder(folder, scenario, overrides=[f"reward.max_error_share={share}"])
+
+
+GROUP_REWARD = """
+def score(data_source, responses, ground_truth, extra_info):
+    best = max(responses, key=len)
+    return [{"score": responses.index(r) / 10 + (r == best), "correct": r.startswith("right")} for r in responses]
+"""
+
+
+def test_a_function_that_scores_a_prompts_responses_together_gets_all_of_them(folder):
+    (folder / "fake_rewards.py").write_text(GROUP_REWARD)
+
+    async def scenario(controller, servers):
+        batch = await controller.next_batch(1, 1)
+        for group in batch.groups:
+            rewards = [sample.raw_reward for sample in group.samples]
+            assert sorted(rewards) in ([0.0, 1.1], [0.1, 1.0]), "each has its place among both, and the longer one 1"
+            assert [sample.correct for sample in group.samples] == [reward < 1 for reward in rewards]
+        assert (await controller.evaluate(1, 1))["val/num_prompts"] == 3
+
+    val = ["data.val_files=[" + str(folder / "val.jsonl") + "]", "actor_rollout_ref.rollout.val_n=2"]
+    run_in_folder(folder, scenario, Script(default=("right", "wrong_long")), overrides=val)
+
+
+def test_remax_needs_the_reward_of_one_response(folder):
+    (folder / "fake_rewards.py").write_text(GROUP_REWARD)
+    with pytest.raises(UserError, match="scores the responses to a prompt together, but .*remax needs"):
+        run_in_folder(
+            folder,
+            lambda controller, servers: None,
+            overrides=["algorithm.adv_estimator=remax", "algorithm.dapo.dynamic_sampling.enable=false"],
+        )
+
+
+def test_rewards_are_reported_by_data_source_with_their_errors_and_what_sampling_waited_for_them(folder):
+    rows = [
+        {"prompt": f"p{number}", "label": "right", "data_source": "odd" if number % 2 else "even",
+         "extra_info": {"crash": bool(number % 2)}}
+        for number in range(20)
+    ]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    async def scenario(controller, servers):
+        metrics = (await controller.next_batch(1, 1)).metrics
+        assert metrics["reward/odd/num_errors"] == 2 and metrics["reward/even/num_errors"] == 0
+        assert metrics["reward/odd/mean"] == metrics["reward/even/accuracy"] == 0.5
+        assert 0 < metrics["reward/wait_share"] <= 1
+
+    run_in_folder(folder, scenario)

@@ -13,6 +13,9 @@ SECTIONS = "actor|critic|dapo|perf|prompt_length|replay|response_length|reward|r
 # whose names the code puts together
 MADE_FROM_PARTS = {
     "val/SOURCE/accuracy",
+    "reward/SOURCE/mean",
+    "reward/SOURCE/accuracy",
+    "reward/SOURCE/num_errors",
     "weight_sync/PHASE_s",
     "perf/max_memory_allocated_gb/ppN",
     "perf/max_memory_reserved_gb/ppN",

@@ -29,6 +29,8 @@ BEGUN = PartialResponse((2,) * 9, (-0.5,) * 9, (1,) * 9, ("http://one:1",))
 class AllRight:
     """Gives every response a point."""
 
+    scores_groups = False
+
     async def score(self, *_):
         return RewardResult(1.0, True)
 
@@ -336,6 +338,8 @@ def test_an_answer_that_waits_for_its_reward_when_it_is_cancelled_goes_on_later(
     asked = asyncio.Event()
 
     class Slow:
+        scores_groups = False
+
         async def score(self, *_):
             asked.set()
             await asyncio.Event().wait()

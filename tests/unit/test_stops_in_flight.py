@@ -48,6 +48,8 @@ class Rewards:
     async def start(self):
         pass
 
+    scores_groups = False
+
     async def score(self, data_source, response, *_):
         return RewardResult(float(response.startswith("right")), response.startswith("right"))
 

@@ -63,7 +63,11 @@ class RewardConfig(Section):
     num_workers: MayChangeOnResume[NumProcesses] = 2
     """Reward processes."""
     timeout_s: MayChangeOnResume[Seconds] = 5.0
-    """Hard limit of one reward; the worker is killed and the sample counts as wrong."""
+    """Hard limit of one call of the reward function; then the worker is killed and the sample counts as wrong."""
+    max_concurrency: MayChangeOnResume[PositiveInt] = 256
+    """Calls of an `async def` reward function that are under way at once, in all reward processes together."""
+    batch_size: MayChangeOnResume[PositiveInt] = 64
+    """Responses per call of a reward function that takes a batch, at most."""
     memory_limit_mb: MayChangeOnResume[Megabytes] = 2048
     """Address space of a reward process."""
     pass_env: MayChangeOnResume[list[str]] = []

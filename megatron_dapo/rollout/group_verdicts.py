@@ -1,0 +1,58 @@
+"""The verdicts on the responses to one prompt, where the reward function gives them all at once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from megatron_dapo.rewards.types import RewardResult
+
+
+class GroupVerdicts:
+    """Responses wait here for the last one; then all are scored."""
+
+    def __init__(
+        self, score: Callable[[Sequence[str]], Awaitable[list[RewardResult]]], texts: Sequence[str], num_new: int
+    ) -> None:
+        """score: of all texts. texts: of responses that have their verdict, but count in those of the others. num_new:
+        responses that will come."""
+        self._score = score
+        self._texts = [*texts]
+        self._num_before = len(texts)
+        self._num_missing = num_new
+        self._results: asyncio.Future[list[RewardResult]] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task | None = None
+
+    async def verdict(self, text: str) -> RewardResult:
+        """Return the verdict on a response when all are there. Raises the reason of `give_up`, and what score does."""
+        number = len(self._texts)
+        self._texts.append(text)
+        self._note_one()
+        return (await asyncio.shield(self._results))[number]
+
+    def leave_out(self) -> None:
+        """Wait for one response less: it has its verdict from elsewhere."""
+        self._note_one()
+
+    def give_up(self, reason: BaseException) -> None:
+        """Raise the reason to all that wait: some response does not come."""
+        if not self._results.done():
+            self._results.set_exception(reason)
+            self._results.exception()  # there may be nobody who waits
+
+    def close(self) -> None:
+        """End the scoring, if it is under way."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _note_one(self) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0 and len(self._texts) > self._num_before:
+            self._task = asyncio.create_task(self._score_all())
+
+    async def _score_all(self) -> None:
+        try:
+            results = await self._score(self._texts)
+        except Exception as error:
+            self.give_up(error)
+        else:
+            if not self._results.done():
+                self._results.set_result(results)
