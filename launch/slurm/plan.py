@@ -267,6 +267,11 @@ def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
             f"actor_rollout_ref.rollout.server.nnodes {num_servers} is {num_trainers + num_servers}; make them agree "
             f"(sbatch --nodes={num_trainers + num_servers})."
         )
+    if config.reward.model.path and not config.reward.model.url:
+        yield (
+            "reward.model.path is given without reward.model.url, but a Slurm job starts no server of a reward model; "
+            "start one beside it, and give its URL."
+        )
     if servers_per_node(config) > _PORTS_PER_JOB - _SERVER_PORT:
         yield (
             f"{servers_per_node(config)} servers on a node (actor_rollout_ref.rollout.server.num_servers / nnodes) are "

@@ -10,6 +10,7 @@ BUILT_IN_REWARDS = {
     "reasoning_gym": "megatron_dapo.rewards.reasoning_gym:reasoning_gym",
     "code_tests": "megatron_dapo.rewards.code.reward:code_tests",
     "environment": "megatron_dapo.rewards.text:environment",
+    "none": "megatron_dapo.rewards.text:none",
 }
 BUILT_IN_ENVIRONMENTS = {
     "reasoning_gym": "megatron_dapo.envs.reasoning_gym:ReasoningGym",

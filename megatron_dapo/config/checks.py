@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
 from megatron_dapo.config.correction_checks import CORRECTION_CHECKS
-from megatron_dapo.config.derived import longest_micro_batch_sample, parallel_sizes, state_keys, uses_critic
+from megatron_dapo.config.derived import (
+    is_server_url,
+    longest_micro_batch_sample,
+    parallel_sizes,
+    state_keys,
+    uses_critic,
+)
 from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, ROLLOUT, STAGES, WITHOUT_SERVERS, WORLD
 from megatron_dapo.config.keys import known_keys, show_text
 from megatron_dapo.config.loader import nearest
@@ -290,6 +296,7 @@ def run_folder_name(config: Config) -> Iterator[Mistake]:
 
 def reward(config: Config) -> Iterator[Mistake]:
     yield from variable_names("reward.pass_env", config.reward.pass_env)
+    yield from _reward_model(config)
     name = config.reward.function
     names = sorted([*BUILT_IN_REWARDS, BY_DATA_SOURCE])
     if name in names or IMPORT_PATH.fullmatch(name):
@@ -300,6 +307,28 @@ def reward(config: Config) -> Iterator[Mistake]:
         f"reward.function is {name!r}, which is neither {', '.join(names)} nor of the form "
         f"package.module:function{f'; the nearest is {near}' if near else ''}.",
     )
+
+
+def _reward_model(config: Config) -> Iterator[Mistake]:
+    model = config.reward.model
+    if not model.path:
+        if config.reward.function == "none":
+            yield Mistake(
+                ("reward.function", "reward.model.path"),
+                "reward.function is none, which leaves the reward to a model, but reward.model.path is null; give one, "
+                "or name another reward.function.",
+            )
+        return
+    if config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield Mistake(
+            ("reward.model.path", "actor_rollout_ref.rollout.multi_turn.enable"),
+            "reward.model.path is given, but with actor_rollout_ref.rollout.multi_turn.enable the environment gives "
+            "the reward; leave one of the two out.",
+        )
+    if model.url and not is_server_url(model.url):
+        yield Mistake(
+            ("reward.model.url",), f"reward.model.url is {model.url!r}, but must be of the form http://host:port."
+        )
 
 
 CHECKS = (

@@ -13,9 +13,13 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+Render = Callable[..., str]
+"""(messages, add_generation_prompt=True) -> text."""
 
-def compile_template(source: str, special_tokens: Mapping[str, str]) -> Callable[[Sequence[dict[str, Any]]], str]:
-    """Return a function messages -> text, ready for the model's answer. Both raise jinja2.TemplateError.
+
+def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
+    """Return a function (messages, add_generation_prompt) -> text, with it ready for the model's answer. Both raise
+    jinja2.TemplateError.
 
     special_tokens: what the template knows as bos_token, eos_token ...
     """
@@ -27,10 +31,9 @@ def compile_template(source: str, special_tokens: Mapping[str, str]) -> Callable
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     template = environment.from_string(source)
 
-    def render(messages: Sequence[dict[str, Any]]) -> str:
-        return template.render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **special_tokens
-        )
+    def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        own = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        return template.render(messages=list(messages), **own, **special_tokens)
 
     return render
 

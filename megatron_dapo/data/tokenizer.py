@@ -5,7 +5,7 @@ equal to those of transformers' AutoTokenizer.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.chat_template import compile_template
+from megatron_dapo.data.chat_template import Render, compile_template
 from megatron_dapo.data.token_arrays import TokenIds
 
 Messages = Sequence[dict[str, Any]]
@@ -79,12 +79,22 @@ class Tokenizer:
         is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()  # Llama 2: " </s>"
         return tuple(tokens[end + 1 :] if is_written else tokens)
 
+    def encode_answered(self, prompt: str | Messages, response: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt with its response, as the chat template ends a turn; joined where the model has
+        no template. For classifiers, which read finished answers. Raises as `encode_prompt`."""
+        if not self.has_chat_template:
+            text = (prompt if isinstance(prompt, str) else _joined(prompt)) + response
+            return tuple(self._backend.encode(text).ids)
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = self._rendered([*asked, {"role": "assistant", "content": response}], add_generation_prompt=False)
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
     def decode(self, tokens: TokenIds, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, exactly: no clean-up of spaces."""
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def _rendered(self, messages: Messages) -> str:
+    def _rendered(self, messages: Messages, add_generation_prompt: bool = True) -> str:
         if self._render is None:
             raise UserError(
                 f"data.apply_chat_template: true, but the model in {_KEY} = {str(self._folder)!r} has no chat "
@@ -92,11 +102,11 @@ class Tokenizer:
                 f"set data.apply_chat_template: false to use the prompts as they are."
             )
         try:
-            return self._render(messages)
+            return self._render(messages, add_generation_prompt)
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
-    def _compile(self, template: str | None) -> Callable[[Messages], str] | None:
+    def _compile(self, template: str | None) -> Render | None:
         """Return the function that renders messages, None without a template."""
         try:
             return None if template is None else compile_template(template, self._special_tokens)

@@ -16,12 +16,19 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.evaluation.answer_file import AnswerFile
-from megatron_dapo.rollout.controller import make_environments, make_reward_pool, make_sampler, make_server_pool
+from megatron_dapo.rollout.controller import (
+    make_environments,
+    make_reward_model,
+    make_reward_pool,
+    make_sampler,
+    make_server_pool,
+)
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.evaluation import sample_answers
 from megatron_dapo.rollout.records import answer_record
+from megatron_dapo.rollout.run_servers import RunServers
 from megatron_dapo.rollout.server_pool import ServerPool
-from megatron_dapo.rollout.supervisor import POLL_INTERVAL_S, ServerSupervisor
+from megatron_dapo.rollout.supervisor import POLL_INTERVAL_S
 from megatron_dapo.rollout.verdicts import TooFewVerdicts
 
 log = logging.getLogger(__name__)
@@ -63,9 +70,12 @@ async def answer(
     environments = make_environments(config)
     rewards = make_reward_pool(config, [prompt.data_source for prompt in prompts])
     servers = make_server_pool(config)
+    reward_model = make_reward_model(config)
     work = Work()
     try:
         await rewards.start()
+        if reward_model is not None:
+            await reward_model.start(config.actor_rollout_ref.rollout.server.startup_timeout_s)
         if environments is not None:
             await environments.start()
         await servers.start(config.actor_rollout_ref.rollout.server.startup_timeout_s)
@@ -79,7 +89,7 @@ async def answer(
             work.num_tokens += sample.num_written_tokens
             on_answer()
 
-        sampler = make_sampler(config, servers, rewards, tokenizer, environments, exact=True)
+        sampler = make_sampler(config, servers, rewards, tokenizer, environments, reward_model, exact=True)
         began = time.monotonic()
         await sample_answers(sampler, prompts, config, rewards, keep, answers.records)
         work.seconds = time.monotonic() - began
@@ -91,6 +101,8 @@ async def answer(
         raise
     finally:
         await rewards.close()
+        if reward_model is not None:
+            await reward_model.close()
         if environments is not None:
             await environments.close()
         await servers.close()
@@ -108,14 +120,15 @@ async def _common_version(servers: ServerPool) -> int:
 
 
 async def beside_servers(config: Config, logs: Path, work: Callable[[list[str]], Coroutine[Any, Any, Work]]) -> Work:
-    """Start the config's servers, and return what `work` returns, which gets what names them in a config.
+    """Start the servers that the config gives no URL of, and return what `work` returns, which gets what names them in
+    a config.
 
     They end with the work, whatever happens. Raises ServerFailure where they cannot be kept alive.
     """
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "servers") as owner:  # one thread owns a supervisor
         in_thread = partial(loop.run_in_executor, owner)
-        servers = await in_thread(ServerSupervisor, config, logs)
+        servers = await in_thread(RunServers, config, logs)
         try:
             await in_thread(servers.start)
             tasks = [
@@ -134,7 +147,7 @@ async def beside_servers(config: Config, logs: Path, work: Callable[[list[str]],
             await in_thread(servers.stop)
 
 
-async def _keep_alive(servers: ServerSupervisor, in_thread: Callable) -> Work:
+async def _keep_alive(servers: RunServers, in_thread: Callable) -> Work:
     while True:
         await in_thread(servers.check)
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -33,6 +33,8 @@ _RESET = (
     f"{_ROLLOUT}.server_api_key_file=null",
     f"{_ROLLOUT}.server.nnodes=0",
     f"{_ROLLOUT}.max_staleness=0",
+    "reward.model.url=null",
+    "reward.model.api_key_file=null",
     "trainer.log_dir=null",
     "trainer.replay=null",
     "trainer.synthetic_batch=false",
@@ -138,6 +140,7 @@ class _Evaluation:
         from megatron_dapo.rewards.worker_pool import WorkerLost
         from megatron_dapo.rollout.client import ServerError
         from megatron_dapo.rollout.errors import RolloutError
+        from megatron_dapo.rollout.run_servers import starts_reward_model
         from megatron_dapo.rollout.supervisor import ServerFailure
 
         step = _step_of(self._named)
@@ -152,7 +155,7 @@ class _Evaluation:
                 return await ask(_config_of(self._arguments, [*self._overrides, *named]))
 
             try:
-                if starts_servers(self._config):
+                if starts_servers(self._config) or starts_reward_model(self._config):
                     served = self._served_config()
                     own = answering.beside_servers(served, RunFolder.of(served.trainer).logs, ask_own)
                     work = asyncio.run(answering.until_signal(own))
@@ -316,6 +319,18 @@ def _settings(config: Config, model: Path, prompts: Sequence[Any]) -> dict[str, 
         f"{_ROLLOUT}.multi_turn": rollout.multi_turn.model_dump(mode="json") if rollout.multi_turn.enable else None,
         "reward.function": config.reward.function,
         "reward.kwargs": config.reward.kwargs,
+        **_reward_model_settings(config),
+    }
+
+
+def _reward_model_settings(config: Config) -> dict[str, Any]:
+    reward = config.reward
+    if not reward.model.path:
+        return {}
+    return {
+        "reward.model.path": reward.model.path,
+        "reward.model.weight": reward.model.weight,
+        "reward.combine": reward.combine,
     }
 
 

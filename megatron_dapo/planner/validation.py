@@ -17,6 +17,7 @@ from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, own_host
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.planner.model_checks import (
     MODEL_CHECKS,
@@ -225,6 +226,14 @@ def _transformer_engine(config: Config) -> Iterator[Mistake]:
         )
 
 
+def _reward_model(config: Config) -> Iterator[Mistake]:
+    if path := config.reward.model.path:
+        try:
+            architecture_of(str(ModelFolder.of(path).hf))
+        except UserError as error:
+            yield from (Mistake(("reward.model.path",), sentence) for sentence in error.sentences)
+
+
 def _server_key(config: Config) -> Iterator[Mistake]:
     if uses_servers(config):
         try:
@@ -263,7 +272,16 @@ def _paths_of_rewards(config: Config) -> Iterator[tuple[tuple[str, ...], str | N
         yield (f"{MULTI_TURN}.environment", f"{MULTI_TURN}.enable", *WITHOUT_SERVERS), multi_turn.environment
 
 
-MACHINE_CHECKS = (_prompt_files, _replay, _checkpoints, _transformer_engine, _server_key, own_host, _own_code)
+MACHINE_CHECKS = (
+    _prompt_files,
+    _replay,
+    _checkpoints,
+    _transformer_engine,
+    _server_key,
+    _reward_model,
+    own_host,
+    _own_code,
+)
 EVALUATION_CHECKS = (
     *ROLLOUT_CHECKS,
     prompt_template,
@@ -271,6 +289,7 @@ EVALUATION_CHECKS = (
     _files_to_evaluate,
     _model_to_evaluate,
     _server_key,
+    _reward_model,
     own_host,
     _rewarding_code,
 )

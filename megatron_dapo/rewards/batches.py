@@ -1,40 +1,38 @@
-"""Batches of responses for a reward function that takes many at once: those that wait when a call becomes free."""
+"""Batches of responses for whoever scores many at once: those that wait when a call becomes free."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from megatron_dapo.rewards.forms import RewardRequest
+from typing import Any, Generic, TypeVar
 
 Reply = dict[str, Any]
-Call = Callable[[Sequence[RewardRequest]], Awaitable[Reply]]
+Request = TypeVar("Request")
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _Waiting(Generic[Request]):
     """A response that waits for its verdict. is_alone: its batch failed, so it is asked for by itself."""
 
-    request: RewardRequest
+    request: Request
     reply: asyncio.Future[Reply]
     is_alone: bool = False
 
 
-class Batches:
+class Batches(Generic[Request]):
     """Puts requests together. A batch that fails is asked for response by response: one bad response costs one."""
 
-    def __init__(self, call: Call, num_calls: int, batch_size: int) -> None:
+    def __init__(self, call: Callable[[Sequence[Request]], Awaitable[Reply]], num_calls: int, batch_size: int) -> None:
         """call: returns {"verdicts": one per request} or {"error": ...}; raises only where the pool is closed.
         num_calls: at most so many at once; batch_size: requests per call, at most."""
         self.num_calls = num_calls
         self._call = call
         self._batch_size = batch_size
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Waiting[Request]] = deque()
         self._tasks: set[asyncio.Task] = set()
 
-    async def reply(self, request: RewardRequest) -> Reply:
-        """Return what the function says of a response: a verdict, or {"error": ...}."""
+    async def reply(self, request: Request) -> Reply:
+        """Return what is said of a response: a verdict, or {"error": ...}."""
         entry = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         if len(self._tasks) < self.num_calls:
@@ -70,9 +68,9 @@ class Batches:
                 if not entry.reply.done():
                     entry.reply.set_result(verdict)
 
-    def _next(self) -> list[_Waiting]:
+    def _next(self) -> list[_Waiting[Request]]:
         """Return the next batch, without those that nobody waits for any more."""
-        batch: list[_Waiting] = []
+        batch: list[_Waiting[Request]] = []
         while self._waiting and len(batch) < self._batch_size:
             entry = self._waiting[0]
             if batch and (entry.is_alone or batch[0].is_alone):

@@ -64,3 +64,8 @@ def exact_match(
         truth = truth.casefold()
     correct = bool(has_marker) and answer == truth
     return {"score": 1.0 if correct else 0.0, "correct": correct, "pred": answer if has_marker else None}
+
+
+def none(data_source: str, response: str, ground_truth: str, extra_info: dict) -> Verdict:
+    """Return 0, not correct: `reward.model` scores alone."""
+    return {"score": 0.0, "correct": False}

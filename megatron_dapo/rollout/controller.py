@@ -19,6 +19,7 @@ from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, PartialResponse, Prompt, RolloutBatch, Sample
 from megatron_dapo.envs.pool import EnvironmentPool
 from megatron_dapo.huggingface.model_spec import read_vocab_size
+from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.registry import check_reward
 from megatron_dapo.rewards.shaping import OverlongShaping
@@ -32,6 +33,7 @@ from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.group_filter import filter_in_words
 from megatron_dapo.rollout.group_queue import RolloutStep
 from megatron_dapo.rollout.records import group_record
+from megatron_dapo.rollout.reward_model import RewardModel
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
 from megatron_dapo.rollout.server import ServerState
 from megatron_dapo.rollout.server_list import ServerList
@@ -44,7 +46,7 @@ from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
 from megatron_dapo.rollout.validation import Validation
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.storage.server_key import given_server_key
+from megatron_dapo.storage.server_key import given_server_key, read_server_key
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +78,10 @@ class Controller:
         sources = {prompt.data_source for prompt in (*self._prompts, *self._val_prompts)}
         self._servers = make_server_pool(config)
         self._rewards = make_reward_pool(config, sources)
+        self._reward_model = make_reward_model(config)
         self._environments = make_environments(config)
-        sampler = partial(make_sampler, config, self._servers, self._rewards, tokenizer, self._environments)
+        scoring = (self._rewards, tokenizer, self._environments, self._reward_model)
+        sampler = partial(make_sampler, config, self._servers, *scoring)
         greedy_baseline = config.algorithm.adv_estimator == "remax"
         self._sampler = sampler(greedy_baseline=greedy_baseline, exact=not rollout.max_staleness)
         val_sampler = sampler(exact=True)  # a second one: its retries are not the step's
@@ -105,6 +109,8 @@ class Controller:
             )
         if self._environments:
             await self._environments.start()
+        if self._reward_model:
+            await self._reward_model.start(self._rollout.server.startup_timeout_s)
         await self._servers.start(self._rollout.server.startup_timeout_s)
         if self._rollout.max_staleness > 0:
             await require_in_flight_updates([server.client for server in self._servers.servers])
@@ -210,6 +216,8 @@ class Controller:
         await self._validation.cancel()
         await self._filling.cancel()
         await self._rewards.close()
+        if self._reward_model:
+            await self._reward_model.close()
         if self._environments:
             await self._environments.close()
         await self._servers.close()
@@ -338,6 +346,7 @@ def make_sampler(
     rewards: RewardPool,
     tokenizer: Tokenizer,
     environments: EnvironmentPool | None,
+    reward_model: RewardModel | None,
     greedy_baseline: bool = False,
     exact: bool = False,
 ) -> Sampler:
@@ -348,7 +357,25 @@ def make_sampler(
     multi_turn: MultiTurn | None = None
     if environments is not None:
         multi_turn = MultiTurn(environments, tokenizer, config.data.apply_chat_template, turn_limits(config))
-    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact)
+    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact, reward_model)
+
+
+def make_reward_model(config: Config) -> RewardModel | None:
+    """Return the scores by the model of `reward.model`, None without one. Raises UserError where no server is named, or
+    the folder is no classifier's."""
+    model = config.reward.model
+    if not model.path:
+        return None
+    if not model.url:
+        raise UserError(
+            "reward.model.path is given without reward.model.url; give the URL of a running server of it, or use "
+            "`python -m launch.local`, which starts one."
+        )
+    folder = ModelFolder.of(model.path).hf
+    architecture_of(str(folder))
+    api_key = read_server_key(model.api_key_file) if model.api_key_file else None
+    down_timeout_s = config.actor_rollout_ref.rollout.server.startup_timeout_s
+    return RewardModel(config.reward, load_tokenizer(folder), SGLangClient(model.url, api_key), down_timeout_s)
 
 
 def make_environments(config: Config) -> EnvironmentPool | None:

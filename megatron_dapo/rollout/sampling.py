@@ -19,6 +19,7 @@ from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
+from megatron_dapo.rollout.reward_model import RewardModel
 from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
@@ -57,7 +58,7 @@ class Sampler:
     multi_turn: plays the samples with an environment; none = one turn each. greedy_baseline: one greedy answer per
     prompt beside its samples, whose shaped reward is the group's baseline. exact: every token has to be written by the
     weight version that the server pool expects; else by that of the group's draw or a later one, so that a response may
-    go on while weights are pushed.
+    go on while weights are pushed. reward_model: scores responses beside the rewards; none = they alone do.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Sampler:
         multi_turn: MultiTurn | None = None,
         greedy_baseline: bool = False,
         exact: bool = False,
+        reward_model: RewardModel | None = None,
     ) -> None:
         self._servers = servers
         self._rewards = rewards
@@ -79,6 +81,7 @@ class Sampler:
         self._multi_turn = multi_turn
         self._greedy_baseline = greedy_baseline
         self._exact = exact
+        self._reward_model = reward_model
         # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
         # cache put back, "cached_tokens": of prompts that were still in the cache
         self.counts: Counter[str] = Counter()
@@ -171,10 +174,14 @@ class Sampler:
             if together is not None:
                 together.leave_out()
             return trajectory.verdict
-        if together is not None:
-            return await together.verdict(text)
         prompt = group.prompt
-        return await self._rewards.score(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+        if together is not None:
+            verdict = await together.verdict(text)
+        else:
+            verdict = await self._rewards.score(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+        if self._reward_model is not None:
+            verdict = await self._reward_model.combined(verdict, prompt.messages, text)
+        return verdict
 
     def _verdicts_together(self, group: Group, num_new: int) -> GroupVerdicts | None:
         """Return where the responses of a group wait for each other, if its reward function scores them together."""

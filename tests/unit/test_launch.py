@@ -299,7 +299,9 @@ class LostServers:
 def test_a_trainer_that_has_begun_may_save_when_the_last_server_is_lost(
     tmp_path, capfd, monkeypatch, were_healthy, code
 ):
-    monkeypatch.setattr("megatron_dapo.rollout.supervisor.ServerSupervisor", lambda *_, **__: LostServers(were_healthy))
+    monkeypatch.setattr(
+        "megatron_dapo.rollout.run_servers.ServerSupervisor", lambda *_, **__: LostServers(were_healthy)
+    )
     started = load_config(None, [f"trainer.run_dir={tmp_path / 'run'}"])
     ranks = rank_script("time.sleep(2); open('saved', 'w'); sys.exit(7)")
     monkeypatch.chdir(tmp_path)

@@ -12,10 +12,21 @@ from megatron_dapo.rollout.keyed_sglang import SERVED_MODELS
 pytestmark = pytest.mark.unit
 
 
+def _module(name: str) -> ast.Module:
+    (folder,) = find_spec(SERVED_MODELS).submodule_search_locations
+    assert {path.stem for path in Path(folder).glob("*.py")} == {"__init__", "decoders", "classifiers"}
+    return ast.parse((Path(folder) / f"{name}.py").read_text())
+
+
 def test_every_family_is_imported_by_a_server_and_nothing_else():
     """A family that lacks here would still be served, after an import of all models."""
-    (folder,) = find_spec(SERVED_MODELS).submodule_search_locations
-    (module,) = (path for path in Path(folder).glob("*.py") if path.name != "__init__.py")
-    *imports, entries = ast.parse(module.read_text()).body[1:]
+    *imports, entries = _module("decoders").body[1:]
     imported = {alias.name for statement in imports for alias in statement.names}
     assert imported == {element.id for element in entries.value.elts} == FAMILIES.keys()
+
+
+def test_every_dense_family_has_a_classifier_for_reward_models():
+    """Under the name that Hugging Face gives it; a mixture's classifier SGLang does not have."""
+    classes = {node.name for node in _module("classifiers").body if isinstance(node, ast.ClassDef)}
+    dense = {name for name in FAMILIES if "Moe" not in name}
+    assert classes == {name.replace("ForCausalLM", "ForSequenceClassification") for name in dense}

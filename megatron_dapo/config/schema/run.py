@@ -54,10 +54,24 @@ class DataConfig(Section):
     """Render chat messages with the tokenizer's chat template; with false their contents are joined as they are."""
 
 
+class RewardModelConfig(Section):
+    path: str | None = None
+    """A sequence classifier with one label (Hugging Face), or a critic's value-head checkpoint, that scores responses;
+    null = none does."""
+    url: Annotated[MayChangeOnResume[str | None], ActsIf(IsNot("path", None))] = None
+    """A running SGLang server of it; null = `launch.local` and `eval` start one."""
+    api_key_file: Annotated[MayChangeOnResume[str | None], ActsIf(IsNot("url", None))] = None
+    """File with the key of that server; null = it demands none."""
+    weight: Annotated[float, ActsIf(IsNot("path", None))] = 1.0
+    """Factor of its scores."""
+    tensor_model_parallel_size: Annotated[MayChangeOnResume[PositiveInt], ActsIf(IsNot("path", None))] = 1
+    """GPUs of the server that is started."""
+
+
 class RewardConfig(Section):
     function: str = "by_data_source"
     """math_dapo, math_verify, exact_match, reasoning_gym, code_tests, environment (multi-turn: it gives the reward),
-    `package.module:function`, or by_data_source (each prompt's own)."""
+    none (`reward.model` alone scores), `package.module:function`, or by_data_source (each prompt's own)."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the reward function."""
     num_workers: MayChangeOnResume[NumProcesses] = 2
@@ -77,6 +91,11 @@ class RewardConfig(Section):
         False
     )
     """Where no sandbox can be made, run the model's programs without one, with the rights of this user."""
+    model: RewardModelConfig = RewardModelConfig()
+    """A model that scores responses, beside the function or alone."""
+    combine: Annotated[Literal["sum", "model"], ActsIf(IsNot("reward.model.path", None))] = "sum"
+    """sum: the scores of function and model are added. model: the model's is the reward, and the function says what is
+    correct."""
     max_error_share: MayChangeOnResume[Fraction] = 0.5
     """Largest share of a step's responses that may get no verdict: the function raised, ran out of time, or its process
     ended. Above it, and where none got one, the run stops, saved, and shows a traceback of the function."""

@@ -1,0 +1,36 @@
+"""What a folder must be to be served as a reward model."""
+
+import json
+from pathlib import Path
+
+from megatron_dapo.common.errors import UserError
+
+_ARCHITECTURES = ("ForSequenceClassification", "ForTokenClassification")
+
+
+def architecture_of(path: str) -> str:
+    """Return the architecture of the classifier in a folder. Raises UserError where it holds no classifier with one
+    label and a tokenizer."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(
+            f"reward.model.path is {path}, which has no config.json that can be read; give the folder of a Hugging "
+            f"Face checkpoint."
+        ) from None
+    if not (Path(path) / "tokenizer.json").is_file():
+        raise UserError(f"reward.model.path is {path}, which has no tokenizer.json; put the model's own there.")
+    [name, *_] = config.get("architectures") or ["no architecture"]
+    if not name.endswith(_ARCHITECTURES):
+        raise UserError(
+            f"reward.model.path is {path}, whose config.json names {name}; give a sequence classifier "
+            f"(...ForSequenceClassification), or the value-head checkpoint of a critic."
+        )
+    labels = config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if num_labels != 1:
+        raise UserError(
+            f"reward.model.path is {path}, a classifier of {num_labels} labels; give a reward model, which has one."
+        )
+    return name

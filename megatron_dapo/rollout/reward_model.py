@@ -1,0 +1,97 @@
+"""Scores by a reward model: a sequence classifier that an SGLang server serves, asked in batches."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.run import RewardConfig
+from megatron_dapo.data.tokenizer import Messages, Tokenizer
+from megatron_dapo.rewards.batches import Batches
+from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rollout.client import ServerError, SGLangClient
+
+_BATCH_SIZE = 32
+_NUM_CALLS = 4  # batches under way: the server joins them
+_PAUSE_S = 0.5  # between two attempts while the server is down
+
+log = logging.getLogger(__name__)
+
+
+class RewardModel:
+    """The scores of responses by the classifier of `reward.model`, added to or in place of those of the rule."""
+
+    def __init__(self, config: RewardConfig, tokenizer: Tokenizer, client: SGLangClient, down_timeout_s: float) -> None:
+        """Prepare the requests.
+
+        Args:
+            config: how its scores are weighed and combined.
+            tokenizer: the classifier's own.
+            client: of the server.
+            down_timeout_s: how long the server may be away, before responses go without its score.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._client = client
+        self._down_timeout_s = down_timeout_s
+        self._batches = Batches(self._classify, _NUM_CALLS, _BATCH_SIZE)
+
+    async def start(self, timeout_s: float) -> None:
+        """Wait until the server is healthy. Raises UserError where it is not in time."""
+        try:
+            await self._client.wait_healthy(timeout_s)
+        except ServerError as error:
+            raise UserError(
+                f"reward.model.url is {self._client.url}, but no server is ready there ({error}); start one, or leave "
+                f"the key out to have one started."
+            ) from None
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._batches.close()
+        await self._client.close()
+
+    async def combined(self, verdict: RewardResult, messages: str | Messages, response: str) -> RewardResult:
+        """Return the rule's verdict on a response with the model's score in it; without one, its error.
+
+        `correct` stays the rule's; where that is `none`, a score above 0 is correct.
+        """
+        if verdict.error is not None:
+            return verdict
+        reply = await self._batches.reply(self._tokenizer.encode_answered(messages, response))
+        if "error" in reply:
+            return RewardResult(verdict.score, correct=False, error=reply["error"], answer=verdict.answer)
+        score = self._config.model.weight * reply["score"]
+        correct = score > 0 if self._config.function == "none" else verdict.correct
+        rule = verdict.score if self._config.combine == "sum" else 0.0
+        return RewardResult(rule + score, correct, answer=verdict.answer)
+
+    async def _classify(self, batch: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        """Return {"verdicts": [{"score": ...}, ...]} or {"error": ...}; while the server is down, wait for it."""
+        given_up_at = time.monotonic() + self._down_timeout_s
+        while True:
+            try:
+                answers = await self._client.post("/classify", {"input_ids": [list(tokens) for tokens in batch]})
+                return {"verdicts": [{"score": score} for score in _scores(answers, len(batch))]}
+            except ServerError as error:
+                if error.status is not None and error.status < 500:  # it does not take what it was sent
+                    return {"error": f"exception: {error}"}
+                if time.monotonic() > given_up_at:
+                    log.warning("the reward model gives no scores: %s", error)
+                    return {"error": f"crash: {error}"}
+            except ValueError as error:
+                return {"error": f"exception: {error}"}
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _scores(answers: Any, number: int) -> list[float]:
+    """Return the scores of an answer of the server. Raises ValueError where it has no finite score for each."""
+    rows = answers if isinstance(answers, list) else [answers]
+    numbers = [float(row["embedding"][0]) for row in rows if isinstance(row, dict) and row.get("embedding")]
+    scores = [score for score in numbers if math.isfinite(score)]
+    if len(scores) != number:
+        raise ValueError(f"the reward model gave {len(scores)} finite scores for {number} responses")
+    return scores
