@@ -1,5 +1,8 @@
-"""Run on every rank: rank 0 hands out bytes at several layouts. Argument: the file that rank 0 saves to, by layout,
-what every rank got, where it is, and how many bytes it sent to single ranks."""
+"""Run on every rank: rank 0 hands out bytes at several layouts, and brings a batch that it cannot cut.
+
+Argument: the file that rank 0 saves to, by layout, what every rank got, where it is, how many bytes it sent to single
+ranks, and what it raised.
+"""
 
 import sys
 from unittest.mock import patch
@@ -8,8 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.planner.model_shapes import model_json_named
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.distribute import StepDistributor
 from tests.distributed.process_groups import leave
+from tests.synthetic import synthetic_groups
 
 LAYOUTS = {"tp2_dp2": {"tp": 2}, "pp2_dp2": {"pp": 2}, "tp2_pp2": {"tp": 2, "pp": 2}, "dp4": {}}
 
@@ -34,11 +43,25 @@ def handed_out(layout: ParallelLayout) -> dict:
     return {"coordinates": layout.coordinates(), "got": got.tolist(), "num_sent": num_sent}
 
 
+def refusal(layout: ParallelLayout) -> list[str]:
+    """What this rank raises where rank 0 has samples over the cap: the error's kind and its sentence."""
+    cap = "actor_rollout_ref.actor.max_tokens_per_microbatch=8"
+    config = load_config(None, ["actor_rollout_ref.model.path=unused", cap])
+    distribute = StepDistributor(config, layout, model_spec(model_json_named("qwen2.5-0.5b"), ""))
+    groups = synthetic_groups(64, num_groups=1) if layout.rank == 0 else None
+    try:
+        distribute(7, groups)
+    except UserError as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
 def main(path: str) -> None:
     answers = {}
     for name, sizes in LAYOUTS.items():
         layout = ParallelLayout.initialize(**sizes)
-        answers[name] = layout.gather(handed_out(layout)), layout.replicas
+        refused = refusal(layout)  # first: what is handed out after it shows that all ranks are at the same point
+        answers[name] = layout.gather(handed_out(layout) | {"refused": refused}), layout.replicas
         leave(layout)
     if dist.get_rank() == 0:
         torch.save(answers, path)

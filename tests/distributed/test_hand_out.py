@@ -32,3 +32,13 @@ def test_the_ranks_that_hold_a_model_together_have_one_data_parallel_rank(answer
     ranks, replicas = answers[name]
     of_dp = [tuple(i for i, rank in enumerate(ranks) if rank["coordinates"].dp == dp) for dp in range(len(replicas))]
     assert [tuple(each) for each in replicas] == of_dp
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_batch_that_rank_0_cannot_cut_is_the_same_error_on_all_ranks(answers, name):
+    ranks, _ = answers[name]
+    refused = ranks[0]["refused"]
+    assert [rank["refused"] for rank in ranks] == [refused] * 4
+    kind, sentence = refused
+    assert kind == "SharedUserError"
+    assert "does not fit into actor_rollout_ref.actor.max_tokens_per_microbatch=8: raise it to at least" in sentence
