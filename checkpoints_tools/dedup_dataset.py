@@ -23,7 +23,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import whole_file
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.data.prompt_files import rows_of
-from megatron_dapo.data.prompts import content_key
+from megatron_dapo.data.prompts import Columns, content_key
 from megatron_dapo.storage.file_lock import FileLock
 
 BATCH_ROWS = 8192  # read at once, and of a row group written
@@ -67,7 +67,7 @@ class Report:
 
     def is_first(self, row: dict[str, Any], place: str, prompt_key: str) -> bool:
         """Count the row; return True for the first of its kind. Raises UserError for a row that is no prompt."""
-        key = bytes.fromhex(content_key(row, place, prompt_key))
+        key = bytes.fromhex(content_key(row, place, Columns(prompt_key)))
         self.copies[key] += 1
         if self.copies[key] > 1:
             return False

@@ -230,6 +230,28 @@ def evaluation(config: Config) -> Iterator[Mistake]:
         )
 
 
+def chosen_prompts(config: Config) -> Iterator[Mistake]:
+    data = config.data
+    if data.mixture and len(data.mixture) != len(data.train_files):
+        yield Mistake(
+            ("data.mixture", "data.train_files"),
+            f"data.mixture has {len(data.mixture)} weights, but data.train_files has {len(data.train_files)} files; "
+            f"give one weight per file.",
+        )
+    band = data.pass_rate
+    if band is not None and (len(band) != 2 or band[0] > band[1]):
+        yield Mistake(
+            ("data.pass_rate",),
+            f"data.pass_rate is {band}, but must be [lowest, highest], such as [0.05, 0.95].",
+        )
+    if data.mixture and config.exp_manager.experience_replay.enable:
+        yield Mistake(
+            ("data.mixture", "exp_manager.experience_replay.enable"),
+            "data.mixture gives shares of the draws, but exp_manager.experience_replay.enable draws prompts of earlier "
+            "steps beside them; leave one of the two out.",
+        )
+
+
 def prompt_template(config: Config) -> Iterator[Mistake]:
     if "{prompt}" not in config.data.prompt_template:
         yield Mistake(
@@ -343,6 +365,7 @@ CHECKS = (
     *CORRECTION_CHECKS,
     optimizer,
     *ROLLOUT_CHECKS,
+    chosen_prompts,
     prompt_template,
     evaluation,
     logger,

@@ -1,10 +1,9 @@
-"""Prompts from prompt files: read, checked, deduplicated, tokenized, limited in length; the cursor that draws them."""
+"""Prompts from prompt files: read, checked, deduplicated, tokenized, limited in length."""
 
 import hashlib
 import json
 import math
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
@@ -22,25 +21,31 @@ _NAMED_CONFLICTS = 3
 
 @dataclass
 class FileReport:
-    """What became of one file's rows: num_rows = num_kept + num_duplicates + num_conflicting + num_overlong."""
+    """What became of one file's rows: num_rows is the sum of num_kept and the counts of those that were dropped.
+
+    num_outside: with a pass rate outside `data.pass_rate`.
+    """
 
     path: str
     num_rows: int = 0
     num_duplicates: int = 0
     num_conflicting: int = 0
     num_overlong: int = 0
+    num_outside: int = 0
     num_truncated: int = 0
 
     @property
     def num_kept(self) -> int:
         """Return the number of rows that are prompts of the data set."""
-        return self.num_rows - self.num_duplicates - self.num_conflicting - self.num_overlong
+        dropped = (self.num_duplicates, self.num_conflicting, self.num_overlong, self.num_outside)
+        return self.num_rows - sum(dropped)
 
     def __str__(self) -> str:
         counts = {
             "duplicates": self.num_duplicates,
             "with conflicting answers": self.num_conflicting,
             "over-long": self.num_overlong,
+            "outside data.pass_rate": self.num_outside,
             "truncated": self.num_truncated,
         }
         details = "".join(f", {count} {name}" for name, count in counts.items() if count)
@@ -49,20 +54,25 @@ class FileReport:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row has what: keys of the config's `data` section. data_source: of rows that name none."""
+    """Where a row has what: keys of the config's `data` section. data_source: of rows that name none. pass_rate_key,
+    difficulty_key: of columns with numbers, None = they are not read."""
 
     prompt_key: str
     answer_key: str | None = None
     prompt_template: str = "{prompt}"
     data_source: str = ""
+    pass_rate_key: str | None = None
+    difficulty_key: str | None = None
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """The prompts of some files, in their order. report: one entry per file."""
+    """The prompts of some files, in their order. report: one entry per file. difficulties: of each prompt, if they were
+    asked for."""
 
     prompts: list[Prompt]
     report: list[FileReport]
+    difficulties: tuple[float, ...] = ()
 
     @classmethod
     def load(
@@ -79,6 +89,9 @@ class PromptDataset:
         answer_key: str | None = None,
         prompt_template: str = "{prompt}",
         data_source: str = "",
+        pass_rate: Sequence[float] | None = None,
+        pass_rate_key: str = "pass_rate",
+        difficulty_key: str | None = None,
     ) -> "PromptDataset":
         """Read .jsonl and .parquet files; the arguments are the keys of the config's `data` section.
 
@@ -88,17 +101,21 @@ class PromptDataset:
         Raises UserError, naming file, row and column, for what cannot be read, for prompts with conflicting answers,
         and for a data set without prompts.
         """
-        columns = Columns(prompt_key, answer_key, prompt_template, data_source)
+        rate_key = None if pass_rate is None else pass_rate_key
+        columns = Columns(prompt_key, answer_key, prompt_template, data_source, rate_key, difficulty_key)
         limit = _LengthLimit(max_prompt_length, filter_overlong, truncation)
-        kept: list[tuple[Prompt, FileReport]] = []
+        kept: list[tuple[Prompt, FileReport, float]] = []
         reports: list[FileReport] = []
         seen: set[str] = set()
         answers = _Answers()
         for path in files:
             report = FileReport(str(path))
             reports.append(report)
-            for place, prompt in _read(Path(path), columns):
+            for place, prompt, rate, difficulty in _read(Path(path), columns):
                 report.num_rows += 1
+                if pass_rate is not None and not pass_rate[0] <= rate <= pass_rate[1]:
+                    report.num_outside += 1
+                    continue
                 if dedup and prompt.key in seen:
                     report.num_duplicates += 1
                     continue
@@ -108,90 +125,22 @@ class PromptDataset:
                 encoded = _encode(prompt, tokenizer, apply_chat_template, f"{place}, column {prompt_key!r}")
                 limited = limit.apply(encoded, place, tokenizer, report)
                 if limited is not None:
-                    kept.append((replace(limited, index=len(kept)), report))
+                    kept.append((replace(limited, index=len(kept)), report, difficulty))
         if conflicting_answers == "error":
             answers.check()
-        prompts = _without_conflicts(kept, answers)
-        if not prompts:
+        agreeing = _without_conflicts(kept, answers)
+        if not agreeing:
             raise UserError(_no_prompts(reports, max_prompt_length))
-        return cls(prompts, reports)
+        difficulties = tuple(difficulty for _, difficulty in agreeing) if difficulty_key else ()
+        return cls([prompt for prompt, _ in agreeing], reports, difficulties)
 
 
-class PromptCursor:
-    """Prompt numbers, drawn epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch)."""
-
-    def __init__(self, num_prompts: int, seed: int, shuffle: bool = True, content: str = "") -> None:
-        """Start at the first prompt of epoch 0. content: what the prompts are, see `content_of`; it serves only to be
-        compared."""
-        self._num_prompts = num_prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "content": content}
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
-
-    @property
-    def epoch(self) -> int:
-        """Return the number of completed epochs."""
-        return self._epoch
-
-    def next(self, count: int) -> list[int]:
-        """Return the next `count` numbers in [0, num_prompts): first what is left of the epoch, then the next one."""
-        drawn: list[int] = []
-        while len(drawn) < count:
-            part = self._order[self._position : self._position + count - len(drawn)]
-            drawn += part
-            self._position += len(part)
-            if self._position == len(self._order):
-                self._epoch += 1
-                self._position = 0
-                self._order = self._order_of(self._epoch)
-        return drawn
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**self._identity, "epoch": self._epoch, "position": self._position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved cursor stood. Raises UserError where it drew from other data or in another order."""
-        words = {
-            "num_prompts": "the number of prompts",
-            "seed": "data.seed",
-            "shuffle": "data.shuffle",
-            "content": "the content of the prompts, as a hash,",
-        }
-        changed = [
-            f"{words[name]} was {state[name]} when the checkpoint was written and is {value} now; the order of prompts "
-            f"cannot be continued: restore it, or begin it anew with trainer.accept_missing=[controller]."
-            for name, value in self._identity.items()
-            if state.get(name, value) != value
-        ]
-        if changed:
-            raise UserError(changed)
-        self._epoch = state["epoch"]
-        self._position = state["position"]
-        self._order = self._order_of(self._epoch)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(self._num_prompts))
-        assert order, "a data set has prompts"
-        if self._shuffle:
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
-
-
-def content_of(prompts: Iterable[Prompt]) -> str:
-    """Return a hash of all prompts, in their order."""
-    return hashlib.sha256("".join(prompt.key for prompt in prompts).encode()).hexdigest()[:16]
-
-
-def content_key(row: dict[str, Any], place: str, prompt_key: str) -> str:
+def content_key(row: dict[str, Any], place: str, columns: Columns) -> str:
     """Return what two rows of a prompt file have in common that are the same prompt: a hash of messages and answer.
 
     place: names file and row for errors. Raises UserError for a row that no data set may hold.
     """
-    return _checked(row, place, Columns(prompt_key)).key
+    return _checked(row, place, columns).key
 
 
 def _json_of(messages: str | Messages) -> str:
@@ -246,16 +195,17 @@ class _Answers:
             raise UserError([f"{words}; {cure}." for words in named[:-1]] + [f"{named[-1]}{others}; {cure}."])
 
 
-def _without_conflicts(prompts: Sequence[tuple[Prompt, FileReport]], answers: _Answers) -> list[Prompt]:
-    """Return the prompts, numbered anew, of which no row has another answer; count the others in their reports."""
-    if not answers.conflicts:
-        return [prompt for prompt, _ in prompts]
-    agreeing: list[Prompt] = []
-    for prompt, report in prompts:
-        if _messages_digest(prompt) in answers.conflicts:
+def _without_conflicts(
+    kept: Sequence[tuple[Prompt, FileReport, float]], answers: _Answers
+) -> list[tuple[Prompt, float]]:
+    """Return the prompts, numbered anew, of which no row has another answer, with their difficulties; count the others
+    in their reports."""
+    agreeing: list[tuple[Prompt, float]] = []
+    for prompt, report, difficulty in kept:
+        if answers.conflicts and _messages_digest(prompt) in answers.conflicts:
             report.num_conflicting += 1
         else:
-            agreeing.append(replace(prompt, index=len(agreeing)))
+            agreeing.append((replace(prompt, index=len(agreeing)), difficulty))
     return agreeing
 
 
@@ -284,12 +234,32 @@ class _LengthLimit:
         )
 
 
-def _read(path: Path, columns: Columns) -> Iterator[tuple[str, Prompt]]:
-    """Yield (place, checked row) of a file; the place names file and row, counted from 1."""
+def _read(path: Path, columns: Columns) -> Iterator[tuple[str, Prompt, float, float]]:
+    """Yield (place, checked row, its pass rate, its difficulty) of a file; the place names file and row, counted from
+    1. A number that is not asked for is 0."""
     answer = ("reward_model", "label") if columns.answer_key is None else (columns.answer_key,)
-    for number, row in read_rows(path, (columns.prompt_key, *answer, "data_source", "extra_info")):
+    numbers = tuple(key for key in (columns.pass_rate_key, columns.difficulty_key) if key)
+    for number, row in read_rows(path, (columns.prompt_key, *answer, "data_source", "extra_info", *numbers)):
         place = f"{path}, row {number}"
-        yield place, _checked(row, place, columns)
+        prompt = _checked(row, place, columns)
+        rate = _number(row, place, columns.pass_rate_key, "data.pass_rate_key", highest=1.0)
+        yield place, prompt, rate, _number(row, place, columns.difficulty_key, "data.difficulty_key")
+
+
+def _number(row: dict[str, Any], place: str, key: str | None, name: str, highest: float = math.inf) -> float:
+    """Return the number in a column, 0 without a key; one with a highest value may not be below 0. Raises UserError."""
+    if key is None:
+        return 0.0
+    value = row.get(key)
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or (highest < math.inf and not 0 <= value <= highest)
+    ):
+        kind = f"a number from 0 to {highest:g}" if highest < math.inf else "a number"
+        raise UserError(f"{place}, column {key!r}: expected {kind}, {_seen(value)}; {name} names another column.")
+    return float(value)
 
 
 def _checked(row: Any, place: str, columns: Columns) -> Prompt:
@@ -404,6 +374,8 @@ def _no_prompts(reports: list[FileReport], max_prompt_length: int) -> list[str]:
     num_overlong = sum(report.num_overlong for report in reports)
     if any(report.num_conflicting for report in reports):
         return [f"no prompt is left: {report}; correct their answers (data.conflicting_answers)." for report in reports]
+    if any(report.num_outside for report in reports):
+        return [f"no prompt is left: {report}; widen data.pass_rate." for report in reports]
     if num_overlong:
         return [f"all {num_overlong} prompts are longer than data.max_prompt_length = {max_prompt_length}; raise it."]
     return [f"{report.path}: the file has no rows." for report in reports]

@@ -301,7 +301,7 @@ def _settings(config: Config, model: Path, prompts: Sequence[Any]) -> dict[str, 
 
     servers: that others feed; None = those that are started for it.
     """
-    from megatron_dapo.data.prompts import content_of
+    from megatron_dapo.data.prompt_cursor import content_of
     from megatron_dapo.rollout.server_list import ServerList
 
     rollout = config.actor_rollout_ref.rollout

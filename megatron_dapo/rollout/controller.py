@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
@@ -73,9 +74,9 @@ class Controller:
         self._folder = RunFolder.of(config.trainer)
         tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
         self._tokenizer = tokenizer
-        self._prompts = load_prompts(data.train_files, config, tokenizer)
+        dataset = load_train_prompts(config, tokenizer)
         self._val_prompts = load_prompts(data.val_files, config, tokenizer) if data.val_files else []
-        sources = {prompt.data_source for prompt in (*self._prompts, *self._val_prompts)}
+        sources = {prompt.data_source for prompt in (*dataset.prompts, *self._val_prompts)}
         self._servers = make_server_pool(config)
         self._rewards = make_reward_pool(config, sources)
         self._reward_model = make_reward_model(config)
@@ -94,7 +95,7 @@ class Controller:
             stop_token_ids=tuple(rollout.stop_token_ids),
         )
         self._shaping = make_shaping(config)
-        self._drawing = Drawing(config, self._prompts, lambda: self._rewards.last_traceback)
+        self._drawing = Drawing(config, dataset, lambda: self._rewards.last_traceback)
         self._filling = Filling(self._drawing, self._servers, self._sample_group, rollout.n, greedy_baseline)
         self._sampling = TimeSpent()
         self._num_futile_syncs = 0  # asked for since a server had the weights
@@ -277,6 +278,18 @@ class Controller:
                 log.warning("the samples of step %d cannot be written (%s)", step, error)
 
 
+def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptDataset:
+    """Return the prompts to train on, of which `data.pass_rate` is a condition; what was dropped is logged. Raises
+    UserError."""
+    data = config.data
+    difficulty_key = data.difficulty_key if data.curriculum == "column" else None
+    numbers = {"pass_rate": data.pass_rate, "pass_rate_key": data.pass_rate_key, "difficulty_key": difficulty_key}
+    dataset = load_dataset(data.train_files, config, tokenizer, **numbers)
+    for report in dataset.report:
+        log.info("%s", report)
+    return dataset
+
+
 def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     """Return the prompts of these files; what was dropped is logged. Raises UserError."""
     dataset = load_dataset(files, config, tokenizer)
@@ -285,8 +298,9 @@ def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
     return dataset.prompts
 
 
-def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> PromptDataset:
-    """Return the prompts of these files, and what was dropped. Raises UserError."""
+def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **numbers: Any) -> PromptDataset:
+    """Return the prompts of these files, and what was dropped. numbers: the arguments of `PromptDataset.load` that are
+    about columns with numbers. Raises UserError."""
     data = config.data
     is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
     return PromptDataset.load(
@@ -302,6 +316,7 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
         answer_key=data.answer_key,
         prompt_template=data.prompt_template,
         data_source=data.data_source,
+        **numbers,
     )
 
 

@@ -1,11 +1,12 @@
 """What a run has drawn: its prompts, the queue of their groups, the pool of experiences; saved and restored as one."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.prompts import PromptCursor, content_of
+from megatron_dapo.data.prompt_cursor import make_cursor
+from megatron_dapo.data.prompts import PromptDataset
 from megatron_dapo.data.types import Prompt, Sample
 from megatron_dapo.rollout.experience_replay import make_pool
 from megatron_dapo.rollout.group_filter import make_queue
@@ -23,16 +24,15 @@ class Drawing:
     responses got a verdict, it goes back to where it was after the last step.
     """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], last_traceback: Callable[[], str]) -> None:
+    def __init__(self, config: Config, dataset: PromptDataset, last_traceback: Callable[[], str]) -> None:
         """Start at the first prompt. last_traceback: of the reward function, for the error that tells of it."""
-        data = config.data
-        self._prompts = prompts
+        self._prompts = dataset.prompts
         self._reward = config.reward
         self._last_traceback = last_traceback
         self.queue = make_queue(config)
         self.pool = make_pool(config)
-        cursor = PromptCursor(len(prompts), data.seed, data.shuffle, content_of(prompts))
-        self._draws = PromptDraws(cursor, self.pool, self.queue.limits.gen_batch_size)
+        self._cursor = make_cursor(config.data, dataset)
+        self._draws = PromptDraws(self._cursor, self.pool, self.queue.limits.gen_batch_size)
         self._verdict_check: VerdictCheck | None = None
         # after the last step, or as it was loaded; without the samples of open groups, which it would keep alive when
         # they are dropped
@@ -69,6 +69,10 @@ class Drawing:
             if self.queue.num_unfinished or not is_waited_for:
                 return
         groups = self.queue.decide()
+        for group in groups:
+            written = [sample.correct for sample in group.samples if not sample.exp_mask]
+            if written:
+                self._cursor.note_rate(group.prompt.index, sum(written) / len(written))
         self._verdict_check = check.after(groups)
         if self.pool is not None:
             self.pool.record(groups)

@@ -1,6 +1,6 @@
 """Draws prompts, one by one: the data set's next ones and, with experience replay, some of earlier steps."""
 
-from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.data.prompt_cursor import Cursor
 from megatron_dapo.data.types import Sample
 from megatron_dapo.rollout.experience_replay import ExperiencePool
 from megatron_dapo.rollout.plain_data import sample_from_plain, sample_to_plain
@@ -14,7 +14,7 @@ class PromptDraws:
     its block was made is left out.
     """
 
-    def __init__(self, cursor: PromptCursor, pool: ExperiencePool | None, block_size: int) -> None:
+    def __init__(self, cursor: Cursor, pool: ExperiencePool | None, block_size: int) -> None:
         self._cursor = cursor
         self._pool = pool
         self._block_size = block_size
@@ -47,7 +47,7 @@ class PromptDraws:
         self._block = [(number, sample and sample_from_plain(sample)) for number, sample in block]
 
 
-def next_prompts(cursor: PromptCursor, pool: ExperiencePool | None, size: int) -> list[tuple[int, Sample | None]]:
+def next_prompts(cursor: Cursor, pool: ExperiencePool | None, size: int) -> list[tuple[int, Sample | None]]:
     """Return the next `size` prompts by number, each with the trajectory that its group borrows, None where it is new.
 
     Without a pool all are the cursor's next. Replayed prompts are spread evenly among the new ones, so that neither

@@ -18,7 +18,7 @@ import megatron_dapo.job
 from megatron_dapo.__main__ import main
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.data.prompt_cursor import PromptCursor
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch
 from megatron_dapo.rollout.errors import Interrupted, RolloutError
 from megatron_dapo.rollout.experience_replay import make_pool, replay_metrics

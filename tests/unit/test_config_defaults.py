@@ -70,7 +70,7 @@ def test_the_reference_lists_every_key_once():
     for key in known_keys().values():
         section, _, name = key.name.rpartition(".")
         table = reference.partition(f"## {section}\n")[2].partition("\n## ")[0]
-        assert table.count(f"| `{name}` |") == 1, key.name
+        assert table.count(f"\n| `{name}` |") == 1, key.name
 
 
 def test_a_rule_is_about_keys_and_values_that_there_are():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.prompts import PromptDataset
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.verdicts import TooFewVerdicts
@@ -34,7 +35,7 @@ def make_drawing() -> Drawing:
             "reward.function=math_dapo",
         ],
     )
-    return Drawing(config, PROMPTS, lambda: "")
+    return Drawing(config, PromptDataset(PROMPTS, []), lambda: "")
 
 
 def draw(drawing: Drawing) -> Group:

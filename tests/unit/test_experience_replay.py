@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.prompts import PromptCursor
+from megatron_dapo.data.prompt_cursor import PromptCursor
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.planner.validation import validate
 from megatron_dapo.rollout.experience_replay import (

@@ -13,7 +13,14 @@ from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
-TOOLS = ("hf_to_megatron", "megatron_to_hf", "inspect_checkpoint", "verify_checkpoint", "dedup_dataset")
+TOOLS = (
+    "hf_to_megatron",
+    "megatron_to_hf",
+    "inspect_checkpoint",
+    "verify_checkpoint",
+    "dedup_dataset",
+    "score_dataset",
+)
 
 
 class Terminal(io.StringIO):

@@ -19,6 +19,9 @@ from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, MayChangeOnResu
 class DataConfig(Section):
     train_files: list[str] = []
     """Prompt files (.jsonl or .parquet, verl's DAPO-Math-17k schema)."""
+    mixture: list[PositiveFloat] = []
+    """Weights of `train_files`, one per file: what share of the draws comes from each; empty = all prompts are drawn as
+    those of one file."""
     val_files: MayChangeOnResume[list[str]] = []
     """Held-out prompt files, answered before the first step, every `trainer.test_freq` steps and after the last."""
     prompt_key: str = "prompt"
@@ -50,6 +53,15 @@ class DataConfig(Section):
     """Draw prompts in an order fixed by `seed` and the epoch."""
     seed: int = 1
     """Seed of the order of prompts."""
+    pass_rate: list[Fraction] | None = None
+    """[lowest, highest]: train only on rows whose measured pass rate is within; null = on all."""
+    pass_rate_key: Annotated[str, ActsIf(IsNot("pass_rate", None))] = "pass_rate"
+    """Column with the pass rate; `checkpoints_tools.score_dataset` writes it."""
+    curriculum: Literal["none", "column", "measured"] = "none"
+    """Easy prompts first in every epoch: by `difficulty_key`, or from the second epoch on by the share of right
+    responses that the run itself saw."""
+    difficulty_key: Annotated[str, ActsIf(Is("curriculum", "column"))] = "difficulty"
+    """Column with a number that is higher for harder prompts."""
     apply_chat_template: bool = True
     """Render chat messages with the tokenizer's chat template; with false their contents are joined as they are."""
 

@@ -1,0 +1,214 @@
+"""The order in which prompts are drawn: epoch by epoch, from several files by their weights, or the easy ones first."""
+
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.run import DataConfig
+from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.data.types import Prompt
+
+_CANNOT_GO_ON = (
+    "the order of prompts cannot be continued: restore it, or begin it anew with trainer.accept_missing=[controller]."
+)
+_UNKNOWN_RATE = 0.5  # of a prompt that has no measured pass rate yet
+
+
+class Cursor(Protocol):
+    """What draws prompt numbers, and can be saved."""
+
+    def next(self, count: int) -> list[int]:
+        """Return the next `count` numbers."""
+        ...
+
+    def note_rate(self, number: int, rate: float) -> None:
+        """Take in the share of right responses to a prompt."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class PromptCursor:
+    """Prompt numbers, drawn epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch), and by
+    the difficulties or the measured pass rates, where the easy ones come first."""
+
+    def __init__(
+        self,
+        num_prompts: int,
+        seed: int,
+        shuffle: bool = True,
+        content: str = "",
+        difficulties: Sequence[float] = (),
+        is_measured: bool = False,
+    ) -> None:
+        """Start at the first prompt of epoch 0.
+
+        Args:
+            num_prompts: numbers are below it.
+            seed, shuffle: the order of an epoch; without shuffle that of the numbers.
+            content: what the prompts are, see `content_of`; it serves only to be compared.
+            difficulties: of each prompt; an epoch then goes from the lowest to the highest.
+            is_measured: from the second epoch on the prompts with the highest noted rates come first.
+        """
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._difficulties = difficulties
+        self._is_measured = is_measured
+        self._rates: dict[int, float] = {}
+        self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "content": content}
+        curriculum = "measured" if is_measured else _digest(difficulties) if difficulties else "none"
+        if curriculum != "none":  # so that states of runs without one stay as they were
+            self._identity["curriculum"] = curriculum
+        self._epoch = 0
+        self._position = 0
+        self._order = self._order_of(0)
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of completed epochs."""
+        return self._epoch
+
+    def next(self, count: int) -> list[int]:
+        """Return the next `count` numbers in [0, num_prompts): first what is left of the epoch, then the next one."""
+        drawn: list[int] = []
+        while len(drawn) < count:
+            part = self._order[self._position : self._position + count - len(drawn)]
+            drawn += part
+            self._position += len(part)
+            if self._position == len(self._order):
+                self._epoch += 1
+                self._position = 0
+                self._order = self._order_of(self._epoch)
+        return drawn
+
+    def note_rate(self, number: int, rate: float) -> None:
+        """Take in the share of right responses to a prompt."""
+        if self._is_measured:
+            self._rates[number] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        state = {**self._identity, "epoch": self._epoch, "position": self._position}
+        if not self._is_measured:
+            return state
+        return {**state, "order": list(self._order), "rates": [[number, rate] for number, rate in self._rates.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a saved cursor stood. Raises UserError where it drew from other data or in another order."""
+        words = {
+            "num_prompts": "the number of prompts",
+            "seed": "data.seed",
+            "shuffle": "data.shuffle",
+            "content": "the content of the prompts, as a hash,",
+            "curriculum": "data.curriculum, or the difficulties as a hash,",
+        }
+        if "mixture" in state:
+            raise UserError(f"data.mixture was set when the checkpoint was written and is empty now; {_CANNOT_GO_ON}")
+        changed = [
+            f"{words[name]} was {state.get(name, 'none')} when the checkpoint was written and is {value} now; "
+            f"{_CANNOT_GO_ON}"
+            for name, value in {"curriculum": "none", **self._identity}.items()
+            if state.get(name, "none" if name == "curriculum" else value) != value
+        ]
+        if changed:
+            raise UserError(changed)
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._rates = {number: rate for number, rate in state.get("rates", ())}
+        self._order = list(state.get("order", ())) or self._order_of(self._epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(self._num_prompts))
+        assert order, "a data set has prompts"
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        if self._difficulties:
+            order.sort(key=self._difficulties.__getitem__)
+        elif self._is_measured and epoch:
+            order.sort(key=lambda number: -self._rates.get(number, _UNKNOWN_RATE))
+        return order
+
+
+class MixtureCursor:
+    """Prompt numbers of several files: each next one is of the file that is furthest behind its share of the draws."""
+
+    def __init__(self, parts: Sequence[PromptCursor], sizes: Sequence[int], weights: Sequence[float]) -> None:
+        """Start at the first prompt of each file.
+
+        Args:
+            parts: the cursor of each file, whose numbers begin at 0.
+            sizes: prompts of each file; numbers go on from one file to the next.
+            weights: of each file, above 0.
+        """
+        self._parts = list(parts)
+        self._starts = [0, *accumulate(sizes)][:-1]
+        self._weights = [weight / sum(weights) for weight in weights]
+        self._num_drawn = [0] * len(self._parts)
+
+    def next(self, count: int) -> list[int]:
+        """Return the next `count` numbers."""
+        drawn = []
+        for _ in range(count):
+            num_next = sum(self._num_drawn) + 1
+            behind = [weight * num_next - num for weight, num in zip(self._weights, self._num_drawn, strict=True)]
+            file = behind.index(max(behind))
+            self._num_drawn[file] += 1
+            drawn.append(self._starts[file] + self._parts[file].next(1)[0])
+        return drawn
+
+    def note_rate(self, number: int, rate: float) -> None:
+        """Take in the share of right responses to a prompt."""
+        file = max(place for place, start in enumerate(self._starts) if start <= number)
+        self._parts[file].note_rate(number - self._starts[file], rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "mixture": [round(weight, 12) for weight in self._weights],
+            "num_drawn": list(self._num_drawn),
+            "parts": [part.state_dict() for part in self._parts],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a saved cursor stood. Raises UserError where it drew from other data, or by other weights."""
+        saved = state.get("mixture")
+        if saved != self.state_dict()["mixture"]:
+            raise UserError(
+                f"data.mixture was {saved or 'empty'} (as shares) when the checkpoint was written; {_CANNOT_GO_ON}"
+            )
+        for part, part_state in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(part_state)
+        self._num_drawn = list(state["num_drawn"])
+
+
+def content_of(prompts: Iterable[Prompt]) -> str:
+    """Return a hash of all prompts, in their order."""
+    return hashlib.sha256("".join(prompt.key for prompt in prompts).encode()).hexdigest()[:16]
+
+
+def _digest(difficulties: Sequence[float]) -> str:
+    return hashlib.sha256(repr(tuple(difficulties)).encode()).hexdigest()[:16]
+
+
+def make_cursor(data: DataConfig, dataset: PromptDataset) -> Cursor:
+    """Return what draws the prompts of the training files. Raises UserError for a file of a mixture without prompts."""
+    prompts = dataset.prompts
+    sizes = [file.num_kept for file in dataset.report] if data.mixture else [len(prompts)]
+    for file in dataset.report if data.mixture else ():
+        if not file.num_kept:
+            raise UserError(f"{file.path} has no prompts for data.mixture ({file}); leave it out, or correct it.")
+    parts = []
+    start = 0
+    for size in sizes:
+        own = slice(start, start + size)
+        start += size
+        difficulties = dataset.difficulties[own]
+        is_measured = data.curriculum == "measured"
+        content = content_of(prompts[own])
+        parts.append(PromptCursor(size, data.seed, data.shuffle, content, difficulties, is_measured))
+    return MixtureCursor(parts, sizes, data.mixture) if data.mixture else parts[0]

@@ -1,0 +1,174 @@
+"""Which prompts are drawn, and when: mixtures of files, bands of pass rates, easy ones first; exactly resumable."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.prompt_cursor import MixtureCursor, PromptCursor, make_cursor
+from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.rollout.controller import load_train_prompts
+from tests.unit.test_prompts import CharTokenizer
+
+pytestmark = pytest.mark.unit
+
+sizes_and_weights = st.lists(
+    st.tuples(st.integers(1, 12), st.floats(0.01, 100.0)), min_size=1, max_size=5
+).map(lambda pairs: tuple(zip(*pairs, strict=True)))  # fmt: skip
+
+
+def mixture(sizes, weights, seed=1):
+    return MixtureCursor([PromptCursor(size, seed) for size in sizes], sizes, weights)
+
+
+def files_of(numbers, sizes):
+    places = [file for file, size in enumerate(sizes) for _ in range(size)]
+    return [places[number] for number in numbers]
+
+
+@given(sizes_and_weights, st.integers(1, 200))
+def test_every_file_has_its_share_of_all_first_draws(sizes_and_weights, num_draws):
+    """At each moment less than one draw per further file from its share."""
+    sizes, weights = sizes_and_weights
+    counts = Counter()
+    for number, file in enumerate(files_of(mixture(sizes, weights).next(num_draws), sizes), 1):
+        counts[file] += 1
+        for place, weight in enumerate(weights):
+            share = Fraction(weight) / sum(map(Fraction, weights)) * number
+            assert -(len(sizes) - 1) - 1e-9 <= counts[place] - share < 1 + 1e-9
+
+
+@given(sizes_and_weights, st.integers(1, 120))
+def test_a_file_is_drawn_epoch_by_epoch_whatever_the_others_do(sizes_and_weights, num_draws):
+    sizes, weights = sizes_and_weights
+    numbers = mixture(sizes, weights).next(num_draws)
+    start = 0
+    for file, size in enumerate(sizes):
+        own = [number - start for number in numbers if start <= number < start + size]
+        assert own == PromptCursor(size, 1).next(len(own)), file
+        start += size
+
+
+@given(sizes_and_weights, st.lists(st.integers(0, 30), max_size=4), st.integers(0, 30))
+def test_a_mixture_goes_on_where_it_was_saved(sizes_and_weights, before, after):
+    sizes, weights = sizes_and_weights
+    cursor = mixture(sizes, weights)
+    for count in before:
+        cursor.next(count)
+    resumed = mixture(sizes, weights)
+    resumed.load_state_dict(from_bytes(to_bytes(cursor.state_dict())))
+    assert resumed.next(after) == cursor.next(after) and resumed.state_dict() == cursor.state_dict()
+
+
+def test_an_order_of_other_weights_or_of_none_cannot_go_on():
+    mixed, plain = mixture((3, 4), (1, 2)), PromptCursor(7, 1)
+    mixture((3, 4), (2, 4)).load_state_dict(mixed.state_dict())
+    for cursor, state, words in (
+        (mixture((3, 4), (1, 1)), mixed.state_dict(), "data.mixture was .0.333"),
+        (mixture((3, 4), (1, 2)), plain.state_dict(), "data.mixture was empty"),
+        (plain, mixed.state_dict(), "data.mixture was set .* and is empty now"),
+        (PromptCursor(7, 1, difficulties=(1.0,) * 7), plain.state_dict(), "data.curriculum.* was none"),
+        (plain, PromptCursor(7, 1, is_measured=True).state_dict(), "data.curriculum.* was measured .* is none now"),
+    ):
+        with pytest.raises(UserError, match=words):
+            cursor.load_state_dict(state)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 9))
+def test_each_epoch_goes_from_easy_to_hard_and_the_seed_orders_those_that_are_equal(difficulties, seed):
+    cursor = PromptCursor(len(difficulties), seed, difficulties=tuple(map(float, difficulties)))
+    for _ in range(2):
+        epoch = cursor.next(len(difficulties))
+        assert sorted(epoch) == list(range(len(difficulties)))
+        assert [difficulties[number] for number in epoch] == sorted(difficulties)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.integers(0, 11), st.integers(0, 30))
+def test_measured_rates_order_the_next_epoch_and_survive_a_resume(rates, num_unknown, more):
+    num = len(rates)
+    cursor = PromptCursor(num, 3, is_measured=True)
+    known = {number: rate for number, rate in enumerate(rates) if number >= num_unknown}
+    first = cursor.next(num - 1)
+    for number, rate in known.items():
+        cursor.note_rate(number, rate)
+    first += cursor.next(1)
+    assert first == PromptCursor(num, 3).next(num)
+    resumed = PromptCursor(num, 3, is_measured=True)
+    resumed.load_state_dict(from_bytes(to_bytes(cursor.state_dict())))
+    second = cursor.next(num)
+    ordered = [known.get(number, 0.5) for number in second]
+    assert ordered == sorted(ordered, reverse=True) and sorted(second) == list(range(num))
+    assert resumed.next(num + more) == second + cursor.next(more)
+
+
+def write(path, *rows):
+    lines = [{"prompt": f"{path.stem}{number}", "label": "1", **row} for number, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def load(*keys):
+    return load_train_prompts(load_config(None, ["data.apply_chat_template=false", *keys]), CharTokenizer())
+
+
+def test_only_prompts_in_the_band_of_pass_rates_are_trained_on(tmp_path):
+    file = write(tmp_path / "p.jsonl", *({"pass_rate": rate} for rate in (0, 0.05, 0.5, 1, 0.96)))
+    dataset = load(f"data.train_files=[{file}]", "data.pass_rate=[0.05, 0.95]")
+    assert [prompt.text for prompt in dataset.prompts] == ["p1", "p2"]
+    assert str(dataset.report[0]).endswith("2 prompts of 5 rows, 3 outside data.pass_rate")
+    with pytest.raises(UserError, match="outside data.pass_rate"):
+        load(f"data.train_files=[{file}]", "data.pass_rate=[0.6, 0.7]")
+
+
+@pytest.mark.parametrize("value", [None, "0.5", True, 1.5, -0.1])
+def test_a_pass_rate_that_is_none_is_named_by_file_row_and_column(tmp_path, value):
+    file = write(tmp_path / "p.jsonl", {"rate": 0.5}, {} if value is None else {"rate": value})
+    with pytest.raises(
+        UserError, match=r"p.jsonl, row 2, column 'rate': expected a number from 0 to 1, .*pass_rate_key"
+    ):
+        load(f"data.train_files=[{file}]", "data.pass_rate=[0, 1]", "data.pass_rate_key=rate")
+
+
+def test_the_files_of_a_config_are_mixed_and_ordered_as_it_says(tmp_path):
+    few = write(tmp_path / "few.jsonl", *({"level": level} for level in (3, 1, 2)))
+    many = write(tmp_path / "many.jsonl", *({"level": 9 - level} for level in range(6)))
+    keys = [
+        f"data.train_files=[{few},{many}]",
+        "data.mixture=[1, 3]",
+        "data.curriculum=column",
+        "data.difficulty_key=level",
+    ]
+    config = load_config(None, keys)
+    dataset = load(*keys)
+    drawn = [dataset.prompts[number].text for number in make_cursor(config.data, dataset).next(8)]
+    assert drawn == ["many5", "few1", "many4", "many3", "many2", "few2", "many1", "many0"]
+
+
+def test_a_file_of_a_mixture_must_have_prompts(tmp_path):
+    good = write(tmp_path / "good.jsonl", {"pass_rate": 0.5})
+    bad = write(tmp_path / "bad.jsonl", {"pass_rate": 0.0})
+    keys = [f"data.train_files=[{good},{bad}]", "data.mixture=[1, 1]", "data.pass_rate=[0.1, 1.0]"]
+    with pytest.raises(UserError, match="bad.jsonl has no prompts for data.mixture"):
+        make_cursor(load_config(None, keys).data, load(*keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["data.mixture=[1, 2]"], "data.mixture has 2 weights, but data.train_files has 0 files"),
+        (["data.mixture=[0]"], "data.mixture"),
+        (["data.pass_rate=[0.9, 0.1]"], "data.pass_rate is [0.9, 0.1], but must be [lowest, highest]"),
+        (["data.pass_rate=[0.9]"], "data.pass_rate is [0.9], but must be"),
+        (["data.difficulty_key=level"], "data.difficulty_key"),
+    ],
+)
+def test_mistakes_are_sentences(keys, words):
+    with pytest.raises(UserError) as error:
+        load_and_validate(None, keys)
+    assert any(words in sentence for sentence in error.value.sentences), error.value.sentences
