@@ -1,7 +1,9 @@
 """What keys demand of each other. One small function per subject yields a `Mistake` for each; no file is read."""
 
 import importlib.util
+import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
@@ -19,6 +21,7 @@ from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, variable_names
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.run import JudgeConfig
 from megatron_dapo.config.unused_keys import unused_keys
 
 
@@ -318,7 +321,7 @@ def run_folder_name(config: Config) -> Iterator[Mistake]:
 
 def reward(config: Config) -> Iterator[Mistake]:
     yield from variable_names("reward.pass_env", config.reward.pass_env)
-    yield from _reward_model(config)
+    yield from _scorers(config)
     name = config.reward.function
     names = sorted([*BUILT_IN_REWARDS, BY_DATA_SOURCE])
     if name in names or IMPORT_PATH.fullmatch(name):
@@ -331,25 +334,58 @@ def reward(config: Config) -> Iterator[Mistake]:
     )
 
 
-def _reward_model(config: Config) -> Iterator[Mistake]:
+def _scorers(config: Config) -> Iterator[Mistake]:
     model = config.reward.model
-    if not model.path:
+    judge = config.reward.judge
+    if not (model.path or judge.url):
         if config.reward.function == "none":
             yield Mistake(
-                ("reward.function", "reward.model.path"),
-                "reward.function is none, which leaves the reward to a model, but reward.model.path is null; give one, "
-                "or name another reward.function.",
+                ("reward.function", "reward.model.path", "reward.judge.url"),
+                "reward.function is none, which leaves the reward to a model or a judge, but reward.model.path and "
+                "reward.judge.url are null; give one, or name another reward.function.",
             )
         return
     if config.actor_rollout_ref.rollout.multi_turn.enable:
+        key = "reward.model.path" if model.path else "reward.judge.url"
         yield Mistake(
-            ("reward.model.path", "actor_rollout_ref.rollout.multi_turn.enable"),
-            "reward.model.path is given, but with actor_rollout_ref.rollout.multi_turn.enable the environment gives "
-            "the reward; leave one of the two out.",
+            (key, "actor_rollout_ref.rollout.multi_turn.enable"),
+            f"{key} is given, but with actor_rollout_ref.rollout.multi_turn.enable the environment gives the reward; "
+            f"leave one of the two out.",
         )
     if model.url and not is_server_url(model.url):
         yield Mistake(
             ("reward.model.url",), f"reward.model.url is {model.url!r}, but must be of the form http://host:port."
+        )
+    if judge.url:
+        yield from _judge(judge)
+
+
+def _judge(judge: JudgeConfig) -> Iterator[Mistake]:
+    parts = urlsplit(judge.url or "")
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        yield Mistake(
+            ("reward.judge.url",),
+            f"reward.judge.url is {judge.url!r}, but must be of the form http://host:port/v1, without a password; a "
+            f"key comes by reward.judge.api_key_env or api_key_file.",
+        )
+    if "{response}" not in judge.prompt:
+        yield Mistake(
+            ("reward.judge.prompt",),
+            f"reward.judge.prompt is {judge.prompt[:80]!r}, which has no place for the response; put {{response}} in.",
+        )
+    try:
+        num_groups = re.compile(judge.pattern).groups
+    except re.error as error:
+        num_groups = 0
+        why = f"is no regular expression ({error})"
+    else:
+        why = "has no group for the score"
+    if not num_groups:
+        yield Mistake(("reward.judge.pattern",), f"reward.judge.pattern {why}; write one such as Score: (\\d+).")
+    if judge.api_key_env and judge.api_key_file:
+        yield Mistake(
+            ("reward.judge.api_key_env", "reward.judge.api_key_file"),
+            "reward.judge.api_key_env and reward.judge.api_key_file are both given; leave one of them out.",
         )
 
 

@@ -18,9 +18,9 @@ from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.evaluation.answer_file import AnswerFile
 from megatron_dapo.rollout.controller import (
     make_environments,
-    make_reward_model,
     make_reward_pool,
     make_sampler,
+    make_scorers,
     make_server_pool,
 )
 from megatron_dapo.rollout.errors import NeedsSync, RolloutError
@@ -70,12 +70,11 @@ async def answer(
     environments = make_environments(config)
     rewards = make_reward_pool(config, [prompt.data_source for prompt in prompts])
     servers = make_server_pool(config)
-    reward_model = make_reward_model(config)
+    scorers = make_scorers(config)
     work = Work()
     try:
         await rewards.start()
-        if reward_model is not None:
-            await reward_model.start(config.actor_rollout_ref.rollout.server.startup_timeout_s)
+        await scorers.start(config.actor_rollout_ref.rollout.server.startup_timeout_s)
         if environments is not None:
             await environments.start()
         await servers.start(config.actor_rollout_ref.rollout.server.startup_timeout_s)
@@ -89,7 +88,7 @@ async def answer(
             work.num_tokens += sample.num_written_tokens
             on_answer()
 
-        sampler = make_sampler(config, servers, rewards, tokenizer, environments, reward_model, exact=True)
+        sampler = make_sampler(config, servers, rewards, tokenizer, environments, scorers, exact=True)
         began = time.monotonic()
         await sample_answers(sampler, prompts, config, rewards, keep, answers.records)
         work.seconds = time.monotonic() - began
@@ -101,8 +100,7 @@ async def answer(
         raise
     finally:
         await rewards.close()
-        if reward_model is not None:
-            await reward_model.close()
+        await scorers.close()
         if environments is not None:
             await environments.close()
         await servers.close()

@@ -319,19 +319,21 @@ def _settings(config: Config, model: Path, prompts: Sequence[Any]) -> dict[str, 
         f"{_ROLLOUT}.multi_turn": rollout.multi_turn.model_dump(mode="json") if rollout.multi_turn.enable else None,
         "reward.function": config.reward.function,
         "reward.kwargs": config.reward.kwargs,
-        **_reward_model_settings(config),
+        **_settings_of_scorers(config),
     }
 
 
-def _reward_model_settings(config: Config) -> dict[str, Any]:
+def _settings_of_scorers(config: Config) -> dict[str, Any]:
     reward = config.reward
-    if not reward.model.path:
-        return {}
-    return {
-        "reward.model.path": reward.model.path,
-        "reward.model.weight": reward.model.weight,
-        "reward.combine": reward.combine,
+    names = {"model": ("path", "weight"), "judge": ("url", "model", "prompt", "pattern", "weight", "temperature")}
+    is_used = {"model": reward.model.path, "judge": reward.judge.url}
+    settings = {
+        f"reward.{scorer}.{name}": getattr(getattr(reward, scorer), name)
+        for scorer in names
+        if is_used[scorer]
+        for name in names[scorer]
     }
+    return settings | ({"reward.combine": reward.combine} if settings else {})
 
 
 def _newest_change(model: Path) -> int:

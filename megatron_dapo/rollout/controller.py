@@ -33,9 +33,11 @@ from megatron_dapo.rollout.experience_replay import replay_metrics
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.group_filter import filter_in_words
 from megatron_dapo.rollout.group_queue import RolloutStep
+from megatron_dapo.rollout.judge import Judge
 from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.reward_model import RewardModel
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.rollout.scorers import Scorers, Weighed
 from megatron_dapo.rollout.server import ServerState
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool
@@ -79,9 +81,9 @@ class Controller:
         sources = {prompt.data_source for prompt in (*dataset.prompts, *self._val_prompts)}
         self._servers = make_server_pool(config)
         self._rewards = make_reward_pool(config, sources)
-        self._reward_model = make_reward_model(config)
+        self._scorers = make_scorers(config)
         self._environments = make_environments(config)
-        scoring = (self._rewards, tokenizer, self._environments, self._reward_model)
+        scoring = (self._rewards, tokenizer, self._environments, self._scorers)
         sampler = partial(make_sampler, config, self._servers, *scoring)
         greedy_baseline = config.algorithm.adv_estimator == "remax"
         self._sampler = sampler(greedy_baseline=greedy_baseline, exact=not rollout.max_staleness)
@@ -110,8 +112,7 @@ class Controller:
             )
         if self._environments:
             await self._environments.start()
-        if self._reward_model:
-            await self._reward_model.start(self._rollout.server.startup_timeout_s)
+        await self._scorers.start(self._rollout.server.startup_timeout_s)
         await self._servers.start(self._rollout.server.startup_timeout_s)
         if self._rollout.max_staleness > 0:
             await require_in_flight_updates([server.client for server in self._servers.servers])
@@ -217,8 +218,7 @@ class Controller:
         await self._validation.cancel()
         await self._filling.cancel()
         await self._rewards.close()
-        if self._reward_model:
-            await self._reward_model.close()
+        await self._scorers.close()
         if self._environments:
             await self._environments.close()
         await self._servers.close()
@@ -361,7 +361,7 @@ def make_sampler(
     rewards: RewardPool,
     tokenizer: Tokenizer,
     environments: EnvironmentPool | None,
-    reward_model: RewardModel | None,
+    scorers: Scorers,
     greedy_baseline: bool = False,
     exact: bool = False,
 ) -> Sampler:
@@ -372,7 +372,18 @@ def make_sampler(
     multi_turn: MultiTurn | None = None
     if environments is not None:
         multi_turn = MultiTurn(environments, tokenizer, config.data.apply_chat_template, turn_limits(config))
-    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact, reward_model)
+    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact, scorers)
+
+
+def make_scorers(config: Config) -> Scorers:
+    """Return who scores responses beside the reward function. Raises UserError."""
+    reward = config.reward
+    weighed = []
+    if model := make_reward_model(config):
+        weighed.append(Weighed(model, reward.model.weight))
+    if reward.judge.url:
+        weighed.append(Weighed(Judge(reward.judge), reward.judge.weight))
+    return Scorers(reward, weighed)
 
 
 def make_reward_model(config: Config) -> RewardModel | None:
@@ -390,7 +401,7 @@ def make_reward_model(config: Config) -> RewardModel | None:
     architecture_of(str(folder))
     api_key = read_server_key(model.api_key_file) if model.api_key_file else None
     down_timeout_s = config.actor_rollout_ref.rollout.server.startup_timeout_s
-    return RewardModel(config.reward, load_tokenizer(folder), SGLangClient(model.url, api_key), down_timeout_s)
+    return RewardModel(load_tokenizer(folder), SGLangClient(model.url, api_key), down_timeout_s)
 
 
 def make_environments(config: Config) -> EnvironmentPool | None:

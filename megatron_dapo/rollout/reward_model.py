@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema.run import RewardConfig
-from megatron_dapo.data.tokenizer import Messages, Tokenizer
+from megatron_dapo.data.tokenizer import Tokenizer
+from megatron_dapo.data.types import Prompt
 from megatron_dapo.rewards.batches import Batches
-from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import ServerError, SGLangClient
 
 _BATCH_SIZE = 32
@@ -22,18 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class RewardModel:
-    """The scores of responses by the classifier of `reward.model`, added to or in place of those of the rule."""
+    """The scores of responses by the classifier of `reward.model`."""
 
-    def __init__(self, config: RewardConfig, tokenizer: Tokenizer, client: SGLangClient, down_timeout_s: float) -> None:
+    def __init__(self, tokenizer: Tokenizer, client: SGLangClient, down_timeout_s: float) -> None:
         """Prepare the requests.
 
         Args:
-            config: how its scores are weighed and combined.
             tokenizer: the classifier's own.
             client: of the server.
             down_timeout_s: how long the server may be away, before responses go without its score.
         """
-        self._config = config
         self._tokenizer = tokenizer
         self._client = client
         self._down_timeout_s = down_timeout_s
@@ -54,20 +51,9 @@ class RewardModel:
         await self._batches.close()
         await self._client.close()
 
-    async def combined(self, verdict: RewardResult, messages: str | Messages, response: str) -> RewardResult:
-        """Return the rule's verdict on a response with the model's score in it; without one, its error.
-
-        `correct` stays the rule's; where that is `none`, a score above 0 is correct.
-        """
-        if verdict.error is not None:
-            return verdict
-        reply = await self._batches.reply(self._tokenizer.encode_answered(messages, response))
-        if "error" in reply:
-            return RewardResult(verdict.score, correct=False, error=reply["error"], answer=verdict.answer)
-        score = self._config.model.weight * reply["score"]
-        correct = score > 0 if self._config.function == "none" else verdict.correct
-        rule = verdict.score if self._config.combine == "sum" else 0.0
-        return RewardResult(rule + score, correct, answer=verdict.answer)
+    async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:
+        """Return {"score": ...} or {"error": ...}."""
+        return await self._batches.reply(self._tokenizer.encode_answered(prompt.messages, response))
 
     async def _classify(self, batch: Sequence[tuple[int, ...]]) -> dict[str, Any]:
         """Return {"verdicts": [{"score": ...}, ...]} or {"error": ...}; while the server is down, wait for it."""

@@ -19,7 +19,7 @@ from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
-from megatron_dapo.rollout.reward_model import RewardModel
+from megatron_dapo.rollout.scorers import Scorers
 from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
@@ -58,7 +58,7 @@ class Sampler:
     multi_turn: plays the samples with an environment; none = one turn each. greedy_baseline: one greedy answer per
     prompt beside its samples, whose shaped reward is the group's baseline. exact: every token has to be written by the
     weight version that the server pool expects; else by that of the group's draw or a later one, so that a response may
-    go on while weights are pushed. reward_model: scores responses beside the rewards; none = they alone do.
+    go on while weights are pushed. scorers: of responses, beside the rewards; none = they alone do.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Sampler:
         multi_turn: MultiTurn | None = None,
         greedy_baseline: bool = False,
         exact: bool = False,
-        reward_model: RewardModel | None = None,
+        scorers: Scorers | None = None,
     ) -> None:
         self._servers = servers
         self._rewards = rewards
@@ -81,7 +81,7 @@ class Sampler:
         self._multi_turn = multi_turn
         self._greedy_baseline = greedy_baseline
         self._exact = exact
-        self._reward_model = reward_model
+        self._scorers = scorers
         # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
         # cache put back, "cached_tokens": of prompts that were still in the cache
         self.counts: Counter[str] = Counter()
@@ -179,9 +179,7 @@ class Sampler:
             verdict = await together.verdict(text)
         else:
             verdict = await self._rewards.score(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
-        if self._reward_model is not None:
-            verdict = await self._reward_model.combined(verdict, prompt.messages, text)
-        return verdict
+        return verdict if self._scorers is None else await self._scorers.combined(verdict, prompt, text)
 
     def _verdicts_together(self, group: Group, num_new: int) -> GroupVerdicts | None:
         """Return where the responses of a group wait for each other, if its reward function scores them together."""

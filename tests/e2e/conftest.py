@@ -35,6 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("server")
     model_path = make_tiny(folder / "model", "qwen2")
     served = _there_and_back(model_path, folder)
+    (served / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     rollout = "actor_rollout_ref.rollout.server"
     model, run = f"actor_rollout_ref.model.path={served}", f"trainer.run_dir={folder}/run"
     config = load_config(None, [model, run, f"{rollout}.startup_timeout_s=200.0"])

@@ -14,8 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import Prompt
 from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.controller import make_reward_model
+from megatron_dapo.rollout.controller import make_scorers
 from megatron_dapo.rollout.run_servers import RunServers
 from tests.tiny_models import EOS_ID, PAD_ID, make_tokenizer
 
@@ -89,13 +90,13 @@ def expected_scores(path: str) -> list[float]:
 
 
 async def combined(config: Config, verdict: RewardResult) -> list[RewardResult]:
-    model = make_reward_model(config)
-    assert model is not None
-    await model.start(60.0)
+    scorers = make_scorers(config)
+    prompt = Prompt(0, "key", (1,), "", "any", "46", messages=MESSAGES)
+    await scorers.start(60.0)
     try:
-        return await asyncio.gather(*(model.combined(verdict, MESSAGES, response) for response in RESPONSES))
+        return await asyncio.gather(*(scorers.combined(verdict, prompt, response) for response in RESPONSES))
     finally:
-        await model.close()
+        await scorers.close()
 
 
 @pytest.mark.parametrize("served", BIAS, indirect=True)

@@ -9,6 +9,7 @@ import pytest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import Prompt
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.rewards.types import RewardResult
@@ -16,6 +17,7 @@ from megatron_dapo.rollout import reward_model
 from megatron_dapo.rollout.client import ServerError
 from megatron_dapo.rollout.controller import make_reward_model
 from megatron_dapo.rollout.reward_model import RewardModel
+from megatron_dapo.rollout.scorers import Scorers, Weighed
 
 pytestmark = pytest.mark.unit
 
@@ -59,11 +61,14 @@ def config(*keys: str) -> Config:
 
 def scores(client, *responses, verdict=RIGHT, keys=(), down_timeout_s=20.0) -> list[RewardResult]:
     async def scenario():
-        model = RewardModel(config(*keys).reward, Characters(), client, down_timeout_s)
+        reward = config(*keys).reward
+        model = RewardModel(Characters(), client, down_timeout_s)
+        scorers = Scorers(reward, [Weighed(model, reward.model.weight)])
+        prompt = Prompt(0, "key", (1,), "p", "any", "46", messages="p")
         try:
-            return await asyncio.gather(*(model.combined(verdict, "p", response) for response in responses))
+            return await asyncio.gather(*(scorers.combined(verdict, prompt, response) for response in responses))
         finally:
-            await model.close()
+            await scorers.close()
 
     return asyncio.run(scenario())
 
@@ -144,7 +149,7 @@ def test_a_folder_must_hold_a_classifier_of_one_label_with_its_tokenizer(tmp_pat
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["reward.function=none"], "reward.function is none, .* but reward.model.path is null"),
+        (["reward.function=none"], "reward.function is none, .* but reward.model.path and reward.judge.url are null"),
         (["reward.combine=model"], "reward.combine"),
         (["reward.model.url=http://a:1"], "reward.model.url"),
         (["reward.model.path=x", "reward.model.url=a:1"], "must be of the form http://host:port"),

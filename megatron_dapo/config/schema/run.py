@@ -6,6 +6,7 @@ from megatron_dapo.config.schema.base import (
     BoundedInt,
     Fraction,
     Megabytes,
+    NonNegativeFloat,
     NonNegativeInt,
     NumProcesses,
     PositiveFloat,
@@ -80,6 +81,49 @@ class RewardModelConfig(Section):
     """GPUs of the server that is started."""
 
 
+JUDGE_PROMPT = """\
+A question, its reference answer and a response follow. How good is the response, from 0 to 10?
+End with a line "Score: " and the number.
+
+Question: {question}
+
+Reference answer: {ground_truth}
+
+Response: {response}"""
+
+_JUDGED = ActsIf(IsNot("url", None))
+
+
+class JudgeConfig(Section):
+    url: str | None = None
+    """Base URL of an OpenAI-compatible endpoint, such as http://host:port/v1; null = there is no judge."""
+    model: Annotated[str, _JUDGED] = "default"
+    """Name of the model there."""
+    prompt: Annotated[str, _JUDGED] = JUDGE_PROMPT
+    """What the judge is asked, with {question}, {ground_truth} and {response} in it."""
+    pattern: Annotated[str, _JUDGED] = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?|yes|no)"
+    """Regular expression whose last match has the score as its first group: a number, or yes or no (1 or 0)."""
+    weight: Annotated[float, _JUDGED] = 0.1
+    """Factor of its scores."""
+    temperature: Annotated[NonNegativeFloat, _JUDGED] = 0.0
+    """Of its answers."""
+    max_tokens: Annotated[PositiveInt, _JUDGED] = 1024
+    """Of its answers."""
+    api_key_env: Annotated[MayChangeOnResume[str | None], _JUDGED] = None
+    """Environment variable with the key; null = none, or `api_key_file`."""
+    api_key_file: Annotated[MayChangeOnResume[str | None], _JUDGED] = None
+    """File with the key."""
+    max_concurrency: Annotated[MayChangeOnResume[PositiveInt], _JUDGED] = 64
+    """Questions under way at once."""
+    timeout_s: Annotated[MayChangeOnResume[Seconds], _JUDGED] = 60.0
+    """Of one question."""
+    max_retries: Annotated[MayChangeOnResume[NonNegativeInt], _JUDGED] = 4
+    """Of a question that failed, or was refused for being one too many."""
+    max_requests: Annotated[MayChangeOnResume[PositiveInt | None], _JUDGED] = None
+    """Questions from one start of the run to its end; then responses have no verdict, and the run stops; null = as many
+    as it takes."""
+
+
 class RewardConfig(Section):
     function: str = "by_data_source"
     """math_dapo, math_verify, exact_match, reasoning_gym, code_tests, environment (multi-turn: it gives the reward),
@@ -105,9 +149,13 @@ class RewardConfig(Section):
     """Where no sandbox can be made, run the model's programs without one, with the rights of this user."""
     model: RewardModelConfig = RewardModelConfig()
     """A model that scores responses, beside the function or alone."""
-    combine: Annotated[Literal["sum", "model"], ActsIf(IsNot("reward.model.path", None))] = "sum"
-    """sum: the scores of function and model are added. model: the model's is the reward, and the function says what is
-    correct."""
+    judge: JudgeConfig = JudgeConfig()
+    """A language model that is asked about responses, beside the function or alone."""
+    combine: Annotated[
+        Literal["sum", "model"], ActsIf(IsNot("reward.model.path", None), IsNot("reward.judge.url", None))
+    ] = "sum"
+    """sum: the scores of function, model and judge are added. model: without that of the function, which still says
+    what is correct."""
     max_error_share: MayChangeOnResume[Fraction] = 0.5
     """Largest share of a step's responses that may get no verdict: the function raised, ran out of time, or its process
     ended. Above it, and where none got one, the run stops, saved, and shows a traceback of the function."""

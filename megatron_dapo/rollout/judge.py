@@ -1,0 +1,132 @@
+"""Scores by a judge: a language model behind an OpenAI-compatible endpoint, asked in words and read with a pattern."""
+
+import asyncio
+import hashlib
+import logging
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.run import JudgeConfig
+from megatron_dapo.data.tokenizer import Messages
+from megatron_dapo.data.types import Prompt
+
+_SHOWN_CHARS = 200
+_MAX_REMEMBERED = 1 << 16  # replies
+_WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
+
+log = logging.getLogger(__name__)
+
+
+class Judge:
+    """A model that is asked about each response, many side by side; equal questions are asked once."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        """Prepare the requests. Raises UserError where the key is not where the config says."""
+        import openai  # half a second, for runs with a judge alone
+
+        self._config = config
+        self._key = _api_key(config)
+        self._client = openai.AsyncOpenAI(
+            base_url=config.url,
+            api_key=self._key or "none",  # else it looks for one in the environment
+            timeout=config.timeout_s,
+            max_retries=config.max_retries,
+        )
+        self._failure = openai.OpenAIError
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._pattern = re.compile(config.pattern)
+        self._num_asked = 0
+        self._replies: dict[bytes, asyncio.Task[dict[str, Any]]] = {}  # by the hash of the question
+
+    async def start(self, timeout_s: float) -> None:
+        """Do nothing: a judge that does not answer costs verdicts, as the first responses show."""
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in self._replies.values():
+            task.cancel()
+        await asyncio.gather(*self._replies.values(), return_exceptions=True)
+        await self._client.close()
+
+    async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:
+        """Return {"score": ...} or {"error": ...}. An error is not remembered: the next equal question is asked
+        anew."""
+        question = self._question(prompt, response)
+        key = hashlib.sha256(question.encode()).digest()
+        task = self._replies.get(key)
+        if task is None:
+            task = self._replies[key] = asyncio.create_task(self._ask(question))
+            if len(self._replies) > _MAX_REMEMBERED:
+                oldest = next(iter(self._replies))
+                if self._replies[oldest].done():
+                    del self._replies[oldest]
+        reply = await asyncio.shield(task)
+        if "error" in reply and self._replies.get(key) is task:
+            del self._replies[key]
+        return reply
+
+    def _question(self, prompt: Prompt, response: str) -> str:
+        values = {"question": _text(prompt.messages), "response": response, "ground_truth": prompt.ground_truth}
+        pattern = "|".join(map(re.escape, (f"{{{name}}}" for name in values)))  # one pass: a response may hold braces
+        return re.sub(pattern, lambda match: values[match.group()[1:-1]], self._config.prompt)
+
+    async def _ask(self, question: str) -> dict[str, Any]:
+        limit = self._config.max_requests
+        if limit is not None and self._num_asked >= limit:
+            return {"error": f"exception: reward.judge.max_requests = {limit} questions were asked"}
+        self._num_asked += 1
+        try:
+            async with self._slots:
+                answer = await self._client.chat.completions.create(
+                    model=self._config.model,
+                    messages=[{"role": "user", "content": question}],
+                    temperature=self._config.temperature,
+                    max_tokens=self._config.max_tokens,
+                )
+        except self._failure as error:
+            kind = "timeout" if "timed out" in str(error).lower() else "crash"
+            return {"error": f"{kind}: {self._without_key(f'the judge at {self._config.url}: {error}')}"}
+        return self._read(answer.choices[0].message.content or "" if answer.choices else "")
+
+    def _read(self, text: str) -> dict[str, Any]:
+        """Return the score that the last match of the pattern names: a number, or yes or no."""
+        matches = list(self._pattern.finditer(text))
+        word = matches[-1].group(1).strip().lower() if matches else ""
+        try:
+            score = _WORDS[word] if word in _WORDS else float(word)
+            if not math.isfinite(score):
+                raise ValueError
+        except ValueError:
+            return {"error": f"exception: the judge gave no score in {self._without_key(text[-_SHOWN_CHARS:])!r}"}
+        return {"score": score}
+
+    def _without_key(self, text: str) -> str:
+        """Return a text for logs and files: some services repeat the key that they refuse."""
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _text(messages: str | Messages) -> str:
+    """Return what is asked, in words: the last message, which is the user's."""
+    if isinstance(messages, str):
+        return messages
+    return str(messages[-1]["content"])
+
+
+def _api_key(config: JudgeConfig) -> str | None:
+    if config.api_key_env:
+        if not (key := os.environ.get(config.api_key_env, "").strip()):
+            raise UserError(
+                f"reward.judge.api_key_env names {config.api_key_env}, which the run does not have in its environment; "
+                f"set it for the process of rank 0."
+            )
+        return key
+    if config.api_key_file:
+        try:
+            return Path(config.api_key_file).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise UserError(f"reward.judge.api_key_file: {config.api_key_file} cannot be read ({error}).") from None
+    return None

@@ -1,0 +1,203 @@
+"""A judge behind an OpenAI-compatible endpoint: what it is asked, what is read, and what a failure costs."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.types import Prompt
+from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rollout.controller import make_scorers
+from megatron_dapo.rollout.judge import Judge
+from megatron_dapo.rollout.scorers import Scorers, Weighed
+
+pytestmark = pytest.mark.unit
+
+SECRET = "sk-very-secret"
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12+34?"}]
+PROMPT = Prompt(0, "key", (1,), "", "any", "46", messages=MESSAGES)
+RIGHT = RewardResult(1.0, True)
+
+
+class Endpoint:
+    """Answers with what `answer` makes of a question. hold: while it is not set, answers wait. statuses: of the next
+    requests, before it answers again."""
+
+    def __init__(self, answer=lambda question: "Score: 5", statuses=()):
+        self.answer = answer
+        self.statuses = list(statuses)
+        self.requests: list[dict] = []
+        self.keys: list[str | None] = []
+        self.num_open = self.max_open = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
+        self.num_open += 1
+        self.max_open = max(self.max_open, self.num_open)
+        try:
+            await self.hold.wait()
+        finally:
+            self.num_open -= 1
+        if self.statuses:
+            status = self.statuses.pop(0)
+            return web.json_response({"error": {"message": f"no: {self.keys[-1]}"}}, status=status)
+        content = self.answer(self.requests[-1]["messages"][-1]["content"])
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        return web.json_response(body)
+
+    @asynccontextmanager
+    async def running(self):
+        app = web.Application()
+        app.add_routes([web.post("/v1/chat/completions", self._chat)])
+        runner = web.AppRunner(app, shutdown_timeout=0.05)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+        finally:
+            await runner.cleanup()
+
+
+def config(url, *keys):
+    return load_config(
+        None, [f"reward.judge.url={url}", "reward.judge.max_retries=0", "reward.function=math_verify", *keys]
+    )
+
+
+def judged(endpoint, *responses, keys=(), verdict=RIGHT, act=None) -> list[RewardResult]:
+    async def scenario():
+        async with endpoint.running() as url:
+            reward = config(url, *keys).reward
+            scorers = Scorers(reward, [Weighed(Judge(reward.judge), reward.judge.weight)])
+            try:
+                asking = [asyncio.create_task(scorers.combined(verdict, PROMPT, each)) for each in responses]
+                if act is not None:
+                    await act(endpoint, asking)
+                return await asyncio.gather(*asking)
+            finally:
+                await scorers.close()
+
+    return asyncio.run(scenario())
+
+
+def test_the_judge_is_asked_with_question_truth_and_response_and_its_score_is_added():
+    endpoint = Endpoint(lambda question: "I think Score: 3\nNo.\nScore: **8**")
+    assert judged(endpoint, "{ground_truth} is 46") == [RewardResult(1.0 + 0.1 * 8, True)]
+    [request] = endpoint.requests
+    [message] = request["messages"]
+    assert "Question: 12+34?" in message["content"] and "Reference answer: 46" in message["content"]
+    assert message["content"].endswith("Response: {ground_truth} is 46"), "a response's braces stay as they are"
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("default", 0.0, 1024)
+    alone = judged(endpoint, "x", verdict=RewardResult(0.0, False), keys=["reward.function=none"])
+    assert alone == [RewardResult(0.8, True)]
+    assert judged(endpoint, "x", keys=["reward.combine=model", "reward.judge.weight=1"]) == [RewardResult(8.0, True)]
+
+
+@pytest.mark.parametrize(("text", "score"), [("YES", 1.0), ("no", 0.0), ("-1.5", -1.5)])
+def test_a_pattern_of_ones_own_reads_words_and_numbers(text, score):
+    keys = [r"reward.judge.pattern=verdict is (\S+)", "reward.judge.weight=1.0"]
+    assert judged(Endpoint(lambda question: f"My verdict is {text}"), "x", keys=keys) == [RewardResult(1 + score, True)]
+
+
+@pytest.mark.parametrize("text", ["", "Score: high", "9 of 10"])
+def test_an_answer_without_a_score_costs_the_verdict(text):
+    [result] = judged(Endpoint(lambda question: text), "x")
+    assert result.error.startswith("exception: the judge gave no score in") and not result.correct
+
+
+def test_equal_questions_are_asked_once_and_a_failed_one_again():
+    endpoint = Endpoint(statuses=[500])
+
+    async def again(endpoint, asking):
+        await asyncio.gather(*asking)
+
+    results = judged(endpoint, "a", "a", "b", act=again)
+    assert len(endpoint.requests) == 2 and sum(result.error is not None for result in results) in (1, 2)
+    assert judged(Endpoint(statuses=[500, 429]), "a", keys=["reward.judge.max_retries=2"]) == [RewardResult(1.5, True)]
+
+
+def test_a_slow_judge_holds_up_nobody_and_is_not_asked_more_at_once_than_the_key_allows():
+    endpoint = Endpoint()
+    endpoint.hold.clear()
+
+    async def act(endpoint, asking):
+        while endpoint.num_open < 3:
+            await asyncio.sleep(0.005)
+        endpoint.hold.set()
+
+    responses = [str(number) for number in range(9)]
+    results = judged(endpoint, *responses, act=act, keys=["reward.judge.max_concurrency=3"])
+    assert results == [RewardResult(1.5, True)] * 9 and endpoint.max_open == 3
+
+
+def test_a_judge_that_is_too_slow_or_gone_costs_the_verdict_and_says_so():
+    slow = Endpoint()
+    slow.hold.clear()
+    [result] = judged(slow, "x", keys=["reward.judge.timeout_s=0.2"])
+    assert result.error.startswith("timeout: the judge at http://127.0.0.1")
+    scorers = make_scorers(config("http://127.0.0.1:9/v1"))
+
+    async def ask():
+        try:
+            return await scorers.combined(RIGHT, PROMPT, "x")
+        finally:
+            await scorers.close()
+
+    assert asyncio.run(ask()).error.startswith("crash: the judge at http://127.0.0.1:9/v1: Connection error")
+
+
+def test_a_budget_ends_the_questions():
+    results = judged(Endpoint(), "a", "b", "c", keys=["reward.judge.max_requests=2"])
+    [error] = [result.error for result in results if result.error]
+    assert error == "exception: reward.judge.max_requests = 2 questions were asked"
+
+
+@pytest.mark.parametrize("where", ["api_key_env", "api_key_file"])
+def test_the_key_reaches_the_judge_and_nothing_that_is_written(where, tmp_path, monkeypatch, caplog):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    (tmp_path / "key").write_text(f"{SECRET}\n")
+    value = "JUDGE_KEY" if where == "api_key_env" else str(tmp_path / "key")
+    endpoint = Endpoint(statuses=[401])
+    results = judged(endpoint, "a", keys=[f"reward.judge.{where}={value}"])
+    assert endpoint.keys == [f"Bearer {SECRET}"] and "***" in results[0].error
+    written = json.dumps(config("http://a:1/v1", f"reward.judge.{where}={value}").model_dump(mode="json"))
+    assert SECRET not in written + repr(results) and SECRET not in caplog.text
+
+
+def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
+    for key, words in (("api_key_env=NO_SUCH_KEY", "NO_SUCH_KEY, which the run does not have"),
+                       (f"api_key_file={tmp_path}/none", "cannot be read")):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            make_scorers(config("http://a:1/v1", f"reward.judge.{key}"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["reward.judge.url=a:1"], "must be of the form http://host:port/v1"),
+        (["reward.judge.url=http://u:p@a/v1"], "without a password"),
+        (["reward.judge.url=http://a/v1", "reward.judge.prompt=good?"], "no place for the response"),
+        (["reward.judge.url=http://a/v1", "reward.judge.pattern=("], "is no regular expression"),
+        (["reward.judge.url=http://a/v1", "reward.judge.pattern=Score"], "has no group for the score"),
+        (
+            ["reward.judge.url=http://a/v1", "reward.judge.api_key_env=A", "reward.judge.api_key_file=b"],
+            "are both given",
+        ),
+        (["reward.judge.model=gpt"], "reward.judge.model"),
+    ],
+)
+def test_mistakes_in_the_config_are_sentences(keys, words):
+    with pytest.raises(UserError) as error:
+        load_and_validate(None, keys)
+    assert any(words in sentence for sentence in error.value.sentences), error.value.sentences
