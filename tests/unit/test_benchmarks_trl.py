@@ -49,7 +49,7 @@ def test_the_cpu_time_of_a_child_counts_though_it_has_ended(tmp_path):
     readings = watched(command, {}, lambda: int(file.exists()), part_of)
     used = readings[-1].cpu_s
     assert [reading.num_steps for reading in readings] == [0, 1, 1]  # begin, the step, end
-    assert used["child"] >= 0.4 and used["main"] >= 0.2
+    assert round(used["child"], 6) >= 0.4 and round(used["main"], 6) >= 0.2  # sums of the kernel's hundredths
     assert sum(used.values()) <= time.monotonic() - start  # one after the other
 
 
