@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.prompt_choice import order
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
@@ -172,3 +173,12 @@ def test_mistakes_are_sentences(keys, words):
     with pytest.raises(UserError) as error:
         load_and_validate(None, keys)
     assert any(words in sentence for sentence in error.value.sentences), error.value.sentences
+
+
+def test_the_example_draws_as_its_titles_say(tmp_path):
+    files = order.write_files(tmp_path)
+    plain, mixed, banded, easy = (order.first_draws(files, keys) for keys in order.CHOICES.values())
+    assert sorted(plain) == sorted(prompt for prompt, *_ in (*order.SUMS, *order.PRODUCTS))
+    assert sum("*" in prompt for prompt in mixed) == 6
+    assert not {"1+1=", "96+87="} & set(banded)
+    assert easy == ["1+1=", "2+7=", "2*3=", "17+5=", "7*8=", "12*12=", "48+76=", "96+87="]
