@@ -1,7 +1,6 @@
 """Measures how often a model solves each prompt of a file, and writes the file with a column of these pass rates.
 
-python -m checkpoints_tools.score_dataset --model MODEL --data train.parquet --output scored.parquet \
-    actor_rollout_ref.rollout.val_n=8
+python -m checkpoints_tools.score_dataset --model MODEL --data train.parquet --output scored.parquet --num-answers 8
 """
 
 import argparse
@@ -28,6 +27,8 @@ from megatron_dapo.evaluation.answer_file import read_answers
 from megatron_dapo.rollout.controller import load_dataset
 from megatron_dapo.storage.model_folder import ModelFolder
 
+_ROLLOUT = "actor_rollout_ref.rollout"
+
 Rates = Mapping[str, float]
 """Key of a prompt -> share of its answers that are right."""
 
@@ -38,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m checkpoints_tools.score_dataset",
         description="Answer every prompt of a file with a model, as `python -m megatron_dapo eval` does, and write the "
         "file with the share of right answers in a column, for data.pass_rate. It can be killed: the same command goes "
-        "on. All options of eval, and key=value, are passed on; actor_rollout_ref.rollout.val_n is the number of "
-        "answers to each prompt.",
+        "on. All options of eval, and key=value, are passed on; without others answers are sampled at temperature 1.",
     )
     parser.add_argument("--data", required=True, metavar="FILE", help="a .jsonl or .parquet file with prompts")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="of the same kind; must not exist")
+    parser.add_argument("--num-answers", type=int, default=8, metavar="N", help="to each prompt (default: 8)")
     parser.add_argument("--column", default="pass_rate", help="name of the new column (default: pass_rate)")
     options, passed_on = parser.parse_known_args(argv)
     codes: list[int] = []
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         _check(Path(options.data), options.output, options.column)
         answers = options.output.with_name(f"{options.output.name}.answers")
-        codes.append(program(["eval", *passed_on, "--data", options.data, "--output", str(answers)]))
+        sampling = [f"{_ROLLOUT}.val_n={options.num_answers}", f"{_ROLLOUT}.val_temperature=1.0"]
+        named = ["--data", options.data, "--output", str(answers)]
+        codes.append(program(["eval", *named, *sampling, *passed_on]))
         if codes[0] == 0:
             config = load_config(str(answers / "config.yaml"))
             rates = pass_rates(config, options.data, answers)

@@ -4,12 +4,14 @@ import hashlib
 import random
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import DataConfig
 from megatron_dapo.data.prompts import PromptDataset
 from megatron_dapo.data.types import Prompt
+
+Item = TypeVar("Item")
 
 _CANNOT_GO_ON = (
     "the order of prompts cannot be continued: restore it, or begin it anew with trainer.accept_missing=[controller]."
@@ -34,7 +36,11 @@ class Cursor(Protocol):
 
 class PromptCursor:
     """Prompt numbers, drawn epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch), and by
-    the difficulties or the measured pass rates, where the easy ones come first."""
+    the difficulties or the measured pass rates, where the easy ones come first.
+
+    Of a prompt that was always solved, or never, the next responses probably are too, and say nothing: by measured
+    rates such prompts do not come all together, but spread among the others.
+    """
 
     def __init__(
         self,
@@ -52,7 +58,8 @@ class PromptCursor:
             seed, shuffle: the order of an epoch; without shuffle that of the numbers.
             content: what the prompts are, see `content_of`; it serves only to be compared.
             difficulties: of each prompt; an epoch then goes from the lowest to the highest.
-            is_measured: from the second epoch on the prompts with the highest noted rates come first.
+            is_measured: from the second epoch on the prompts with the highest noted rates come first, but for those
+                of 1 and 0.
         """
         self._num_prompts = num_prompts
         self._seed = seed
@@ -66,7 +73,7 @@ class PromptCursor:
             self._identity["curriculum"] = curriculum
         self._epoch = 0
         self._position = 0
-        self._order = self._order_of(0)
+        self._order: list[int] = []  # of the epoch; made with its first draw, when the rates of the last one are known
 
     @property
     def epoch(self) -> int:
@@ -77,13 +84,14 @@ class PromptCursor:
         """Return the next `count` numbers in [0, num_prompts): first what is left of the epoch, then the next one."""
         drawn: list[int] = []
         while len(drawn) < count:
+            self._order = self._order or self._order_of(self._epoch)
             part = self._order[self._position : self._position + count - len(drawn)]
             drawn += part
             self._position += len(part)
             if self._position == len(self._order):
                 self._epoch += 1
                 self._position = 0
-                self._order = self._order_of(self._epoch)
+                self._order = []
         return drawn
 
     def note_rate(self, number: int, rate: float) -> None:
@@ -98,8 +106,8 @@ class PromptCursor:
             return state
         return {**state, "order": list(self._order), "rates": [[number, rate] for number, rate in self._rates.items()]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved cursor stood. Raises UserError where it drew from other data or in another order."""
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise UserError where a saved cursor drew from other data, or in another order."""
         words = {
             "num_prompts": "the number of prompts",
             "seed": "data.seed",
@@ -117,10 +125,14 @@ class PromptCursor:
         ]
         if changed:
             raise UserError(changed)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a saved cursor stood. Raises UserError as `check`; then nothing changes."""
+        self.check(state)
         self._epoch = state["epoch"]
         self._position = state["position"]
         self._rates = {number: rate for number, rate in state.get("rates", ())}
-        self._order = list(state.get("order", ())) or self._order_of(self._epoch)
+        self._order = list(state.get("order", ()))
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(self._num_prompts))
@@ -130,8 +142,24 @@ class PromptCursor:
         if self._difficulties:
             order.sort(key=self._difficulties.__getitem__)
         elif self._is_measured and epoch:
-            order.sort(key=lambda number: -self._rates.get(number, _UNKNOWN_RATE))
+            rates = [self._rates.get(number, _UNKNOWN_RATE) for number in range(self._num_prompts)]
+            telling = sorted((number for number in order if 0 < rates[number] < 1), key=lambda number: -rates[number])
+            return spread([number for number in order if not 0 < rates[number] < 1], telling)
         return order
+
+
+def spread(some: Sequence[Item], others: Sequence[Item]) -> list[Item]:
+    """Return all in their orders, with some put among the others at equal distances."""
+    size = len(some) + len(others)
+    merged: list[Item] = []
+    num_taken = 0
+    for position in range(1, size + 1):
+        if position * len(some) // size > num_taken:
+            merged.append(some[num_taken])
+            num_taken += 1
+        else:
+            merged.append(others[position - 1 - num_taken])
+    return merged
 
 
 class MixtureCursor:
@@ -175,13 +203,17 @@ class MixtureCursor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved cursor stood. Raises UserError where it drew from other data, or by other weights."""
+        """Go on where a saved cursor stood. Raises UserError where it drew from other data, or by other weights; then
+        nothing changes."""
         saved = state.get("mixture")
         if saved != self.state_dict()["mixture"]:
             raise UserError(
                 f"data.mixture was {saved or 'empty'} (as shares) when the checkpoint was written; {_CANNOT_GO_ON}"
             )
-        for part, part_state in zip(self._parts, state["parts"], strict=True):
+        pairs = list(zip(self._parts, state["parts"], strict=True))
+        for part, part_state in pairs:
+            part.check(part_state)
+        for part, part_state in pairs:
             part.load_state_dict(part_state)
         self._num_drawn = list(state["num_drawn"])
 

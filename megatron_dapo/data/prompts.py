@@ -23,7 +23,7 @@ _NAMED_CONFLICTS = 3
 class FileReport:
     """What became of one file's rows: num_rows is the sum of num_kept and the counts of those that were dropped.
 
-    num_outside: with a pass rate outside `data.pass_rate`.
+    num_outside: with a pass rate outside `data.pass_rate`, or null.
     """
 
     path: str
@@ -247,18 +247,23 @@ def _read(path: Path, columns: Columns) -> Iterator[tuple[str, Prompt, float, fl
 
 
 def _number(row: dict[str, Any], place: str, key: str | None, name: str, highest: float = math.inf) -> float:
-    """Return the number in a column, 0 without a key; one with a highest value may not be below 0. Raises UserError."""
+    """Return the number in a column, 0 without a key; one with a highest value may not be below 0, and may be null,
+    which is NaN: nobody has measured it. Raises UserError."""
     if key is None:
         return 0.0
+    is_bounded = highest < math.inf
     value = row.get(key)
+    if value is None and key in row and is_bounded:
+        return math.nan
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
         or not math.isfinite(value)
-        or (highest < math.inf and not 0 <= value <= highest)
+        or (is_bounded and not 0 <= value <= highest)
     ):
-        kind = f"a number from 0 to {highest:g}" if highest < math.inf else "a number"
-        raise UserError(f"{place}, column {key!r}: expected {kind}, {_seen(value)}; {name} names another column.")
+        kind = f"a number from 0 to {highest:g}" if is_bounded else "a number"
+        seen = _seen(value) if key in row else "the column is missing"
+        raise UserError(f"{place}, column {key!r}: expected {kind}, {seen}; {name} names another column.")
     return float(value)
 
 

@@ -1,6 +1,6 @@
 """Draws prompts, one by one: the data set's next ones and, with experience replay, some of earlier steps."""
 
-from megatron_dapo.data.prompt_cursor import Cursor
+from megatron_dapo.data.prompt_cursor import Cursor, spread
 from megatron_dapo.data.types import Sample
 from megatron_dapo.rollout.experience_replay import ExperiencePool
 from megatron_dapo.rollout.plain_data import sample_from_plain, sample_to_plain
@@ -54,13 +54,5 @@ def next_prompts(cursor: Cursor, pool: ExperiencePool | None, size: int) -> list
     kind is left over for the next step. Both the cursor and the pool move on: a gen batch is drawn once.
     """
     replayed = pool.draw(size) if pool else []
-    new = cursor.next(size - len(replayed))
-    prompts: list[tuple[int, Sample | None]] = []
-    num_taken = 0  # of the replayed ones
-    for position in range(1, size + 1):
-        if position * len(replayed) // size > num_taken:
-            prompts.append(replayed[num_taken])
-            num_taken += 1
-        else:
-            prompts.append((new[position - 1 - num_taken], None))
-    return prompts
+    new: list[tuple[int, Sample | None]] = [(number, None) for number in cursor.next(size - len(replayed))]
+    return spread(replayed, new)

@@ -90,22 +90,37 @@ def test_each_epoch_goes_from_easy_to_hard_and_the_seed_orders_those_that_are_eq
         assert [difficulties[number] for number in epoch] == sorted(difficulties)
 
 
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.integers(0, 11), st.integers(0, 30))
+@given(
+    st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=2, max_size=24),
+    st.integers(0, 23),
+    st.integers(0, 30),
+)
 def test_measured_rates_order_the_next_epoch_and_survive_a_resume(rates, num_unknown, more):
     num = len(rates)
     cursor = PromptCursor(num, 3, is_measured=True)
-    known = {number: rate for number, rate in enumerate(rates) if number >= num_unknown}
-    first = cursor.next(num - 1)
-    for number, rate in known.items():
-        cursor.note_rate(number, rate)
-    first += cursor.next(1)
-    assert first == PromptCursor(num, 3).next(num)
+    assert cursor.next(num) == PromptCursor(num, 3).next(num)
+    for number in range(num_unknown, num):  # also what was drawn last: the next order is not made yet
+        cursor.note_rate(number, rates[number])
     resumed = PromptCursor(num, 3, is_measured=True)
     resumed.load_state_dict(from_bytes(to_bytes(cursor.state_dict())))
     second = cursor.next(num)
-    ordered = [known.get(number, 0.5) for number in second]
-    assert ordered == sorted(ordered, reverse=True) and sorted(second) == list(range(num))
+    known = [0.5 if number < num_unknown else rates[number] for number in second]
+    telling = [rate for rate in known if 0 < rate < 1]
+    assert telling == sorted(telling, reverse=True) and sorted(second) == list(range(num))
+    share = 1 - len(telling) / num
+    for size in range(1, num + 1):  # of what says nothing every part of the epoch has its share
+        assert abs(sum(rate in (0, 1) for rate in known[:size]) - share * size) <= 1
     assert resumed.next(num + more) == second + cursor.next(more)
+
+
+def test_a_mixture_of_which_one_file_changed_stays_as_it_is():
+    saved = mixture((3, 4), (1, 2))
+    saved.next(5)
+    other = MixtureCursor([PromptCursor(3, 1), PromptCursor(4, 2)], (3, 4), (1, 2))
+    before = other.state_dict()
+    with pytest.raises(UserError, match="data.seed was 1"):
+        other.load_state_dict(saved.state_dict())
+    assert other.state_dict() == before
 
 
 def write(path, *rows):
@@ -119,7 +134,7 @@ def load(*keys):
 
 
 def test_only_prompts_in_the_band_of_pass_rates_are_trained_on(tmp_path):
-    file = write(tmp_path / "p.jsonl", *({"pass_rate": rate} for rate in (0, 0.05, 0.5, 1, 0.96)))
+    file = write(tmp_path / "p.jsonl", *({"pass_rate": rate} for rate in (0, 0.05, 0.5, 1, None)))
     dataset = load(f"data.train_files=[{file}]", "data.pass_rate=[0.05, 0.95]")
     assert [prompt.text for prompt in dataset.prompts] == ["p1", "p2"]
     assert str(dataset.report[0]).endswith("2 prompts of 5 rows, 3 outside data.pass_rate")
@@ -127,9 +142,9 @@ def test_only_prompts_in_the_band_of_pass_rates_are_trained_on(tmp_path):
         load(f"data.train_files=[{file}]", "data.pass_rate=[0.6, 0.7]")
 
 
-@pytest.mark.parametrize("value", [None, "0.5", True, 1.5, -0.1])
+@pytest.mark.parametrize("value", ["missing", "0.5", True, 1.5, -0.1])
 def test_a_pass_rate_that_is_none_is_named_by_file_row_and_column(tmp_path, value):
-    file = write(tmp_path / "p.jsonl", {"rate": 0.5}, {} if value is None else {"rate": value})
+    file = write(tmp_path / "p.jsonl", {"rate": 0.5}, {} if value == "missing" else {"rate": value})
     with pytest.raises(
         UserError, match=r"p.jsonl, row 2, column 'rate': expected a number from 0 to 1, .*pass_rate_key"
     ):

@@ -34,7 +34,7 @@ def arguments(folder, server, name, *more):
         "--data", str(folder / name), "--output", str(folder / f"scored.{name.partition('.')[2]}"), *more,
         f"--model={folder}", f"--server={server.url if server else 'http://127.0.0.1:9'}",
         "data.apply_chat_template=false", "data.max_prompt_length=4", "data.max_response_length=8",
-        f"{ROLLOUT}.val_n=4", f"{ROLLOUT}.val_temperature=1.0", f"{ROLLOUT}.server.startup_timeout_s=20.0",
+        "--num-answers=4", f"{ROLLOUT}.server.startup_timeout_s=20.0",
         "reward.function=fake_rewards:score", "reward.num_workers=1",
     ]  # fmt: skip
 
