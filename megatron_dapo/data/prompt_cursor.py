@@ -4,6 +4,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from pathlib import PurePath
 from typing import Any, Protocol, TypeVar
 
 from megatron_dapo.common.errors import UserError
@@ -30,8 +31,17 @@ class Cursor(Protocol):
         """Take in the share of right responses to a prompt."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def passes(self) -> dict[str, float]:
+        """Return how often the prompts were drawn, as "epoch", of the files of a mixture as "FILE/epoch"."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a saved cursor stood. Raises UserError where it cannot; then nothing changes."""
+        ...
 
 
 class PromptCursor:
@@ -79,6 +89,10 @@ class PromptCursor:
     def epoch(self) -> int:
         """Return the number of completed epochs."""
         return self._epoch
+
+    def passes(self) -> dict[str, float]:
+        """Return the number of epochs, with the part of the one under way."""
+        return {"epoch": self._epoch + self._position / self._num_prompts}
 
     def next(self, count: int) -> list[int]:
         """Return the next `count` numbers in [0, num_prompts): first what is left of the epoch, then the next one."""
@@ -165,14 +179,18 @@ def spread(some: Sequence[Item], others: Sequence[Item]) -> list[Item]:
 class MixtureCursor:
     """Prompt numbers of several files: each next one is of the file that is furthest behind its share of the draws."""
 
-    def __init__(self, parts: Sequence[PromptCursor], sizes: Sequence[int], weights: Sequence[float]) -> None:
+    def __init__(
+        self, parts: Sequence[PromptCursor], sizes: Sequence[int], weights: Sequence[float], names: Sequence[str] = ()
+    ) -> None:
         """Start at the first prompt of each file.
 
         Args:
             parts: the cursor of each file, whose numbers begin at 0.
             sizes: prompts of each file; numbers go on from one file to the next.
             weights: of each file, above 0.
+            names: of the files, for `passes`; none = their numbers from 0.
         """
+        self._names = names or [str(number) for number in range(len(parts))]
         self._parts = list(parts)
         self._starts = [0, *accumulate(sizes)][:-1]
         self._weights = [weight / sum(weights) for weight in weights]
@@ -188,6 +206,11 @@ class MixtureCursor:
             self._num_drawn[file] += 1
             drawn.append(self._starts[file] + self._parts[file].next(1)[0])
         return drawn
+
+    def passes(self) -> dict[str, float]:
+        """Return the number of epochs of each file, with the part of the one under way."""
+        files = zip(self._names, self._parts, strict=True)
+        return {f"{name}/epoch": part.passes()["epoch"] for name, part in files}
 
     def note_rate(self, number: int, rate: float) -> None:
         """Take in the share of right responses to a prompt."""
@@ -243,4 +266,20 @@ def make_cursor(data: DataConfig, dataset: PromptDataset) -> Cursor:
         is_measured = data.curriculum == "measured"
         content = content_of(prompts[own])
         parts.append(PromptCursor(size, data.seed, data.shuffle, content, difficulties, is_measured))
-    return MixtureCursor(parts, sizes, data.mixture) if data.mixture else parts[0]
+    return MixtureCursor(parts, sizes, data.mixture, short_names(data.train_files)) if data.mixture else parts[0]
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return each file's name without the ending; of files with the same name with as many of their folders as tell
+    them apart, joined by dots, and of the same file named twice its place."""
+    parts = [[*(part.strip("/") for part in PurePath(path).parts[:-1]), PurePath(path).stem] for path in paths]
+    names = [".".join(own[-_num_parts(own, parts) :]) for own in parts]
+    return [name if names.count(name) == 1 else f"{name}.{place}" for place, name in enumerate(names)]
+
+
+def _num_parts(own: list[str], parts: list[list[str]]) -> int:
+    """Return how many of its last parts a path needs to be told apart from the others."""
+    for num in range(1, len(own)):
+        if [other[-num:] for other in parts].count(own[-num:]) == 1:
+            return num
+    return len(own)

@@ -164,6 +164,7 @@ class Controller:
             "rollout/slots_used": self._servers.mean_slots_used(),
             "rollout/servers_waiting": self._servers.mean_without_requests(),
             "rollout/held_s": self._filling.take_held_s(),
+            **self._drawing.metrics(),
             "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }
         if kv_used := self._servers.take_kv_used():

@@ -50,6 +50,10 @@ class Drawing:
         number, replayed = self._draws.next()
         return self._prompts[number], replayed
 
+    def metrics(self) -> dict[str, float]:
+        """Return how often the prompts were drawn by now, of the files of a mixture each."""
+        return {f"data/{name}": epochs for name, epochs in self._cursor.passes().items()}
+
     def decide(self, is_waited_for: bool) -> None:
         """Have the queue decide on finished groups. is_waited_for: the trainer waits for the step.
 

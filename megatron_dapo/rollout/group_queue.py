@@ -292,7 +292,7 @@ class GroupQueue:
     def _decide_on(self, group: Group) -> None:
         step = self._step
         reason = self._filter_reason(group.samples)
-        step.generated.add(group)
+        step.generated.add(group, is_filtered=reason is not None)
         if reason is not None:
             step.filtered[reason] += 1
             step.num_filtered_samples += len(group.samples)

@@ -35,11 +35,14 @@ _MEANS: dict[str, Callable[[Sample], float | None]] = {
 _MEANS_WITH_REPLAYED: dict[str, Callable[[Sample], float]] = {
     "prompt_length/mean": lambda sample: len(sample.prompt_tokens),  # as it was answered
 }
-# metric of a data source, as reward/SOURCE/..., -> a generated sample's value, of which the mean is reported
+# metric of a data source -> a generated sample's value, of which the mean is reported
 _MEANS_BY_SOURCE: dict[str, Callable[[Sample], float]] = {
-    "mean": lambda sample: sample.reward,
-    "accuracy": lambda sample: sample.correct,
+    "reward/SOURCE/mean": lambda sample: sample.reward,
+    "reward/SOURCE/accuracy": lambda sample: sample.correct,
+    "data/SOURCE/response_length": lambda sample: sample.num_response_tokens,
+    "data/SOURCE/truncation_ratio": lambda sample: sample.is_truncated,
 }
+_NUM_GROUPS, _NUM_FILTERED, _NUM_SAMPLES, _NUM_ERRORS = "num_groups", "num_filtered", "num", "num_errors"  # of a source
 
 
 class StepStatistics:
@@ -53,15 +56,15 @@ class StepStatistics:
         self._sums: dict[str, float] = {}  # metric -> sum over the samples
         self._num_values: dict[str, int] = {}  # metric -> values in the sum, of means
         self._lengths: list[int] = []  # shortest and longest response
-        self._sources: dict[str, dict[str, float]] = {}  # data source -> "num", "num_errors", sums of _MEANS_BY_SOURCE
+        self._sources: dict[str, dict[str, float]] = {}  # data source -> counts, and sums of _MEANS_BY_SOURCE
 
     @property
     def num_samples(self) -> int:
         """Return the number of samples in all groups, replayed samples included."""
         return self._num_values.get("prompt_length/mean", 0)
 
-    def add(self, group: Group) -> None:
-        """Count a finished group, kept or not."""
+    def add(self, group: Group, is_filtered: bool = False) -> None:
+        """Count a finished group, kept or not. is_filtered: it has no signal."""
         self.num_groups += 1
         generated = [sample for sample in group.samples if not sample.exp_mask]
         for metric, count in _COUNTS.items():
@@ -70,21 +73,32 @@ class StepStatistics:
         self._add_values(_MEANS_WITH_REPLAYED, group.samples)
         lengths = [*self._lengths, *(sample.num_response_tokens for sample in generated)]
         self._lengths = [min(lengths), max(lengths)] if lengths else []
-        self._add_to_source(group.prompt.data_source or "unnamed", generated)
+        self._add_to_source(group.prompt.data_source or "unnamed", generated, is_filtered)
 
-    def _add_to_source(self, source: str, generated: Sequence[Sample]) -> None:
-        sums = self._sources.setdefault(source, dict.fromkeys(("num", "num_errors", *_MEANS_BY_SOURCE), 0))
-        sums["num"] += len(generated)
-        sums["num_errors"] += sum(sample.reward_error is not None for sample in generated)
-        for metric, value_of in _MEANS_BY_SOURCE.items():
-            sums[metric] += sum(map(value_of, generated))
+    def _add_to_source(self, source: str, generated: Sequence[Sample], is_filtered: bool) -> None:
+        sums = self._sources.setdefault(source, {})
+        new = {
+            _NUM_GROUPS: 1,
+            _NUM_FILTERED: is_filtered,
+            _NUM_SAMPLES: len(generated),
+            _NUM_ERRORS: sum(sample.reward_error is not None for sample in generated),
+            **{metric: sum(map(value_of, generated)) for metric, value_of in _MEANS_BY_SOURCE.items()},
+        }
+        for name, value in new.items():
+            sums[name] = sums.get(name, 0) + value
 
     def _of_sources(self) -> dict[str, float]:
         """Return what is reported of each data source, where there are several."""
         metrics: dict[str, float] = {}
         for source, sums in self._sources.items() if len(self._sources) > 1 else ():
-            metrics[f"reward/{source}/num_errors"] = sums["num_errors"]
-            metrics |= {f"reward/{source}/{name}": sums[name] / sums["num"] for name in _MEANS_BY_SOURCE if sums["num"]}
+            of_source = {
+                "data/SOURCE/share": sums[_NUM_GROUPS] / self.num_groups,
+                "data/SOURCE/filter_ratio": sums[_NUM_FILTERED] / sums[_NUM_GROUPS],
+                "reward/SOURCE/num_errors": sums[_NUM_ERRORS],
+            }
+            if sums[_NUM_SAMPLES]:
+                of_source |= {name: sums[name] / sums[_NUM_SAMPLES] for name in _MEANS_BY_SOURCE}
+            metrics |= {name.replace("SOURCE", source): value for name, value in of_source.items()}
         return metrics
 
     def metrics(self) -> dict[str, float]:
@@ -110,7 +124,9 @@ class StepStatistics:
         self._lengths = list(state["lengths"])
         self._sums = dict(state["sums"])
         self._num_values = dict(state["num_values"])
-        self._sources = {source: dict(sums) for source, sums in state.get("sources", {}).items()}
+        # a program that counted less of a source has no full figures of it for this step
+        sources = state.get("sources", {}).items()
+        self._sources = {source: dict(sums) for source, sums in sources if _NUM_GROUPS in sums}
 
     def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Iterable[Sample]) -> None:
         for sample in samples:

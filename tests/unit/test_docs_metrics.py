@@ -8,14 +8,13 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = "actor|critic|dapo|perf|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
+SECTIONS = "actor|critic|dapo|data|perf|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
 
 # whose names the code puts together
 MADE_FROM_PARTS = {
     "val/SOURCE/accuracy",
-    "reward/SOURCE/mean",
-    "reward/SOURCE/accuracy",
-    "reward/SOURCE/num_errors",
+    "data/epoch",
+    "data/FILE/epoch",
     "weight_sync/PHASE_s",
     "perf/max_memory_allocated_gb/ppN",
     "perf/max_memory_reserved_gb/ppN",

@@ -12,9 +12,10 @@ from examples.prompt_choice import order
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.prompt_cursor import MixtureCursor, PromptCursor, make_cursor
+from megatron_dapo.data.prompt_cursor import MixtureCursor, PromptCursor, make_cursor, short_names
 from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.rollout.controller import load_train_prompts
+from tests.fake_rollout import WRONG, Script, prompt_numbers, rollout_folder, run_in_folder
 from tests.unit.test_prompts import CharTokenizer
 
 pytestmark = pytest.mark.unit
@@ -172,6 +173,41 @@ def test_a_file_of_a_mixture_must_have_prompts(tmp_path):
     keys = [f"data.train_files=[{good},{bad}]", "data.mixture=[1, 1]", "data.pass_rate=[0.1, 1.0]"]
     with pytest.raises(UserError, match="bad.jsonl has no prompts for data.mixture"):
         make_cursor(load_config(None, keys).data, load(*keys))
+
+
+def test_files_have_short_names_that_tell_them_apart():
+    assert short_names(["x/math.parquet", "x/code.jsonl"]) == ["math", "code"]
+    assert short_names(["/d/math/train.jsonl", "/d/code/train.jsonl"]) == ["math.train", "code.train"]
+    assert short_names(["train.jsonl", "x/train.jsonl"]) == ["train", "x.train"]
+    assert short_names(["a.jsonl", "a.jsonl"]) == ["a.0", "a.1"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """For a controller; with files of the prompts p1, p3 ... and p0, p2 ..., each a data source of its own."""
+    for made in rollout_folder(tmp_path, monkeypatch):
+        for name, numbers in (("odd", range(1, 40, 2)), ("even", range(0, 40, 2))):
+            rows = [{"prompt": f"p{number}", "label": "right", "data_source": name} for number in numbers]
+            (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        yield made
+
+
+def test_a_step_says_what_became_of_each_source(folder):
+    """The file of odd numbers has three quarters of the draws; its prompts 1 and 3 have no signal."""
+
+    async def scenario(controller, servers):
+        batch = await controller.next_batch(1, 1)
+        assert prompt_numbers(batch) == [0, 5, 7, 2]
+        expected = {
+            "data/odd/share": 6 / 8, "data/even/share": 2 / 8, "data/odd/filter_ratio": 2 / 6,
+            "data/even/filter_ratio": 0, "data/odd/response_length": 2, "reward/odd/accuracy": 4 / 12,
+            "data/even/truncation_ratio": 0, "data/odd/epoch": 6 / 20, "data/even/epoch": 2 / 20,
+        }  # fmt: skip
+        assert {name: batch.metrics.get(name) for name in expected} == pytest.approx(expected)
+
+    files = f"data.train_files=[{folder}/even.jsonl,{folder}/odd.jsonl]"
+    script = Script({1: WRONG, 3: WRONG})
+    run_in_folder(folder, scenario, script, overrides=[files, "data.mixture=[1, 3]", "data.gen_batch_size=4"])
 
 
 @pytest.mark.parametrize(
