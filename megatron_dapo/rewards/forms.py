@@ -44,7 +44,8 @@ def form_of(function: Callable[..., Any]) -> RewardForm:
     scored = Scored.ONE
     if names[1] == "responses":
         scored = Scored.BATCH if names[2] == "ground_truths" else Scored.GROUP
-    return RewardForm(scored, inspect.iscoroutinefunction(function))
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return RewardForm(scored, is_async)
 
 
 def arguments_of(scored: Scored, requests: Sequence[RewardRequest]) -> tuple[Any, ...]:
@@ -62,6 +63,9 @@ def arguments_of(scored: Scored, requests: Sequence[RewardRequest]) -> tuple[Any
 def results_of(scored: Scored, returned: Any, responses: Sequence[str]) -> list[RewardResult]:
     """Return what a function returned as a result per response. Raises ValueError for what is no verdict, or where
     there are not as many as responses."""
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise ValueError("the reward function returned a coroutine, but is none; write it with async def")
     if scored is Scored.ONE:
         return [_result(returned, responses[0])]
     if not isinstance(returned, Iterable) or isinstance(returned, dict | str):

@@ -8,10 +8,18 @@ from megatron_dapo.rewards.worker_pool import Worker, WorkerLost, WorkerPool
 from megatron_dapo.rewards.worker_process import Message
 
 _CANCEL_S = 2.0
-"""How long a worker has to end a request whose time is over. One that does not answer in this time is blocked by it,
-with all others, and is killed."""
+"""How long a worker has to end a request whose time is over. One that does not answer in this time is blocked, by this
+request or by another, and is killed."""
 
 logger = logging.getLogger(__name__)
+
+
+class _LostTogether(WorkerLost):
+    """A worker ended, or was blocked and killed, with `num_requests` requests under way."""
+
+    def __init__(self, reason: str, num_requests: int) -> None:
+        super().__init__(reason)
+        self.num_requests = num_requests
 
 
 class SharedWorkers:
@@ -20,38 +28,67 @@ class SharedWorkers:
     def __init__(self, pool: WorkerPool, num_workers: int) -> None:
         self._hosts = [_Host(pool) for _ in range(num_workers)]
         self._changed = asyncio.Condition()  # a request has ended
-        self._second_attempt = asyncio.Lock()
+        self._num_suspects = 0
+        self._suspects_host: _Host | None = None  # no others come there
+        self._limits: list[int] = []  # of the suspects under way there
 
     async def ask(self, message: Message, timeout_s: float) -> Message:
         """Return the reply of the worker that has the fewest requests.
 
-        Raises TimeoutError, and WorkerLost. A worker that ends takes all its requests with it, and nobody knows which
-        of them ended it: each is asked once more, alone in its worker.
+        Raises TimeoutError, and WorkerLost. A worker that is lost takes all its requests with it, and nobody knows
+        which of them did it: they are asked again in one worker, half as many at once each time that it is lost. The
+        one that is alone when that happens did it.
         """
         try:
             return await self._ask_among_others(message, timeout_s)
-        except WorkerLost:
-            async with self._second_attempt:
-                return await self._ask_alone(message, timeout_s)
+        except _LostTogether as error:
+            if error.num_requests == 1:
+                raise
+            limit = error.num_requests // 2
+        self._num_suspects += 1
+        try:
+            while True:
+                try:
+                    return await self._ask_among_suspects(message, timeout_s, limit)
+                except _LostTogether as error:
+                    if error.num_requests == 1:
+                        raise
+                    limit = error.num_requests // 2
+        finally:
+            self._num_suspects -= 1
+            if not self._num_suspects:
+                self._suspects_host = None
+            await self._tell_of_change()
 
     async def _ask_among_others(self, message: Message, timeout_s: float) -> Message:
         async with self._changed:
-            await self._changed.wait_for(lambda: not all(host.is_reserved for host in self._hosts))
-        host = min((host for host in self._hosts if not host.is_reserved), key=lambda host: host.num_requests)
+            await self._changed.wait_for(self._open_hosts)
+        host = min(self._open_hosts(), key=lambda host: host.num_requests)
         try:
             return await host.ask(message, timeout_s)
         finally:
             await self._tell_of_change()
 
-    async def _ask_alone(self, message: Message, timeout_s: float) -> Message:
-        host = min(self._hosts, key=lambda host: host.num_requests)
-        host.is_reserved = True
+    def _open_hosts(self) -> list["_Host"]:
+        return [host for host in self._hosts if host is not self._suspects_host]
+
+    async def _ask_among_suspects(self, message: Message, timeout_s: float, limit: int) -> Message:
+        """Ask where at most `limit` requests are under way, this one included, all of them suspects."""
+        if self._suspects_host is None:
+            self._suspects_host = min(self._hosts, key=lambda host: host.num_requests)
+        host = self._suspects_host
+
+        def may_enter() -> bool:
+            num_others = host.num_requests - len(self._limits)
+            return not num_others and len(self._limits) < min([limit, *self._limits])
+
+        async with self._changed:
+            await self._changed.wait_for(may_enter)
+        self._limits.append(limit)
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not host.num_requests)
             return await host.ask(message, timeout_s)
         finally:
-            host.is_reserved = False
+            self._limits.remove(limit)
             await self._tell_of_change()
 
     async def _tell_of_change(self) -> None:
@@ -63,11 +100,10 @@ class _Host:
     """A worker, or its replacement, and its requests under way."""
 
     def __init__(self, pool: WorkerPool) -> None:
-        self.is_reserved = False  # for one request: no other may come
         self._pool = pool
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._next_number = 0
-        self._task: asyncio.Task | None = None
+        self._reading: asyncio.Task | None = None
         self._worker: asyncio.Future[Worker] | None = None
 
     @property
@@ -75,34 +111,39 @@ class _Host:
         return len(self._answers)
 
     async def ask(self, message: Message, timeout_s: float) -> Message:
-        """Return the reply. Raises TimeoutError, WorkerLost."""
+        """Return the reply. Raises TimeoutError, _LostTogether."""
         number = self._next_number
         self._next_number += 1
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             worker = await self._borrowed()
-            await worker.send({"id": number, **message})
             try:
                 async with asyncio.timeout(timeout_s):
+                    with suppress(WorkerLost):  # as the answer says then
+                        await worker.send({"id": number, **message})
                     return await asyncio.shield(answer)
-            except (TimeoutError, asyncio.CancelledError):
-                await self._cancel(worker, number, answer)
+            except (TimeoutError, asyncio.CancelledError) as error:
+                try:
+                    await self._cancel(worker, number, answer)
+                except _LostTogether as lost:
+                    if isinstance(error, TimeoutError) and lost.num_requests > 1:
+                        raise  # another may have blocked the worker
                 raise
         finally:
             self._answers.pop(number, None)
             answer.cancel()
 
     async def _borrowed(self) -> Worker:
-        """Return the worker, borrowed if it was not. Raises WorkerLost where it does not start."""
-        if self._task is None or self._task.done():
+        """Return the worker, borrowed if it was not. Raises _LostTogether where it does not start."""
+        if self._reading is None or self._reading.done():
             self._worker = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._read(self._worker))
+            self._reading = asyncio.create_task(self._read(self._worker))
         assert self._worker is not None
         return await asyncio.shield(self._worker)
 
     async def _read(self, borrowed: asyncio.Future[Worker]) -> None:
         """Borrow a worker and hand on what it answers, until it is lost."""
-        reason: Exception = WorkerLost("the pool is closed")
+        reason = "the pool is closed"
         try:
             async with self._pool.worker() as worker:
                 worker.distrust()  # whoever has it next gets a fresh process: requests may be under way in this one
@@ -112,22 +153,30 @@ class _Host:
                     answer = self._answers.get(reply.pop("id", None))
                     if answer is not None and not answer.done():
                         answer.set_result(reply)
-        except (WorkerLost, RuntimeError) as error:
-            reason = error if isinstance(error, WorkerLost) else reason
+        except WorkerLost as error:
+            reason = str(error)
+        except asyncio.CancelledError:
+            reason = "it was blocked"
+        except RuntimeError:
+            pass
         finally:
             futures: list[asyncio.Future] = [borrowed, *self._answers.values()]
             for future in futures:
                 if not future.done():
-                    future.set_exception(reason)
+                    future.set_exception(_LostTogether(reason, len(self._answers)))
                     future.exception()  # there may be nobody who asks for it
 
     async def _cancel(self, worker: Worker, number: int, answer: asyncio.Future) -> None:
-        """End a request in the worker, or the worker where it does not."""
-        with suppress(WorkerLost):
-            await worker.send({"cancel": number})
-            try:
-                async with asyncio.timeout(_CANCEL_S):
-                    await asyncio.shield(answer)
-            except TimeoutError:
+        """End a request in the worker, or the worker where it does not. Raises _LostTogether."""
+        reading = self._reading
+        assert reading is not None, "the worker is borrowed"
+        try:
+            async with asyncio.timeout(_CANCEL_S):
+                with suppress(WorkerLost):
+                    await worker.send({"cancel": number})
+                await asyncio.shield(answer)
+        except TimeoutError:
+            if not reading.cancelling():
                 logger.warning("a reward worker is blocked by a request whose time is over; it is killed")
-                worker.kill()
+                reading.cancel()
+            await answer

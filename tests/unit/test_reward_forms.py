@@ -28,10 +28,11 @@ async def patient(data_source, response, ground_truth, extra_info):
         await asyncio.sleep(0.001)
     if response == "sleep":
         await asyncio.sleep(600)
+    if response in ("block", "exit") and "or_file" in extra_info:
+        open(extra_info["or_file"], "w").close()
     if response == "block":
         time.sleep(600)
     if response == "exit":
-        open(extra_info["or_file"], "w").close()
         os._exit(3)
     if response == "raise":
         raise ValueError("no such answer")
@@ -57,8 +58,14 @@ def batched(data_sources, responses, ground_truths, extra_infos):
         raise ValueError("no such answer")
     return [{"score": float(max(sizes)), "correct": r == t} for r, t in zip(responses, ground_truths)]
 
-def lone(data_source, response, ground_truth, extra_info):
-    return 1.0
+class Object:
+    async def __call__(self, data_source, response, ground_truth, extra_info):
+        return response == ground_truth
+
+with_call = Object()
+
+def wrapper(data_source, response, ground_truth, extra_info):
+    return with_call(data_source, response, ground_truth, extra_info)
 """
 
 
@@ -164,6 +171,25 @@ def test_a_coroutine_that_blocks_its_process_is_killed_and_the_next_response_is_
 
     (blocked, later), _ = with_pool("patient", scenario, timeout_s=0.5)
     assert blocked.error == "timeout" and later == RewardResult(1.0, True)
+
+
+def test_one_that_blocks_the_process_costs_the_others_there_nothing(tmp_path, monkeypatch):
+    """Their time is over too, while they could not go on."""
+    monkeypatch.setattr("megatron_dapo.rewards.shared_workers._CANCEL_S", 0.2)
+
+    async def scenario(pool):
+        extra_info = {"needs": 3, "or_file": str(tmp_path / "blocked")}
+        return await asyncio.gather(*(pool.score("any", text, "1", extra_info) for text in ("1", "block", "1")))
+
+    results, stats = with_pool("patient", scenario, timeout_s=1.0)
+    assert [result.error for result in results] == [None, "timeout", None] and stats["num_timeouts"] == 1
+
+
+def test_an_object_whose_call_is_a_coroutine_is_awaited_and_what_only_returns_one_is_told_what_to_do():
+    result, _ = with_pool("with_call", lambda pool: pool.score("any", "1", "1"))
+    assert result.correct
+    result, _ = with_pool("wrapper", lambda pool: pool.score("any", "1", "1"))
+    assert result.error and result.error.endswith("returned a coroutine, but is none; write it with async def")
 
 
 def test_all_responses_to_a_prompt_are_scored_in_one_call():
