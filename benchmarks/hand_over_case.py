@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -126,13 +127,23 @@ def _controller(case: HandOver, config: object, connection: object, log_file: st
     handle._main(config, connection, log_file)  # type: ignore[arg-type]
 
 
+def _imports() -> AbstractContextManager:
+    """Return what a rank of this checkout's program imports its modules within."""
+    try:
+        from megatron_dapo.common.large_imports import large_imports
+    except ImportError:
+        return nullcontext()
+    return large_imports()
+
+
 def _rank(rank: int, port: int, folder: Path, case: HandOver) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": TP * DP, "LOCAL_WORLD_SIZE": TP * DP, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    from megatron_dapo.config.loader import load_config
-    from megatron_dapo.huggingface.model_spec import read_model_spec
-    from megatron_dapo.platform.parallel import ParallelLayout
-    from megatron_dapo.training.distribute import StepDistributor
+    with _imports():
+        from megatron_dapo.config.loader import load_config
+        from megatron_dapo.huggingface.model_spec import read_model_spec
+        from megatron_dapo.platform.parallel import ParallelLayout
+        from megatron_dapo.training.distribute import StepDistributor
 
     config = load_config(
         None,

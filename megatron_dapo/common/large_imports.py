@@ -4,6 +4,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_dapo.common.garbage import collection_paused
+
 
 @contextmanager
 def large_imports() -> Iterator[None]:
@@ -12,9 +14,6 @@ def large_imports() -> Iterator[None]:
     What modules make stays: looking through it again and again takes an eighth of the time in which a server of SGLang
     is imported, and a pause in the middle of a step later on.
     """
-    gc.disable()
-    try:
+    with collection_paused():
         yield
         gc.freeze()
-    finally:
-        gc.enable()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dapo.common.garbage import collection_paused
 from megatron_dapo.common.sizes import round_up
 
 ALIGNMENT = 8  # bytes: the largest element of the arrays here
@@ -34,6 +35,7 @@ def flat_pickle(value: Any) -> np.ndarray:
     return flat
 
 
+@collection_paused()
 def from_flat_pickle(flat: np.ndarray) -> Any:
     """Return what `flat_pickle` described. Its arrays are views of `flat`, which lives as long as one of them does."""
     num_parts = int(flat[: _NUMBER.itemsize].view(_NUMBER)[0])
@@ -69,6 +71,7 @@ def receive(connection: Connection) -> Any:
     return from_flat_pickle(np.frombuffer(memory, dtype=np.uint8))
 
 
+@collection_paused()
 def _memory_of(value: Any) -> list[memoryview]:
     """Return the memory, in order, of which the arrays' part is not copied."""
     buffers: list[pickle.PickleBuffer] = []

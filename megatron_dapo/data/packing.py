@@ -228,7 +228,7 @@ def collate(
         max_seqlen=max(widths),
         num_segments=len(widths),
         widths=tuple(widths),
-        counted_rows=np.flatnonzero(tensors["loss_mask"].numpy().T),
+        counted_rows=np.flatnonzero(tensors["loss_mask"].numpy().T != 0),  # a third of the time that numbers take
         sample_ids=tuple(sample.sample_id for sample in samples),
         lengths=tuple(sample.length for sample in samples),
         correction=None,

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
+from megatron_dapo.common.garbage import collection_paused
 from megatron_dapo.config.derived import critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.batching import CostModel, SampleReward, TrainSample, assemble, mini_batches
@@ -53,6 +54,7 @@ class StepDistributor:
             head_dim=spec.head_dim,
         )
 
+    @collection_paused()
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
         """Return this rank's shard of the step. groups: those of the rollout step on rank 0, None on other ranks."""
         outgoing = self._layout.agreement.each(f"cutting the batch of step {step}", self._parts, step, groups)
