@@ -63,7 +63,7 @@ def test_a_wave_is_as_large_as_the_missing_groups_ask_for(words, expected):
 
 @pytest.fixture
 def without_statistics(monkeypatch):
-    monkeypatch.setattr(StepStatistics, "add", lambda self, group: None)
+    monkeypatch.setattr(StepStatistics, "add", lambda self, group, is_filtered: None)
 
 
 def run_of_waves(size, gen_batch_size, acceptance, seed, num_steps=15):

@@ -27,7 +27,7 @@ PROMPT = Prompt(0, "", (1,), "", "", "")
 @pytest.fixture(autouse=True)
 def without_statistics(monkeypatch):
     """They have tests of their own, and would take a third of the time."""
-    monkeypatch.setattr(StepStatistics, "add", lambda self, group: None)
+    monkeypatch.setattr(StepStatistics, "add", lambda self, group, is_filtered: None)
 
 
 @cache
