@@ -15,7 +15,7 @@ from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifes
 from megatron_dapo.checkpointing.resume import verify_on_all_ranks
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.platform.agreement import describe
 from megatron_dapo.storage.model_folder import HF, MEGATRON
 
@@ -59,13 +59,13 @@ def source_dtype(folder: "SafetensorsFolder", names: list[str]) -> "torch.dtype"
     )
 
 
-def read_spec(folder: str | Path, option: str) -> ModelSpec:
+def read_spec(folder: str | Path, option: str, spec_of: Callable[[dict, str], ModelSpec] = model_spec) -> ModelSpec:
     """Return the model of a config.json. Raises UserError that names the option."""
     config = Path(folder) / "config.json"
     if not config.is_file():
         raise UserError(f"{option}: `{folder}` {_no_model(Path(folder))}")
     try:
-        return read_model_spec(folder)
+        return spec_of(json.loads(config.read_text(encoding="utf-8")), str(config))
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise

@@ -27,10 +27,11 @@ from checkpoints_tools.converted import (
     torch_dtype,
 )
 from checkpoints_tools.job import ConversionRanks, run
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
-from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.storage.model_folder import HF, MEGATRON
+from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec
+from megatron_dapo.storage.model_folder import CRITIC, HF, MEGATRON, ModelFolder
 
 if TYPE_CHECKING:
     from megatron_dapo.models.file_plan import FilePlan
@@ -63,6 +64,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="e.g. 4GB; default: the files of the model that was converted, else about 4 GB",
     )
+    parser.add_argument(
+        "--critic",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="convert the critic of a PPO run, to a token classifier of one label, for reward.model.path or "
+        "critic.model.path; DIR: what critic.model.path of the run named, if anything",
+    )
     parser.add_argument("--tp", type=at_least(1), metavar="N", help="how the processes cut the model: tensor parallel")
     parser.add_argument("--pp", type=at_least(1), metavar="N", help="... pipeline parallel (default: all of them)")
     return parser
@@ -81,44 +90,52 @@ def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
     start = time.monotonic()
     from megatron_dapo.models.hf_io import export_hf
 
+    is_critic = arguments.critic is not None
+
     def checked_source():
         folder = open_checkpoint(arguments.checkpoint)
-        return folder, read_spec(folder / HF, "--checkpoint"), stored_dtype(folder)
+        if not is_critic:
+            return folder, MEGATRON, folder / HF, read_spec(folder / HF, "--checkpoint"), stored_dtype(folder)
+        if not (folder / CRITIC).is_dir():
+            raise UserError(
+                f"--critic: `{folder}` has no {CRITIC} folder; give a checkpoint of algorithm.adv_estimator gae."
+            )
+        source = ModelFolder.of(arguments.critic).hf if arguments.critic else folder / HF
+        return folder, CRITIC, source, read_spec(source, "--critic", critic_spec), stored_dtype(folder)
 
-    folder, spec, stored = job.on_all_ranks(checked_source)
+    folder, part, source, spec, stored = job.on_all_ranks(checked_source)
     dtype = torch_dtype(arguments.dtype) or stored
-    plan = file_plan(folder, spec, dtype, arguments.max_file_size)
+    plan = file_plan(None if is_critic else folder, spec, dtype, arguments.max_file_size)
     job.on_main_rank(lambda: check_output(arguments.output, plan.num_bytes))
     require_contents(job, folder)
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
-        model = load_model(job, folder, spec, stored, layout)
+        model = load_model(job, folder / part, spec, stored, layout)
         with percentage("writing") as done:
-            export_hf(
-                model, layout, folder / HF, arguments.output, plan=plan, dtype=dtype, replace=False, progress=done
-            )
+            export_hf(model, layout, source, arguments.output, plan=plan, dtype=dtype, replace=False, progress=done)
     if job.is_main:
         print_line(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
 
 
-def file_plan(folder: Path, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":
-    """Return the files of the model that was converted; standard ones where it is unknown or a size is given."""
+def file_plan(folder: Path | None, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":
+    """Return the files of the model that was converted; standard ones where none was, or a size is given."""
     from megatron_dapo.models.file_plan import FilePlan
 
-    conversion = read_conversion(folder)
+    conversion = read_conversion(folder) if folder is not None else None
     if max_file_size is not None:
         return FilePlan.standard(spec, dtype, max_file_size)
     return FilePlan.standard(spec, dtype) if conversion is None else FilePlan(**conversion["plan"])
 
 
 def load_model(job: ConversionRanks, folder: Path, spec: ModelSpec, dtype, layout):
-    """Load and return this process's part of a checkpoint's model, in the type `dtype`. The call is collective."""
+    """Load and return this process's part of a model, in the type `dtype`, from its folder in a checkpoint. The call is
+    collective."""
     from megatron_dapo.checkpointing.torch_dist.loading import load
     from megatron_dapo.models.build import build_model
 
     if job.is_main:
         print("reading ...", file=sys.stderr, flush=True)
     model = build_model(spec, layout, MegatronConfig(dtype=dtype_name(dtype)), for_training=False)
-    job.on_all_ranks(lambda: load(folder / MEGATRON, model, layout))
+    job.on_all_ranks(lambda: load(folder, model, layout))
     return model
 
 

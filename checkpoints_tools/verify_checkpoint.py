@@ -25,7 +25,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
 from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.storage.model_folder import HF
+from megatron_dapo.storage.model_folder import HF, MEGATRON
 from megatron_dapo.storage.staged_folder import StagedFolder
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _findings(job: ConversionRanks, arguments: argparse.Namespace) -> Iterator[C
     expected = reference_log_probs(arguments.hf_model, sequences) if sequences else None
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         # float32 holds every bf16 value, and shows a wrong weight that rounding would hide
-        model = load_model(job, folder, spec, torch.float32, layout)
+        model = load_model(job, folder / MEGATRON, spec, torch.float32, layout)
         yield _compare_tensors(job, model, layout, source, stored_dtype(folder))
         if arguments.num_tokens:
             yield _compare_log_probs(job, model, layout, sequences, expected, arguments.tolerance)

@@ -126,6 +126,30 @@ FAMILIES = {
 }
 
 
+LANGUAGE_MODEL, CLASSIFIERS = "ForCausalLM", ("ForTokenClassification", "ForSequenceClassification")
+"""How Hugging Face's names of architectures end: of a family's language model, and of its body with another head."""
+
+
+def read_critic_spec(path: str | Path) -> ModelSpec:
+    """Return the ModelSpec of what a critic starts from: a language model of ours, or a classifier of its family.
+    Raises as `read_model_spec`."""
+    folder = ModelFolder.of(path)
+    if fault := folder.fault():
+        raise UserError(f"critic.model.path: `{path}` {fault}")
+    return critic_spec(json.loads(folder.config_json.read_text()), source=str(folder.config_json))
+
+
+def critic_spec(hf: dict, source: str = "config.json") -> ModelSpec:
+    """Return the ModelSpec of a critic from the parsed config.json of what it starts from. Raises as `model_spec`."""
+    names = hf.get("architectures")
+    if isinstance(names, list) and names:
+        name = str(names[0])
+        for ending in CLASSIFIERS:
+            name = name.replace(ending, LANGUAGE_MODEL)
+        hf = hf | {"architectures": [name]}
+    return model_spec(hf, source).as_critic()
+
+
 def read_model_spec(path: str | Path) -> ModelSpec:
     """Return the ModelSpec of a checkpoint folder. Raises UserError with every unsupported architecture or field."""
     folder = ModelFolder.of(path)

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
-
-_ARCHITECTURES = ("ForSequenceClassification", "ForTokenClassification")
+from megatron_dapo.huggingface.model_spec import CLASSIFIERS
 
 
 def architecture_of(path: str) -> str:
@@ -21,11 +20,13 @@ def architecture_of(path: str) -> str:
         ) from None
     if not (Path(path) / "tokenizer.json").is_file():
         raise UserError(f"reward.model.path is {path}, which has no tokenizer.json; put the model's own there.")
-    [name, *_] = config.get("architectures") or ["no architecture"]
-    if not name.endswith(_ARCHITECTURES):
+    names = config.get("architectures") if isinstance(config, dict) else None
+    name = str(names[0]) if isinstance(names, list) and names else "no architecture"
+    if not name.endswith(CLASSIFIERS):
         raise UserError(
             f"reward.model.path is {path}, whose config.json names {name}; give a sequence classifier "
-            f"(...ForSequenceClassification), or the value-head checkpoint of a critic."
+            f"(...ForSequenceClassification), or the critic of a checkpoint (`python -m "
+            f"checkpoints_tools.megatron_to_hf --critic`)."
         )
     labels = config.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)

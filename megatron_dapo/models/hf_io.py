@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_spec import CLASSIFIERS, LANGUAGE_MODEL, ModelSpec
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.file_plan import FilePlan
 from megatron_dapo.models.safetensors_files import (
@@ -124,6 +124,15 @@ def copy_model_files(source_path: str | Path, out: Path, dtype: torch.dtype | No
         write_whole(config, json.dumps(content | dict.fromkeys(old, name), indent=2) + "\n")
 
 
+def _name_as_classifier(config: Path) -> None:
+    """Have a language model's config.json say that its body has a value head: a token classifier of one label."""
+    content = json.loads(config.read_text(encoding="utf-8"))
+    names = [name.replace(LANGUAGE_MODEL, CLASSIFIERS[0]) for name in content["architectures"]]
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    content |= {"architectures": names, "tie_word_embeddings": False, **labels}
+    write_whole(config, json.dumps(content, indent=2) + "\n")
+
+
 def export_hf(
     model: ModelParts,
     layout: ParallelLayout,
@@ -159,6 +168,8 @@ def export_hf(
         export.write_files(hf_tensors(model.spec))
         if is_main and export.problem is None:
             export.attempt(lambda: copy_model_files(source_path, folder.staging, dtype))
+            if model.spec.value_head:
+                export.attempt(lambda: _name_as_classifier(folder.staging / "config.json"))
             if index := plan.index_json(export.num_bytes):
                 export.attempt(lambda: write_whole(folder.staging / INDEX, index))
         agreement.each(step, export.check)

@@ -1,7 +1,7 @@
 """What the config demands of the model's config.json: sizes that divide, positions that suffice."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
@@ -9,7 +9,7 @@ from megatron_dapo.config.derived import critic_path, has_given_servers, paralle
 from megatron_dapo.config.key_names import LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec, num_experts_of
+from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec, model_spec, num_experts_of
 from megatron_dapo.storage.model_folder import ModelFolder
 
 CHUNKS = (f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.virtual_pipeline_model_parallel_size")
@@ -32,17 +32,17 @@ def model_json_of(path: str) -> dict[str, Any] | None:
 def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | None:
     """Return the ModelSpec of the actor and, where there is one, of the critic; none where one cannot be read, or is
     not supported (`validate` says why)."""
-    actor = _model_spec_of(config.actor_rollout_ref.model.path)
-    critic = _model_spec_of(critic_path(config)) if uses_critic(config) else None
+    actor = _model_spec_of(config.actor_rollout_ref.model.path, model_spec)
+    critic = _model_spec_of(critic_path(config), critic_spec) if uses_critic(config) else None
     if actor is None or (critic is None and uses_critic(config)):
         return None
     return actor, critic
 
 
-def _model_spec_of(path: str) -> ModelSpec | None:
+def _model_spec_of(path: str, spec_of: Callable[[dict[str, Any]], ModelSpec]) -> ModelSpec | None:
     content = model_json_of(path)
     try:
-        return None if content is None else model_spec(content)
+        return None if content is None else spec_of(content)
     except (UserError, ValueError):
         return None
 

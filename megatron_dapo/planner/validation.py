@@ -16,7 +16,7 @@ from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, own_host
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.model_spec import critic_spec, model_spec
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.planner.model_checks import (
@@ -31,7 +31,9 @@ from megatron_dapo.planner.recompute import settled
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder, batch_steps
 from megatron_dapo.storage.server_key import KEY as SERVER_KEY
-from megatron_dapo.storage.server_key import given_server_key
+from megatron_dapo.storage.server_key import given_server_key, read_server_key
+
+_REWARD_MODEL_KEY = "reward.model.api_key_file"
 
 
 def validate(
@@ -190,7 +192,8 @@ def _model(key: str, path: str) -> Iterator[Mistake]:
         yield Mistake((key,), f"{source} does not hold a JSON object; download it again.")
         return
     try:
-        model_spec(model_json, source=source)
+        spec_of = critic_spec if key == "critic.model.path" else model_spec
+        spec_of(model_json, source=source)
     except UserError as error:
         yield from (Mistake((key,), sentence) for sentence in error.sentences)
 
@@ -232,6 +235,11 @@ def _reward_model(config: Config) -> Iterator[Mistake]:
             architecture_of(str(ModelFolder.of(path).hf))
         except UserError as error:
             yield from (Mistake(("reward.model.path",), sentence) for sentence in error.sentences)
+    if config.reward.model.url and config.reward.model.api_key_file:
+        try:
+            read_server_key(config.reward.model.api_key_file, _REWARD_MODEL_KEY)
+        except UserError as error:
+            yield from (Mistake((_REWARD_MODEL_KEY,), sentence) for sentence in error.sentences)
 
 
 def _server_key(config: Config) -> Iterator[Mistake]:

@@ -48,24 +48,24 @@ def given_server_key(config: Config) -> ServerKey | None:
     return read_server_key(path) if path else None
 
 
-def read_server_key(path: str | Path) -> ServerKey:
+def read_server_key(path: str | Path, name: str = KEY) -> ServerKey:
     """Return the key that a file holds. Raises UserError where there is no such file, where others than its owner may
-    read or write it, or where it holds no key."""
+    read or write it, or where it holds no key. name: of the key of the config that names the file."""
     try:
         with open(path, encoding="ascii") as file:
             mode = os.fstat(file.fileno()).st_mode
             key = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{KEY} is {path}, which cannot be read ({error}); give the file of the servers' key."
+            f"{name} is {path}, which cannot be read ({error}); give the file of the servers' key."
         ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(
-            f"{KEY} is {path}, which others than its owner may read or write (mode {stat.S_IMODE(mode):o}); chmod 600 "
+            f"{name} is {path}, which others than its owner may read or write (mode {stat.S_IMODE(mode):o}); chmod 600 "
             f"it, on a file system that keeps modes, and give the servers a new key where others may have read it."
         )
     if not re.fullmatch(r"[!-~]+", key):
-        raise UserError(f"{KEY} is {path}, which does not hold a key: one word of printable ASCII; correct it.")
+        raise UserError(f"{name} is {path}, which does not hold a key: one word of printable ASCII; correct it.")
     return ServerKey(key)
 
 

@@ -12,7 +12,7 @@ from megatron_dapo.algorithms.value_loss import explained_variance_sums, value_l
 from megatron_dapo.config.derived import critic_batching, critic_path
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.model_spec import read_critic_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -34,7 +34,7 @@ class Critic:
         megatron = config.actor_rollout_ref.actor.megatron
         path = critic_path(config)
         self.layout = layout
-        self.model = build_model(read_model_spec(path).as_critic(), layout, megatron)
+        self.model = build_model(read_critic_spec(path), layout, megatron)
         load(self.model, path, layout)
         self.state = make_training_state(self.model, megatron, config.critic.optim, config.trainer.total_training_steps)
         self._config = config.critic
