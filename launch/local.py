@@ -28,7 +28,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, U
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
-from megatron_dapo.config.derived import starts_servers, uses_servers
+from megatron_dapo.config.derived import starts_reward_model, starts_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.dry_run import dry_run
@@ -76,7 +76,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     time: its controller waits for them. When this returns, nothing that it started is left.
     """
     from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
-    from megatron_dapo.rollout.run_servers import RunServers, starts_reward_model
+    from megatron_dapo.rollout.run_servers import RunServers
     from megatron_dapo.rollout.supervisor import ServerFailure
 
     open_standard_streams()
@@ -88,8 +88,8 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     with show_log(run.log("launch")), StopSignals(STOP_SIGNALS) as stop:
         servers = None
         end = end_of_code(FAILED_EXIT_CODE)
-        if uses_servers(config) and (starts_servers(config) or starts_reward_model(config)):
-            servers = RunServers(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
+        if starts_servers(config) or starts_reward_model(config):
+            servers = RunServers.of(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
         overrides_of_servers = servers.overrides() if servers else []
         ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), overrides_of_servers), folder)
         try:

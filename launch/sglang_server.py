@@ -1,6 +1,6 @@
 """Starts a config's SGLang servers on this machine, prints their URLs, and keeps them alive until it is told to stop.
 
-python -m launch.sglang_server --config FILE [--first-port N] [--log-dir DIR] [--node NAME] [key=value ...]
+python -m launch.sglang_server --config FILE [--serve WHICH] [--first-port N] [--log-dir DIR] [--node NAME] [key=value]
 """
 
 import logging
@@ -23,6 +23,12 @@ from megatron_dapo.storage.run_folder import RunFolder, make_folder
 log = logging.getLogger("launch")
 
 POLL_INTERVAL_S = 0.5
+SERVE = {"rollout": ("rollout",), "reward-model": ("reward_model",), "both": ("rollout", "reward_model")}
+_KEYS_OF_KEY = {
+    "rollout": "actor_rollout_ref.rollout.server_api_key_file",
+    "reward-model": "reward.model.api_key_file",
+    "both": "actor_rollout_ref.rollout.server_api_key_file, reward.model.api_key_file",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     user."""
     options_parser = parser(
         "launch.sglang_server", "Start this node's SGLang servers and keep them alive until SIGTERM or Ctrl-C."
+    )
+    options_parser.add_argument(
+        "--serve", choices=SERVE, default="rollout", help="the rollout's servers (default), reward.model.path, or both"
     )
     options_parser.add_argument(
         "--first-port", type=int, metavar="N", help="the servers listen on N, N+1, ...; else on free ports"
@@ -44,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ends.begin(supervisor_name(arguments.node), ends.own_folder())
     try:
         config = checked_config(arguments.config, overrides, check_files=False)
-        return serve(config, arguments.log_dir, arguments.first_port, arguments.node)
+        return serve(config, arguments.log_dir, arguments.first_port, arguments.node, arguments.serve)
     except UserError as error:
         ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         print(error.report(), file=sys.stderr)
@@ -53,20 +62,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def serve(config: Config, log_dir: Path | None = None, first_port: int | None = None, node: str | None = None) -> int:
-    """Start and supervise the servers until a stop signal; prints one URL per line when all of them are healthy. node:
-    where several nodes share log_dir."""
-    from megatron_dapo.rollout.supervisor import (  # imports torch: after the config was checked
-        ServerFailure,
-        ServerSupervisor,
-    )
+def serve(
+    config: Config,
+    log_dir: Path | None = None,
+    first_port: int | None = None,
+    node: str | None = None,
+    which: str = "rollout",
+) -> int:
+    """Start and supervise the servers until a stop signal; prints one URL per line when all of them are healthy.
+
+    node: where several nodes share log_dir. which: a key of SERVE.
+    """
+    from megatron_dapo.rollout.run_servers import RunServers  # these import torch: after the config was checked
+    from megatron_dapo.rollout.supervisor import ServerFailure
+
+    if "reward_model" in SERVE[which] and not config.reward.model.path:
+        raise UserError(f"reward.model.path is null, so that --serve {which} has no reward model to serve; give it.")
 
     ends.begin(supervisor_name(node), ends.own_folder() or EndFolder(RunFolder.of(config.trainer).ends, start=""))
     log_dir = make_folder(log_dir or RunFolder.of(config.trainer).logs, "--log-dir")
-    name, log_file = (f"server-{node}", None) if node else ("server", log_dir / "servers.log")
-    with show_log(log_file), StopSignals(STOP_SIGNALS) as stop:
-        servers = ServerSupervisor(config, log_dir, first_port=first_port, name=name)
-        log.info("the servers demand the key in %s (actor_rollout_ref.rollout.server_api_key_file)", servers.key_file)
+    with show_log(None if node else log_dir / "servers.log"), StopSignals(STOP_SIGNALS) as stop:
+        starts = {kind: kind in SERVE[which] for kind in SERVE["both"]}
+        servers = RunServers(config, log_dir, **starts, first_port=first_port, node=node)
+        log.info("the servers demand the key in %s (%s)", servers.key_file, _KEYS_OF_KEY[which])
         was_told = False
         try:
             servers.start()

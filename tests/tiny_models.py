@@ -6,6 +6,9 @@ from typing import Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -81,6 +84,35 @@ def make_tiny(
             parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(path)
     make_tokenizer(min(vocab, len(SPECIAL_TOKENS) + len(CHARACTERS))).save_pretrained(path)
+    return path
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }},{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def make_tiny_classifier(
+    path: str | Path, family: Literal["qwen2", "qwen3", "llama"], bias: float | None = None, seed: int = 0
+) -> Path:
+    """Write a random classifier with one label, over characters, with a chat template of its own; returns the path.
+
+    bias: of its head; with one it is a token classifier, as the critic of a run is when it is converted.
+    """
+    path = make_tiny(path, family, seed=seed)
+    config = AutoConfig.from_pretrained(path, num_labels=1)
+    kind = AutoModelForSequenceClassification if bias is None else AutoModelForTokenClassification
+    torch.manual_seed(seed)
+    model = kind.from_pretrained(path, config=config).float()  # the body of the language model, and a new head
+    torch.nn.init.normal_(model.score.weight, std=model.config.hidden_size**-0.5)  # scores of order 1
+    if bias is not None:
+        torch.nn.init.constant_(model.score.bias, bias)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
     return path
 
 

@@ -82,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "--ports", type=_numbers, default=[], metavar="P,...", help="further ports this node will use"
     )
     options_parser.add_argument(
+        "--reward-model", action="store_true", help="this node's servers are followed by the reward model's"
+    )
+    options_parser.add_argument(
         "--min-bandwidth",
         type=float,
         metavar="GB/S",
@@ -227,10 +230,10 @@ class Preflight:
         if nodes.index == 0 and not files.problem:
             self._add("disk", machine.disk(config, RunFolder.of(config.trainer).path))
         self._add("scratch", machine.scratch())
-        if nodes.index == 0 and config.reward.function == "code_tests":
+        if nodes.index == 0 and machine.runs_programs(config):
             self._add("sandbox", machine.sandbox(config))
         self._add("limits", machine.limits(config, self._uses_gpus))
-        servers = servers_per_node(config) if serves else 0
+        servers = servers_per_node(config) + arguments.reward_model if serves else 0
         numbers = list(machine.all_ports(arguments.http_port, servers, arguments.ports))
         self._add("ports", machine.ports(self._host() if serves else "", numbers))
 
@@ -240,7 +243,7 @@ class Preflight:
                 "none",
                 "has no GPUs that torch can use, other nodes have; look at the driver, or take it out of the job.",
             )
-        return gpus.check(self._config, self._arguments.role)
+        return gpus.check(self._config, self._arguments.role, self._arguments.reward_model)
 
     def _network(self) -> None:
         backend = "nccl" if self._uses_gpus else "gloo"

@@ -13,7 +13,7 @@ from typing import Any
 from launch.preflight.machine import REPOSITORY, Result
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.config.derived import servers_per_node, starts_servers
+from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.schema import Config
 
 NVML_PACKAGE = "nvidia-ml-py"
@@ -23,11 +23,16 @@ _PROBE_S = 60.0  # the other nodes wait for the checks of this one
 _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
-def needed(config: Config, role: str) -> int:
-    """Return the number of GPUs that a node of this role uses: trainer, server (it is there to start some), or both."""
+def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
+    """Return the number of GPUs that a node of this role uses: trainer, server (it is there to start some), or both.
+
+    has_reward_model: a server node serves it too; one of both does where the config says so.
+    """
     count = config.trainer.n_procs_per_node if role != "server" else 0
     if role == "server" or (role == "both" and starts_servers(config)):
         count += servers_per_node(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    if has_reward_model or (role == "both" and starts_reward_model(config)):
+        count += config.reward.model.tensor_model_parallel_size
     return count
 
 
@@ -42,7 +47,7 @@ def are_expected() -> bool:
     return bool(granted and granted != "0") or nvidia_driver.is_loaded()
 
 
-def check(config: Config, role: str) -> Result:
+def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
     import torch
 
     if torch.version.cuda is None and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
@@ -52,7 +57,7 @@ def check(config: Config, role: str) -> Result:
         )
     if not are_expected():
         return Result("none expected: torch runs on the CPU here")
-    count = needed(config, role)
+    count = needed(config, role, has_reward_model)
     there = torch.cuda.device_count()
     if there < count:
         return Result(

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +17,21 @@ import psutil
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div, format_bytes
+from megatron_dapo.config.built_ins import BY_DATA_SOURCE
 from megatron_dapo.config.derived import ParallelSizes, uses_critic
 from megatron_dapo.config.schema import Config
+from megatron_dapo.data.prompt_files import read_rows
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.planner.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_parameters
 from megatron_dapo.rewards.code.sandbox import find_way
+from megatron_dapo.rewards.registry import function_name
 from megatron_dapo.storage.model_folder import ModelFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformer-engine", "flash-attn", "apex")
 LOG_BYTES = 10**9
 WHOLE_MODEL = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
+_PROGRAMS = "code_tests"  # the reward function
 _SHARED_S = 30.0  # a network file system may show a new file late
 
 
@@ -124,15 +129,34 @@ def _free(folder: Path) -> int:
 
 def files(config: Config) -> Result:
     """Check that this node sees the model and the prompts."""
-    model = config.actor_rollout_ref.model.path
-    if fault := ModelFolder.of(model).fault():
-        return Result("missing", f"actor_rollout_ref.model.path: `{model}` {fault}")
+    models = (
+        ("actor_rollout_ref.model.path", config.actor_rollout_ref.model.path),
+        ("reward.model.path", config.reward.model.path),
+    )
+    for key, model in models:
+        if model and (fault := ModelFolder.of(model).fault()):
+            return Result("missing", f"{key}: `{model}` {fault}")
     prompts = [*config.data.train_files, *config.data.val_files]
     if missing := [file for file in prompts if not Path(file).is_file()]:
         return Result(
             "missing", f"does not see {', '.join(missing)} (data.train_files, val_files); mount it, or copy it."
         )
     return Result(f"model and {len(prompts)} prompt files seen")
+
+
+def runs_programs(config: Config) -> bool:
+    """Return whether the rewards run programs of the model: for all prompts, or for those of some data sources."""
+    if config.reward.function != BY_DATA_SOURCE:
+        return config.reward.function == _PROGRAMS
+    sources = {config.data.data_source}
+    for file in (*config.data.train_files, *config.data.val_files):
+        with suppress(UserError):  # the run says what is wrong with its files, and a parquet file may have no sources
+            sources |= {str(row.get("data_source")) for _, row in read_rows(Path(file), ("data_source",))}
+    for source in sources:
+        with suppress(UserError):  # nor are unknown ones told here
+            if function_name(BY_DATA_SOURCE, source) == _PROGRAMS:
+                return True
+    return False
 
 
 def sandbox(config: Config) -> Result:

@@ -12,7 +12,7 @@ from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.derived import servers_per_node, starts_servers
+from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
@@ -67,6 +67,7 @@ class JobPlan:
     file in logs. start_step: rollout steps that the newest checkpoint held when the attempt began, start_groups:
     finished groups of the next, and start_tokens: those of its other groups. server_timeout_s: how long the servers may
     take to become healthy. min_bandwidth: GB/s that the preflight asks of the all-reduce; None: what it thinks right.
+    reward_model_node: the server node that serves the reward model too; none where the job starts no server of it.
     """
 
     job_id: int
@@ -84,6 +85,7 @@ class JobPlan:
     server_timeout_s: float = 0.0
     server_key_file: str = ""
     min_bandwidth: float | None = None
+    reward_model_node: str = ""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -102,6 +104,13 @@ class JobPlan:
     def server_urls(self) -> list[str]:
         ports = [self.port(_SERVER_PORT) + i for i in range(self.servers_per_node)]
         return [f"http://{node}:{port}" for node in self.server_nodes for port in ports]
+
+    @property
+    def reward_model_url(self) -> str | None:
+        """Return where the reward model's server listens: behind the others of its node."""
+        if not self.reward_model_node:
+            return None
+        return f"http://{self.reward_model_node}:{self.port(_SERVER_PORT + self.servers_per_node)}"
 
     def port(self, offset: int) -> int:
         return _FIRST_PORT + _PORTS_PER_JOB * (self.job_id % _NUM_JOBS) + offset
@@ -147,10 +156,14 @@ class JobPlan:
             yield from ("--min-bandwidth", str(self.min_bandwidth))
         if index == 0:
             yield from ("--ports", str(self.port(_TRAINER_PORT)))
+        if node == self.reward_model_node:
+            yield "--reward-model"
 
     def _servers(self, _: int, node: str) -> Iterator[str]:
         yield from ("launch.sglang_server", "--config", self.config_file, "--node", node)
         yield from ("--first-port", str(self.port(_SERVER_PORT)), "--log-dir", self.logs)
+        if node == self.reward_model_node:
+            yield from ("--serve", "both")
 
     def _trainer(self, index: int, _: str) -> Iterator[str]:
         """Yield the arguments that start a trainer node's ranks with a static rendezvous.
@@ -178,6 +191,8 @@ class JobPlan:
             if nodes := self.of_role(role):
                 per_node = f"{count} {what}{'' if count == 1 else 's'}"
                 lines.append(f"  {role:<10}{per_node} on each of {len(nodes)}: {' '.join(nodes)}")
+        if self.reward_model_node:
+            lines.append(f"  {'':<10}1 server of the reward model on {self.reward_model_node}")
         lines += [f"  {'logs':<10}{self.logs}", f"  {'start':<10}step {self.start_step} of {self.total_steps}"]
         for role in (role for role in ROLES if self.of_role(role)):
             node = self.of_role(role)[0]
@@ -232,6 +247,7 @@ def make_plan(
         server_key_file=str(server_key_file(config)) if num_servers else "",
         server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
         min_bandwidth=min_bandwidth,
+        reward_model_node=allocation.nodes[num_trainers] if starts_reward_model(config) else "",
     )
 
 
@@ -247,6 +263,9 @@ def own_overrides(plan: JobPlan, config: Config) -> list[str]:
             values[f"{rollout}.server.host"] = "0.0.0.0"
     else:  # as its processes count them: the recipe's are not started where servers are given, or batches
         values[f"{rollout}.server.nnodes"] = 0
+    if plan.reward_model_url:
+        values["reward.model.url"] = plan.reward_model_url
+        values["reward.model.api_key_file"] = plan.server_key_file
     if plan.restart_count and config.trainer.resume == "never":
         values["trainer.resume"] = "auto"
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
@@ -267,15 +286,18 @@ def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
             f"actor_rollout_ref.rollout.server.nnodes {num_servers} is {num_trainers + num_servers}; make them agree "
             f"(sbatch --nodes={num_trainers + num_servers})."
         )
-    if config.reward.model.path and not config.reward.model.url:
+    has_reward_model = starts_reward_model(config)
+    if has_reward_model and not num_servers:
         yield (
-            "reward.model.path is given without reward.model.url, but a Slurm job starts no server of a reward model; "
-            "start one beside it, and give its URL."
+            "reward.model.path is given without reward.model.url, but a job without server nodes starts no server of a "
+            "reward model; start one (`python -m launch.sglang_server --serve reward-model`), and give its URL."
         )
-    if servers_per_node(config) > _PORTS_PER_JOB - _SERVER_PORT:
+    count = servers_per_node(config) + has_reward_model
+    if count > _PORTS_PER_JOB - _SERVER_PORT:
         yield (
-            f"{servers_per_node(config)} servers on a node (actor_rollout_ref.rollout.server.num_servers / nnodes) are "
-            f"more than the {_PORTS_PER_JOB - _SERVER_PORT} ports of a job; use fewer."
+            f"{count} servers on a node (actor_rollout_ref.rollout.server.num_servers / nnodes"
+            f"{', and the reward model' if has_reward_model else ''}) are more than the "
+            f"{_PORTS_PER_JOB - _SERVER_PORT} ports of a job; use fewer."
         )
     gpus = allocation.gpus_per_node
     if gpus is None:
@@ -286,9 +308,15 @@ def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
             f"ask for more (sbatch --gpus-per-node) or start fewer ranks."
         )
     needed = servers_per_node(config) * server.tensor_model_parallel_size
+    words = (
+        f"{servers_per_node(config)} servers x {server.tensor_model_parallel_size} GPUs per server node "
+        f"(actor_rollout_ref.rollout.server)"
+    )
+    if has_reward_model:  # on the first of these nodes
+        needed += config.reward.model.tensor_model_parallel_size
+        words += f" and {config.reward.model.tensor_model_parallel_size} of the reward model (reward.model)"
     if num_servers and needed > gpus:
         yield (
-            f"{servers_per_node(config)} servers x {server.tensor_model_parallel_size} GPUs per server node "
-            f"(actor_rollout_ref.rollout.server) need {needed} GPUs, but Slurm gave {gpus} per node; ask for more "
+            f"{words} need {needed} GPUs, but Slurm gave {gpus} per node; ask for more "
             f"(sbatch --gpus-per-node) or start fewer servers."
         )

@@ -19,7 +19,7 @@ def wait_for_servers(plan: JobPlan, probe: Callable[[str], bool] | None = None) 
         headers = key_header(read_server_key(plan.server_key_file))
         probe = partial(is_healthy, check=HealthCheck.GENERATES, headers=headers, timeout_s=PROBE_TIMEOUT_S)
     started = time.monotonic()
-    missing = list(plan.server_urls)
+    missing = [*plan.server_urls, *([plan.reward_model_url] if plan.reward_model_url else [])]
     while True:
         for url in [url for url in missing if probe(url)]:
             missing.remove(url)

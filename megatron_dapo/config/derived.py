@@ -78,6 +78,12 @@ def starts_servers(config: Config) -> bool:
     return uses_servers(config) and not has_given_servers(config)
 
 
+def starts_reward_model(config: Config) -> bool:
+    """Return whether launch/ starts a server of the reward model: there is a model, and none is given. As
+    `starts_servers`, of the config as the user gave it."""
+    return uses_servers(config) and bool(config.reward.model.path and not config.reward.model.url)
+
+
 def is_server_url(text: str) -> bool:
     """Return whether a text is of the form http://host:port, without a user, a password or anything behind the port."""
     try:

@@ -68,7 +68,7 @@ async def answer(
     rewards or environments do, OSError where an answer cannot be kept.
     """
     environments = make_environments(config)
-    rewards = make_reward_pool(config, [prompt.data_source for prompt in prompts])
+    rewards = make_reward_pool(config, prompts)
     servers = make_server_pool(config)
     scorers = make_scorers(config)
     work = Work()
@@ -126,7 +126,7 @@ async def beside_servers(config: Config, logs: Path, work: Callable[[list[str]],
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "servers") as owner:  # one thread owns a supervisor
         in_thread = partial(loop.run_in_executor, owner)
-        servers = await in_thread(RunServers, config, logs)
+        servers = await in_thread(RunServers.of, config, logs)
         try:
             await in_thread(servers.start)
             tasks = [

@@ -17,7 +17,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
 from megatron_dapo.common.files import remove_folder, write_whole
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import starts_servers
+from megatron_dapo.config.derived import starts_reward_model, starts_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
@@ -140,7 +140,6 @@ class _Evaluation:
         from megatron_dapo.rewards.worker_pool import WorkerLost
         from megatron_dapo.rollout.client import ServerError
         from megatron_dapo.rollout.errors import RolloutError
-        from megatron_dapo.rollout.run_servers import starts_reward_model
         from megatron_dapo.rollout.supervisor import ServerFailure
 
         step = _step_of(self._named)

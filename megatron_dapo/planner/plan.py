@@ -24,6 +24,7 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.memory import host_memory, server_memory, trainer_memory
 from megatron_dapo.planner.model_checks import read_model_specs
@@ -170,9 +171,20 @@ def _rollout(config: Config) -> list[tuple[str, list[str]]]:
         ("servers", list(_servers(config))),
         ("controller", ["1 process beside rank 0"]),
         ("rewards", [f"{_count(reward.num_workers, 'process', 'processes')}, {reward.timeout_s:g} s per answer"]),
+        *_scorers(reward),
         *_environments(config),
         ("weight sync", [_weight_sync(config)]),
     ]
+
+
+def _scorers(reward: RewardConfig) -> Iterator[tuple[str, list[str]]]:
+    model = reward.model
+    judge = reward.judge
+    if model.path:
+        server = f"1 SGLang server x TP {model.tensor_model_parallel_size}, started by launch/, behind the others"
+        yield "reward model", [f"{model.path}: {f'at {model.url}' if model.url else server}"]
+    if judge.url:
+        yield "judge", [f"{judge.model} at {judge.url}, {_count(judge.max_concurrency, 'question')} at once"]
 
 
 def _environments(config: Config) -> Iterator[tuple[str, list[str]]]:

@@ -4,7 +4,7 @@ import json
 import logging
 from pathlib import Path
 
-from megatron_dapo.config.derived import starts_servers
+from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.actor_rollout_ref import ServerConfig
 from megatron_dapo.huggingface.reward_model import architecture_of
@@ -14,26 +14,49 @@ from megatron_dapo.storage.model_folder import ModelFolder
 log = logging.getLogger(__name__)
 
 
-def starts_reward_model(config: Config) -> bool:
-    """Return whether a server of the reward model has to be started: there is a model, and no URL."""
-    return bool(config.reward.model.path and not config.reward.model.url)
-
-
 class RunServers:
     """The supervisors of a run's servers, used as one; see `ServerSupervisor`."""
 
-    def __init__(self, config: Config, log_dir: Path, first_gpu: int = 0) -> None:
-        """Prepare the servers that the config gives no URL of. Raises UserError."""
-        server = config.actor_rollout_ref.rollout.server
+    def __init__(
+        self,
+        config: Config,
+        log_dir: Path,
+        *,
+        rollout: bool,
+        reward_model: bool,
+        first_gpu: int = 0,
+        first_port: int | None = None,
+        node: str | None = None,
+    ) -> None:
+        """Prepare the servers: of the rollout, of the reward model, or both. Raises UserError.
+
+        Args:
+            config: of the run.
+            log_dir: folder of their log files.
+            rollout, reward_model: which ones.
+            first_gpu: GPUs of this machine before it belong to the trainer; the reward model's follow the rollout's.
+            first_port: the servers listen on it and the ports after it; None = free ports.
+            node: a part of the names of the servers and their log files, where several nodes share log_dir.
+        """
+        suffix = f"-{node}" if node else ""
         self._rollout: ServerSupervisor | None = None
         self._reward_model: ServerSupervisor | None = None
-        if starts_servers(config):
-            self._rollout = ServerSupervisor(config, log_dir, first_gpu=first_gpu)
-            first_gpu += server.num_servers * server.tensor_model_parallel_size
-        if starts_reward_model(config):
-            self._reward_model = ServerSupervisor(
-                _of_reward_model(config), log_dir, first_gpu=first_gpu, name="reward-model"
-            )
+        if rollout:
+            name = f"server{suffix}"
+            self._rollout = ServerSupervisor(config, log_dir, first_gpu=first_gpu, first_port=first_port, name=name)
+            num_servers = servers_per_node(config)
+            first_gpu += num_servers * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+            first_port = first_port + num_servers if first_port else None
+        if reward_model:
+            name = f"reward-model{suffix}"
+            own = _of_reward_model(config)
+            self._reward_model = ServerSupervisor(own, log_dir, first_gpu=first_gpu, first_port=first_port, name=name)
+
+    @classmethod
+    def of(cls, config: Config, log_dir: Path, first_gpu: int = 0) -> "RunServers":
+        """Return the servers that the config gives no URL of; as the constructor."""
+        rollout, reward_model = starts_servers(config), starts_reward_model(config)
+        return cls(config, log_dir, rollout=rollout, reward_model=reward_model, first_gpu=first_gpu)
 
     @property
     def _all(self) -> list[ServerSupervisor]:
@@ -43,6 +66,20 @@ class RunServers:
     def were_healthy(self) -> bool:
         """Return whether all of them were, at some time."""
         return all(servers.were_healthy for servers in self._all)
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the URLs of all of them, that of the reward model last."""
+        return [url for servers in self._all for url in servers.urls]
+
+    @property
+    def key_file(self) -> Path:
+        """Return the file of the key that all of them demand."""
+        return self._all[0].key_file
+
+    def pids(self) -> list[int]:
+        """Return the processes that were started for them, that of the reward model last."""
+        return [pid for servers in self._all for pid in servers.pids()]
 
     def overrides(self) -> list[str]:
         """Return what names these servers in a config."""

@@ -2,6 +2,7 @@
 how much room checkpoints need."""
 
 import itertools
+import json
 import os
 import socket
 import sys
@@ -12,11 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from launch.preflight import all_reduce, gpus, http, machine
 from launch.preflight.nodes import NodeFinding, PreflightError, PreflightNodes
 from launch.preflight.report import table
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.plan import process_plan
@@ -151,6 +155,16 @@ def test_the_gpus_that_a_node_needs_follow_from_its_role():
     assert needed() == [8, 8, 16]
     assert needed(FROM_FILE) == [8, 8, 8]  # as a Slurm job's server nodes read it
     assert needed(GIVEN)[2] == needed(REPLAY)[2] == 8
+
+
+def test_the_reward_models_gpus_are_needed_where_it_is_served():
+    def needed(role: str, *more: str, **options: bool) -> int:
+        sizes = ["trainer.n_procs_per_node=4", "reward.model.path=m", "reward.model.tensor_model_parallel_size=2"]
+        return gpus.needed(load_config(None, [*sizes, *more]), role, **options)
+
+    url = "reward.model.url=http://x:1"  # as a Slurm job's nodes read it
+    assert (needed("both"), needed("both", url), needed("both", REPLAY)) == (7, 5, 4)
+    assert (needed("server", url), needed("server", url, has_reward_model=True), needed("trainer")) == (1, 3, 4)
 
 
 def test_a_node_that_comes_late_is_waited_for_and_one_that_reports_a_fault_is_not():
@@ -369,6 +383,45 @@ def test_too_few_open_files_are_told_with_the_command_that_cures_it(monkeypatch)
 def test_a_folder_that_cannot_be_written_is_said_before_anybody_waits(tmp_path):
     (tmp_path / "file").touch()
     assert "cannot write" in machine.SharedFolder(tmp_path / "file" / "run", "t").write()
+
+
+def without_sandbox(monkeypatch):
+    def find_way():
+        raise UserError("reward.function: code_tests needs a sandbox, and bwrap is not installed; install it.")
+
+    monkeypatch.setattr(machine, "find_way", find_way)
+
+
+def test_a_missing_sandbox_is_a_problem_unless_programs_may_run_without_one(monkeypatch):
+    keys = ["reward.function=code_tests"]
+    without_sandbox(monkeypatch)
+    assert "bwrap is not installed" in machine.sandbox(load_config(None, keys)).problem
+    allowed = machine.sandbox(load_config(None, [*keys, "reward.allow_unsandboxed=true"]))
+    assert allowed.problem is None and "as reward.allow_unsandboxed says" in allowed.found
+    monkeypatch.setattr(machine, "find_way", lambda: SimpleNamespace(name="a user namespace"))
+    assert machine.sandbox(load_config(None, keys)) == machine.Result("a user namespace")
+
+
+@pytest.mark.parametrize(
+    ("sources", "keys", "runs"),
+    [
+        (["math", "taco"], [], True),
+        (["math", None], [], False),
+        (["unknown"], [], False),
+        ([None], ["data.data_source=apps"], True),
+        (["taco"], ["reward.function=math_verify"], False),
+        (["math"], ["reward.function=code_tests"], True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_sandbox_is_looked_for_where_some_prompts_are_scored_by_programs(sources, keys, runs, kind, tmp_path):
+    rows = [{"prompt": "p", "label": "1"} | ({"data_source": source} if source else {}) for source in sources]
+    file = tmp_path / f"p.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    assert machine.runs_programs(load_config(None, [f"data.train_files=[{file}]", *keys])) == runs
 
 
 def test_missing_files_are_named(tmp_path):

@@ -9,6 +9,7 @@ from launch.slurm.__main__ import main
 from launch.slurm.notice import notice_line, rest_of_a_step
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, Allocation, JobPlan, make_plan, own_overrides
 from launch.slurm.progress import Progress
+from launch.slurm.servers import wait_for_servers
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
@@ -138,6 +139,47 @@ def test_the_gpus_that_slurm_counted_must_do():
     assert "2 servers x 2 GPUs" in servers and "need 4 GPUs" in servers
     make_plan(config(), allocation(SLURM_GPUS_ON_NODE="4"))  # enough
     make_plan(config(), allocation())  # no GRES: the preflight counts them
+
+
+MODEL = "reward.model.path=/models/judge"
+
+
+def test_a_reward_model_is_served_by_the_first_server_node_behind_the_others():
+    sizes = (f"{SERVER}.nnodes=2", f"{SERVER}.num_servers=4", f"{SERVER}.tensor_model_parallel_size=1")
+    plan = make_plan(config(*sizes, MODEL), allocation("a", "b", "c", "d"))
+    assert plan.command(SERVERS, "c", "python")[-2:] == ["--serve", "both"]
+    assert "--serve" not in plan.command(SERVERS, "d", "python")
+    assert plan.command(PREFLIGHT, "c", "python")[-1] == "--reward-model"
+    assert "--reward-model" not in plan.command(PREFLIGHT, "d", "python")
+    assert plan.server_urls[:2] == ["http://c:23304", "http://c:23305"] and plan.reward_model_url == "http://c:23306"
+    overrides = own_overrides(plan, config(*sizes, MODEL))
+    assert (
+        'reward.model.url="http://c:23306"' in overrides and 'reward.model.api_key_file="/run/.server_key"' in overrides
+    )
+    assert "1 server of the reward model on c" in plan.text()
+    planned = make_plan(config(*sizes, MODEL, "reward.model.url=http://x:1"), allocation("a", "b", "c", "d"))
+    assert planned.reward_model_url is None and "--serve" not in planned.command(SERVERS, "c", "python")
+
+
+def test_the_gpus_of_the_reward_model_are_counted_on_its_node():
+    fits = config(MODEL, "reward.model.tensor_model_parallel_size=4")
+    make_plan(fits, allocation(SLURM_GPUS_ON_NODE="8"))
+    [sentence] = refusals(MODEL, "reward.model.tensor_model_parallel_size=4", nodes=allocation(SLURM_GPUS_ON_NODE="7"))
+    assert "2 servers x 2 GPUs" in sentence and "and 4 of the reward model" in sentence and "need 8 GPUs" in sentence
+
+
+def test_a_job_without_server_nodes_must_be_given_a_server_of_the_reward_model():
+    url = "actor_rollout_ref.rollout.server_urls=[http://x:1]"
+    [sentence] = refusals(MODEL, url, nodes=allocation("a1", "a2"))
+    assert "reward.model.path is given without reward.model.url" in sentence and "--serve reward-model" in sentence
+    assert make_plan(config(MODEL, "trainer.replay=/batches"), allocation("a1", "a2")).reward_model_url is None
+
+
+def test_all_servers_are_waited_for_the_reward_models_too():
+    plan = make_plan(config(MODEL), allocation())
+    asked = []
+    assert wait_for_servers(plan, lambda url: asked.append(url) or True) is None
+    assert asked == [*plan.server_urls, plan.reward_model_url]
 
 
 def test_a_plan_that_was_written_is_read_again(tmp_path):
