@@ -19,9 +19,9 @@ from megatron_dapo.config.key_names import ACTOR, LENGTHS, MEGATRON, PADDING, RO
 from megatron_dapo.config.keys import known_keys, show_text
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, variable_names
+from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, is_variable_name, variable_names
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.schema.run import JudgeConfig
+from megatron_dapo.config.schema.run import JUDGE_VALUES, JudgeConfig
 from megatron_dapo.config.unused_keys import unused_keys
 
 
@@ -323,6 +323,12 @@ def reward(config: Config) -> Iterator[Mistake]:
     yield from variable_names("reward.pass_env", config.reward.pass_env)
     yield from _scorers(config)
     name = config.reward.function
+    if name == BY_DATA_SOURCE and config.reward.kwargs:
+        yield Mistake(
+            ("reward.function", "reward.kwargs"),
+            f"reward.kwargs has {', '.join(config.reward.kwargs)}, but reward.function is by_data_source, whose "
+            f"functions take none; name one reward.function, or leave reward.kwargs out.",
+        )
     names = sorted([*BUILT_IN_REWARDS, BY_DATA_SOURCE])
     if name in names or IMPORT_PATH.fullmatch(name):
         return
@@ -337,6 +343,13 @@ def reward(config: Config) -> Iterator[Mistake]:
 def _scorers(config: Config) -> Iterator[Mistake]:
     model = config.reward.model
     judge = config.reward.judge
+    for name, is_there, weight in (("model", model.path, model.weight), ("judge", judge.url, judge.weight)):
+        if is_there and not weight:
+            yield Mistake(
+                (f"reward.{name}.weight",),
+                f"reward.{name}.weight is 0, so that the scores of the {name} would be paid for and count for nothing; "
+                f"give a weight, or leave the {name} out.",
+            )
     if not (model.path or judge.url):
         if config.reward.function == "none":
             yield Mistake(
@@ -361,13 +374,18 @@ def _scorers(config: Config) -> Iterator[Mistake]:
 
 
 def _judge(judge: JudgeConfig) -> Iterator[Mistake]:
-    parts = urlsplit(judge.url or "")
-    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+    if not _is_base_url(judge.url or ""):
         yield Mistake(
             ("reward.judge.url",),
-            f"reward.judge.url is {judge.url!r}, but must be of the form http://host:port/v1, without a password; a "
-            f"key comes by reward.judge.api_key_env or api_key_file.",
+            f"reward.judge.url is {judge.url!r}, but must be of the form http://host:port/v1, without a password or "
+            f"anything behind a question mark; a key comes by reward.judge.api_key_env or api_key_file.",
         )
+    for word in re.findall(r"\{(\w+)\}", judge.prompt):
+        if word not in JUDGE_VALUES and (near := nearest(word, JUDGE_VALUES)):
+            yield Mistake(
+                ("reward.judge.prompt",),
+                f"reward.judge.prompt has {{{word}}}, which would be sent as it is; write {{{near}}}, or other words.",
+            )
     if "{response}" not in judge.prompt:
         yield Mistake(
             ("reward.judge.prompt",),
@@ -382,11 +400,27 @@ def _judge(judge: JudgeConfig) -> Iterator[Mistake]:
         why = "has no group for the score"
     if not num_groups:
         yield Mistake(("reward.judge.pattern",), f"reward.judge.pattern {why}; write one such as Score: (\\d+).")
+    if judge.api_key_env and not is_variable_name(judge.api_key_env):  # it may be the key itself: not shown
+        yield Mistake(
+            ("reward.judge.api_key_env",),
+            "reward.judge.api_key_env is no name of an environment variable; give its name alone, the key stays in the "
+            "environment.",
+        )
     if judge.api_key_env and judge.api_key_file:
         yield Mistake(
             ("reward.judge.api_key_env", "reward.judge.api_key_file"),
             "reward.judge.api_key_env and reward.judge.api_key_file are both given; leave one of them out.",
         )
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # raises for what is no number
+    except ValueError:
+        return False
+    is_plain = not (parts.query or parts.fragment) and "@" not in parts.netloc
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
 
 
 CHECKS = (

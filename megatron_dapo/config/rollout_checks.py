@@ -121,12 +121,17 @@ def variable_names(key: str, names: Sequence[str]) -> Iterator[Mistake]:
     """Yield a mistake for each entry that is no name of an environment variable. The mistake does not show the entry,
     which may be a value."""
     for number, name in enumerate(names):
-        if not _VARIABLE.fullmatch(name):
+        if not is_variable_name(name):
             yield Mistake(
                 (key,),
                 f"{key}[{number}] is no name of an environment variable; give its name alone, the value stays in the "
                 f"environment.",
             )
+
+
+def is_variable_name(text: str) -> bool:
+    """Return whether a text may be the name of an environment variable."""
+    return bool(_VARIABLE.fullmatch(text))
 
 
 def server_urls(config: Config) -> Iterator[Mistake]:

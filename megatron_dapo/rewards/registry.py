@@ -10,8 +10,13 @@ from typing import Any
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
+from megatron_dapo.data.types import Prompt
+from megatron_dapo.rewards.code.cases import read_cases
 from megatron_dapo.rewards.forms import RewardForm, RewardRequest, Scored, arguments_of, form_of, results_of
 from megatron_dapo.rewards.types import RewardResult
+
+_SHOWN_CHARS = 60
+_NAMED_FAULTS = 3
 
 WRONG_SCORES = dict.fromkeys(BUILT_IN_REWARDS, 0.0) | {"math_dapo": -1.0}
 """What a built-in function gives a wrong answer."""
@@ -64,6 +69,21 @@ def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[s
         )
 
 
+def check_ground_truths(function: str, prompts: Iterable[Prompt]) -> None:
+    """Raise UserError for prompts whose ground truth holds no tests, of those that `code_tests` scores."""
+    faults = []
+    for prompt in prompts:
+        if function_name(function, prompt.data_source) == "code_tests":
+            try:
+                read_cases(prompt.ground_truth)
+            except ValueError as error:
+                faults.append(f"the prompt {prompt.text[:_SHOWN_CHARS]!r} of {prompt.data_source!r}: {error}.")
+    if num_more := max(0, len(faults) - _NAMED_FAULTS):
+        faults = [*faults[:_NAMED_FAULTS], f"{num_more} more prompts have ground truths without tests."]
+    if faults:
+        raise UserError(faults)
+
+
 def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
     """Return the score of a wrong answer, for responses that got no verdict.
 
@@ -100,6 +120,21 @@ def check_signature(function: str, kwargs: dict[str, Any]) -> None:
             f"reward.kwargs: {function} cannot be called as ({form_of(load(function)).scored.value}, **{kwargs}): "
             f"{error}."
         ) from None
+    if function in BUILT_IN_REWARDS:
+        _check_values(function, kwargs)
+
+
+def _check_values(function: str, kwargs: dict[str, Any]) -> None:
+    """Raise UserError for values that a built-in function, which has a type for each, could not calculate with."""
+    parameters = inspect.signature(load(function)).parameters
+    for name, value in kwargs.items():
+        kind = parameters[name].annotation
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind in (int, float) and value <= 0):
+            wanted = {bool: "true or false", str: "text", int: "a number above 0", float: "a number above 0"}[kind]
+            raise UserError(
+                f"reward.kwargs.{name} is {value!r}, but reward.function {function} takes {wanted}; correct it."
+            )
 
 
 def score_response(

@@ -7,7 +7,7 @@ and sampled by `filling.py`; with `max_staleness` above 0 that goes on while the
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron_dapo.envs.pool import EnvironmentPool
 from megatron_dapo.huggingface.model_spec import read_vocab_size
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.registry import check_reward
+from megatron_dapo.rewards.registry import check_ground_truths, check_reward
 from megatron_dapo.rewards.shaping import OverlongShaping
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
@@ -78,9 +78,8 @@ class Controller:
         self._tokenizer = tokenizer
         dataset = load_train_prompts(config, tokenizer)
         self._val_prompts = load_prompts(data.val_files, config, tokenizer) if data.val_files else []
-        sources = {prompt.data_source for prompt in (*dataset.prompts, *self._val_prompts)}
         self._servers = make_server_pool(config)
-        self._rewards = make_reward_pool(config, sources)
+        self._rewards = make_reward_pool(config, [*dataset.prompts, *self._val_prompts])
         self._scorers = make_scorers(config)
         self._environments = make_environments(config)
         scoring = (self._rewards, tokenizer, self._environments, self._scorers)
@@ -337,11 +336,12 @@ def make_server_pool(config: Config) -> ServerPool:
     )
 
 
-def make_reward_pool(config: Config, data_sources: Iterable[str]) -> RewardPool:
-    """Return the pool of reward processes. Raises UserError for a function that does not score these sources."""
+def make_reward_pool(config: Config, prompts: Sequence[Prompt]) -> RewardPool:
+    """Return the pool of reward processes. Raises UserError for a function that does not score these prompts."""
     reward = config.reward
-    sources = sorted(set(data_sources))
+    sources = sorted({prompt.data_source for prompt in prompts})
     check_reward(reward.function, reward.kwargs, sources)
+    check_ground_truths(reward.function, prompts)
     return RewardPool(
         reward.function,
         reward.kwargs,
@@ -400,7 +400,7 @@ def make_reward_model(config: Config) -> RewardModel | None:
         )
     folder = ModelFolder.of(model.path).hf
     architecture_of(str(folder))
-    api_key = read_server_key(model.api_key_file) if model.api_key_file else None
+    api_key = read_server_key(model.api_key_file, "reward.model.api_key_file") if model.api_key_file else None
     down_timeout_s = config.actor_rollout_ref.rollout.server.startup_timeout_s
     return RewardModel(load_tokenizer(folder), SGLangClient(model.url, api_key), down_timeout_s)
 

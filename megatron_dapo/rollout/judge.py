@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema.run import JudgeConfig
+from megatron_dapo.config.schema.run import JUDGE_VALUES, JudgeConfig
 from megatron_dapo.data.tokenizer import Messages
 from megatron_dapo.data.types import Prompt
+from megatron_dapo.rewards.worker_environment import is_secret
 
 _SHOWN_CHARS = 200
 _MAX_REMEMBERED = 1 << 16  # replies
+_LONGEST_PAUSE_S = 60.0  # before a retry: the openai package obeys no Retry-After above it
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,9 @@ class Judge:
             max_retries=config.max_retries,
         )
         self._failure = openai.OpenAIError
+        self._timeout = openai.APITimeoutError
+        # the package's own limit is of each pause between two parts of an answer
+        self._deadline_s = config.timeout_s + config.max_retries * (config.timeout_s + _LONGEST_PAUSE_S)
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._pattern = re.compile(config.pattern)
         self._num_asked = 0
@@ -70,7 +75,7 @@ class Judge:
         return reply
 
     def _question(self, prompt: Prompt, response: str) -> str:
-        values = {"question": _text(prompt.messages), "response": response, "ground_truth": prompt.ground_truth}
+        values = dict(zip(JUDGE_VALUES, (_text(prompt.messages), prompt.ground_truth, response), strict=True))
         pattern = "|".join(map(re.escape, (f"{{{name}}}" for name in values)))  # one pass: a response may hold braces
         return re.sub(pattern, lambda match: values[match.group()[1:-1]], self._config.prompt)
 
@@ -79,18 +84,24 @@ class Judge:
         if limit is not None and self._num_asked >= limit:
             return {"error": f"exception: reward.judge.max_requests = {limit} questions were asked"}
         self._num_asked += 1
+        judge = f"the judge at {self._config.url}"
         try:
-            async with self._slots:
+            async with self._slots, asyncio.timeout(self._deadline_s):
                 answer = await self._client.chat.completions.create(
                     model=self._config.model,
                     messages=[{"role": "user", "content": question}],
                     temperature=self._config.temperature,
                     max_tokens=self._config.max_tokens,
                 )
+            text = str(answer.choices[0].message.content or "")
+        except TimeoutError:
+            return {"error": f"timeout: {judge}: no whole answer within {self._deadline_s:g} s"}
         except self._failure as error:
-            kind = "timeout" if "timed out" in str(error).lower() else "crash"
-            return {"error": f"{kind}: {self._without_key(f'the judge at {self._config.url}: {error}')}"}
-        return self._read(answer.choices[0].message.content or "" if answer.choices else "")
+            kind = "timeout" if isinstance(error, self._timeout) else "crash"
+            return {"error": f"{kind}: {self._without_key(f'{judge}: {error}')}"}
+        except (AttributeError, IndexError, TypeError, ValueError):  # a page in HTML, say: the package checks no answer
+            return {"error": f"exception: {judge} answered what is no chat completion; look at reward.judge.url"}
+        return self._read(text)
 
     def _read(self, text: str) -> dict[str, Any]:
         """Return the score that the last match of the pattern names: a number, or yes or no."""
@@ -118,15 +129,24 @@ def _text(messages: str | Messages) -> str:
 
 def _api_key(config: JudgeConfig) -> str | None:
     if config.api_key_env:
+        named = f"reward.judge.api_key_env names {config.api_key_env}"
         if not (key := os.environ.get(config.api_key_env, "").strip()):
             raise UserError(
-                f"reward.judge.api_key_env names {config.api_key_env}, which the run does not have in its environment; "
-                f"set it for the process of rank 0."
+                f"{named}, which the run does not have in its environment; set it for the process of rank 0."
             )
-        return key
-    if config.api_key_file:
+        if not is_secret(config.api_key_env, ""):
+            raise UserError(
+                f"{named}, which is no name of a secret, so that reward processes would get the key too; give the "
+                f"variable a name such as JUDGE_API_KEY."
+            )
+    elif config.api_key_file:
+        named = f"reward.judge.api_key_file is {config.api_key_file}"
         try:
-            return Path(config.api_key_file).read_text(encoding="utf-8").strip()
+            key = Path(config.api_key_file).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            raise UserError(f"reward.judge.api_key_file: {config.api_key_file} cannot be read ({error}).") from None
-    return None
+            raise UserError(f"{named}, which cannot be read ({error}); give the file of the judge's key.") from None
+    else:
+        return None
+    if not re.fullmatch(r"[!-~]+", key):  # never shown, whatever it is
+        raise UserError(f"{named}, which does not hold a key: one word of printable ASCII; correct it.")
+    return key

@@ -10,6 +10,7 @@ from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.data.types import Group, Sample
 
 _SLOW_CURE = ", or give it more reward.timeout_s and load at import what takes long"
+_SHOWN_CHARS = 200
 _KINDS = ("exception", "timeout", "crash", "environment")
 
 
@@ -26,6 +27,7 @@ class VerdictCheck:
         self.num_groups = 0
         self._num_samples = 0
         self._failures: Counter[str] = Counter()  # kind -> samples
+        self._last_words = ""  # of the last one that gave some
 
     def count(self, samples: Sequence[Sample]) -> None:
         """Count samples, but for replayed ones, which were scored in another step."""
@@ -36,7 +38,9 @@ class VerdictCheck:
         for error in errors:
             self._num_samples += 1
             if error is not None:
-                self._failures[next(kind for kind in _KINDS if error.startswith(kind))] += 1
+                kind = next(kind for kind in _KINDS if error.startswith(kind))
+                self._failures[kind] += 1
+                self._last_words = error.partition(": ")[2] or self._last_words
 
     def after(self, groups: Sequence[Group]) -> "VerdictCheck":
         """Return a check that has counted these groups too."""
@@ -69,12 +73,18 @@ class VerdictCheck:
         kinds = ", ".join(f"{kind} {self._failures[kind]}" for kind in _KINDS if self._failures[kind])
         raise TooFewVerdicts(
             f"{self.what}: {num_failed} of {self._num_samples} responses got no verdict ({kinds}), {bound}; "
-            f"correct {self._failed_function()}, or what it needs"
-            f"{_SLOW_CURE if self._failures['timeout'] else ''}.",
+            f"correct {self._scorers()}, or what it needs"
+            f"{_SLOW_CURE if self._failures['timeout'] else ''}"
+            f"{f' (the last one: {self._last_words[:_SHOWN_CHARS]})' if self._last_words else ''}.",
             last_traceback,
         )
 
-    def _failed_function(self) -> str:
+    def _scorers(self) -> str:
+        """Return the keys of those who give verdicts."""
         if self._failures["environment"] == self._failures.total():
             return "actor_rollout_ref.rollout.multi_turn.environment"
-        return f"reward.function {self._reward.function}"
+        reward = self._reward
+        function = None if reward.function == "none" else reward.function
+        keys = ("reward.function", "reward.model.path", "reward.judge.url")
+        values = zip(keys, (function, reward.model.path, reward.judge.url), strict=True)
+        return " or ".join(f"{key} {value}" for key, value in values if value)

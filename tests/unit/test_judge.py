@@ -37,7 +37,7 @@ class Endpoint:
         self.hold = asyncio.Event()
         self.hold.set()
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
         self.keys.append(request.headers.get("Authorization"))
         self.num_open += 1
@@ -50,9 +50,21 @@ class Endpoint:
             status = self.statuses.pop(0)
             return web.json_response({"error": {"message": f"no: {self.keys[-1]}"}}, status=status)
         content = self.answer(self.requests[-1]["messages"][-1]["content"])
+        if isinstance(content, web.Response):
+            return content
+        if content == "drip":
+            return await self._drip(request)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}
         body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
         return web.json_response(body)
+
+    async def _drip(self, request: web.Request) -> web.StreamResponse:
+        """Send a byte now and then, for ever."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.02)
 
     @asynccontextmanager
     async def running(self):
@@ -113,6 +125,30 @@ def test_a_pattern_of_ones_own_reads_words_and_numbers(text, score):
 def test_an_answer_without_a_score_costs_the_verdict(text):
     [result] = judged(Endpoint(lambda question: text), "x")
     assert result.error.startswith("exception: the judge gave no score in") and not result.correct
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("text/html", "<html>Welcome</html>"),
+        ("application/json", "<html>"),
+        ("application/json", "null"),
+        ("application/json", "{}"),
+        ("application/json", '{"choices": []}'),
+        ("application/json", '{"choices": [{}]}'),
+        ("application/json", '{"choices": [{"message": null}]}'),
+        ("application/json", '{"choices": "none"}'),
+    ],
+)
+def test_an_answer_that_is_no_chat_completion_costs_the_verdict_and_names_the_url(content_type, body):
+    [result] = judged(Endpoint(lambda question: web.Response(text=body, content_type=content_type)), "x")
+    assert result.error.startswith("exception: the judge at http://127.0.0.1") and "reward.judge.url" in result.error
+
+
+def test_a_judge_that_never_ends_its_answer_is_given_up():
+    """The client's own limit is of each pause between two parts of an answer."""
+    [result] = judged(Endpoint(lambda question: "drip"), "x", keys=["reward.judge.timeout_s=0.3"])
+    assert result.error.startswith("timeout: the judge at") and result.error.endswith("no whole answer within 0.3 s")
 
 
 def test_equal_questions_are_asked_once_and_a_failed_one_again():
@@ -176,10 +212,18 @@ def test_the_key_reaches_the_judge_and_nothing_that_is_written(where, tmp_path, 
 
 
 def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "two").write_text(f"{SECRET}\nX-Evil: 1")
+    (tmp_path / "latin").write_text(f"{SECRET}ä")
     for key, words in (("api_key_env=NO_SUCH_KEY", "NO_SUCH_KEY, which the run does not have"),
-                       (f"api_key_file={tmp_path}/none", "cannot be read")):  # fmt: skip
-        with pytest.raises(UserError, match=words):
+                       ("api_key_env=HOME", "HOME, which is no name of a secret"),
+                       (f"api_key_file={tmp_path}/none", "cannot be read"),
+                       (f"api_key_file={tmp_path}/empty", "does not hold a key"),
+                       (f"api_key_file={tmp_path}/two", "does not hold a key"),
+                       (f"api_key_file={tmp_path}/latin", "does not hold a key")):  # fmt: skip
+        with pytest.raises(UserError, match=words) as error:
             make_scorers(config("http://a:1/v1", f"reward.judge.{key}"))
+        assert SECRET not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +231,11 @@ def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
     [
         (["reward.judge.url=a:1"], "must be of the form http://host:port/v1"),
         (["reward.judge.url=http://u:p@a/v1"], "without a password"),
+        (["reward.judge.url=http://a/v1?key=secret"], "behind a question mark"),
+        (["reward.judge.url=http://a:b/v1"], "must be of the form http://host:port/v1"),
+        (["reward.judge.url=http://a/v1", "reward.judge.prompt={resonse} {response}"], "write {response}"),
+        (["reward.judge.url=http://a/v1", "reward.judge.weight=0.0"], "count for nothing"),
+        (["reward.judge.url=http://a/v1", "reward.judge.api_key_env=sk-abc"], "no name of an environment variable"),
         (["reward.judge.url=http://a/v1", "reward.judge.prompt=good?"], "no place for the response"),
         (["reward.judge.url=http://a/v1", "reward.judge.pattern=("], "is no regular expression"),
         (["reward.judge.url=http://a/v1", "reward.judge.pattern=Score"], "has no group for the score"),

@@ -28,6 +28,8 @@ class Characters:
     """A token per character; the prompt's end is 0."""
 
     def encode_answered(self, messages, response):
+        if response == "unspeakable":
+            raise ValueError("the model's chat template refuses it")
         return (*map(ord, messages), 0, *map(ord, response))
 
 
@@ -106,6 +108,10 @@ def test_a_server_that_is_down_is_waited_for_and_one_that_stays_down_costs_the_v
         ([], "0 finite scores for 1 responses"),
         ([{"embedding": [float("nan")]}], "0 finite scores"),
         ({"text": "I am a language model"}, "0 finite scores"),
+        ([{"embedding": [0.1, 0.2]}], "0 finite scores"),
+        ([{"embedding": {"0": 1.0}}], "0 finite scores"),
+        ([{"embedding": ["high"]}], "0 finite scores"),
+        (None, "0 finite scores"),
     ],
 )
 def test_what_is_no_score_costs_the_verdict_at_once(answer, words):
@@ -119,6 +125,37 @@ def test_in_a_batch_one_response_that_the_server_refuses_costs_itself_alone():
     client = Client(refused, refused)
     results = scores(client, "abc", "d", "ef")
     assert [result.error is None for result in results] == [False, True, True] and client.batches == [3, 1, 1, 1]
+
+
+def test_a_response_that_the_models_chat_template_refuses_costs_itself_alone():
+    client = Client()
+    refused, scored = scores(client, "unspeakable", "abc")
+    assert refused.error == "exception: reward.model.path: the model's chat template refuses it"
+    assert scored == RewardResult(4.0, True) and client.batches == [1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (ServerError("u", "/classify", 400, "no embedding model"), "no embedding model"),
+        ([{"embedding": [0.5] * 1024}], "0 finite scores for 1 responses"),
+    ],
+)
+def test_a_server_that_is_no_classifier_is_told_at_the_start(answer, words):
+    class Healthy(Client):
+        async def wait_healthy(self, timeout_s):
+            pass
+
+    async def start(client):
+        model = RewardModel(Characters(), client, 20.0)
+        try:
+            await model.start(1.0)
+        finally:
+            await model.close()
+
+    asyncio.run(start(Healthy()))
+    with pytest.raises(UserError, match=f"reward.model.url is http://one:1, but .*{words}.*serve the classifier"):
+        asyncio.run(start(Healthy(answer)))
 
 
 def folder(path: Path, **config_json) -> str:

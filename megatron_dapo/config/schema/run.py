@@ -91,6 +91,8 @@ Reference answer: {ground_truth}
 
 Response: {response}"""
 
+JUDGE_VALUES = ("question", "ground_truth", "response")
+"""What has its place in a judge's prompt, in braces."""
 _JUDGED = ActsIf(IsNot("url", None))
 
 

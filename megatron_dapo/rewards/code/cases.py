@@ -14,6 +14,7 @@ _PYTHON = ("python", "python3", "py")
 _THOUGHT_END = "</think>"
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _TOLERANCE = {"rel_tol": 1e-5, "abs_tol": 1e-8}  # verl's: numpy's defaults
+_SHOWN_CHARS = 60
 _MAX_INPUT_BYTES = 24 << 20
 _PURE: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -48,16 +49,28 @@ def read_cases(ground_truth: str) -> list[Case]:
     JSON: `inputs` and `outputs` (stdin and stdout), with `fn_name` the arguments (a line of JSON each) and what the
     function returns, or `assert_case`: assert statements.
     """
-    tests = json.loads(ground_truth)
+    try:
+        return _cases(json.loads(ground_truth))
+    except (ValueError, TypeError, AttributeError, SyntaxError, RecursionError) as error:
+        raise ValueError(
+            f"the ground truth {ground_truth[:_SHOWN_CHARS]!r} holds no tests that code_tests can run ({error}); write "
+            f"them as docs/rewards.md#code says"
+        ) from None
+
+
+def _cases(tests: Any) -> list[Case]:
     if not isinstance(tests, dict):
-        raise ValueError("the ground truth of code must be a JSON object with inputs and outputs, or assert_case")
+        raise ValueError("it must be a JSON object with inputs and outputs, or assert_case")
     if tests.get("assert_case"):
         asserts = tests["assert_case"]
-        return [case for text in ([asserts] if isinstance(asserts, str) else asserts) for case in _assert_cases(text)]
+        cases = [case for text in ([asserts] if isinstance(asserts, str) else asserts) for case in _assert_cases(text)]
+        if not cases:
+            raise ValueError("assert_case asserts nothing")
+        return cases
     inputs = tests.get("inputs")
     outputs = tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
-        raise ValueError("the ground truth of code needs inputs and as many outputs, at least one")
+        raise ValueError("it needs inputs and as many outputs, at least one")
     name = tests.get("fn_name")
     make = partial(_call_case, name) if name else _stdin_case
     return [make(given_input, expected) for given_input, expected in zip(inputs, outputs, strict=True)]
@@ -67,7 +80,7 @@ def _stdin_case(given_input: str | list[str], expected: str | list[str]) -> Case
     text = given_input if isinstance(given_input, str) else "\n".join(given_input)
     wanted = expected if isinstance(expected, str) else "\n".join(expected)
     if len(text.encode()) > _MAX_INPUT_BYTES:
-        raise ValueError(f"an input of the ground truth is larger than {_MAX_INPUT_BYTES >> 20} MiB")
+        raise ValueError(f"an input is larger than {_MAX_INPUT_BYTES >> 20} MiB")
     return Case({"stdin": text}, partial(same_output, wanted))
 
 

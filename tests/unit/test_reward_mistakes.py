@@ -1,0 +1,137 @@
+"""Mistakes about rewards, judges and the choice of prompts are one sentence each, with key and cure; exit code 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.planner.validation import load_and_validate
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+JUDGE = "reward.judge.url=http://a:1/v1"
+MODEL = "reward.model.path={model}"
+URL = "reward.model.url=http://host:1"
+FILES = "data.train_files=[{prompts}]"
+# (settings, the key that a sentence names, what it says of it)
+MISTAKES = [
+    (["reward.function=math_verfy"], "reward.function", "the nearest is math_verify"),
+    (["reward.function=score"], "reward.function", "package.module:function"),
+    (["reward.function=no_such_module:score"], "reward.function", "no_such_module"),
+    (["reward.function=json:no_such_function"], "reward.function", "no_such_function"),
+    (["reward.function=none"], "reward.function", "give one"),
+    (["reward.kwargs.time_limit_s=1.0"], "reward.kwargs", "by_data_source"),
+    (["reward.timeout_s=0.0"], "reward.timeout_s", "0"),
+    (["reward.timeout_s=soon"], "reward.timeout_s", "soon"),
+    (["reward.num_workers=0"], "reward.num_workers", "0"),
+    (["reward.max_concurrency=0"], "reward.max_concurrency", "0"),
+    (["reward.batch_size=-1"], "reward.batch_size", "-1"),
+    (["reward.memory_limit_mb=0"], "reward.memory_limit_mb", "0"),
+    (["reward.max_error_share=1.5"], "reward.max_error_share", "1.5"),
+    (["reward.pass_env=[A=B]"], "reward.pass_env[0]", "the value stays in the environment"),
+    (["reward.function=math_verify", "reward.allow_unsandboxed=true"], "reward.allow_unsandboxed", "code_tests"),
+    (["reward.combine=model"], "reward.combine", "reward.model.path"),
+    ([MODEL, "reward.combine=product"], "reward.combine", "product"),
+    (["reward.functions=math_verify"], "reward.functions", "reward.function"),
+    (["reward.model.path=/no/such/folder"], "reward.model.path", "/no/such/folder"),
+    (["reward.model.path={language_model}"], "reward.model.path", "Qwen2ForCausalLM"),
+    (["reward.model.path={two_labels}"], "reward.model.path", "2 labels"),
+    (["reward.model.path={no_tokenizer}"], "reward.model.path", "no tokenizer.json"),
+    (["reward.model.path={damaged}"], "reward.model.path", "config.json"),
+    ([MODEL, "reward.model.url=localhost"], "reward.model.url", "http://host:port"),
+    ([MODEL, "reward.model.url=http://user:word@host:1"], "reward.model.url", "http://host:port"),
+    (["reward.model.url=http://host:1"], "reward.model.url", "reward.model.path"),
+    ([MODEL, "reward.model.api_key_file=key"], "reward.model.api_key_file", "reward.model.url"),
+    ([MODEL, URL, "reward.model.api_key_file={prompts}x"], "reward.model.api_key_file", "read"),
+    ([MODEL, URL, "reward.model.api_key_file={open}"], "reward.model.api_key_file", "chmod"),
+    ([MODEL, "reward.model.tensor_model_parallel_size=0"], "reward.model.tensor_model_parallel_size", "0"),
+    ([MODEL, "reward.model.weight=0.0"], "reward.model.weight", "count for nothing"),
+    ([MODEL, "reward.model.weight=nan"], "reward.model.weight", "must be a number"),
+    ([MODEL, "actor_rollout_ref.rollout.multi_turn.enable=true"], "reward.model.path", "leave one of the two out"),
+    ([JUDGE, "actor_rollout_ref.rollout.multi_turn.enable=true"], "reward.judge.url", "leave one of the two out"),
+    (["reward.judge.url=judge:1"], "reward.judge.url", "http://host:port/v1"),
+    (["reward.judge.url=http://user:word@a/v1"], "reward.judge.url", "api_key_env"),
+    (["reward.judge.url=http://a/v1?api-key=x"], "reward.judge.url", "question mark"),
+    (["reward.judge.url=http://a:port/v1"], "reward.judge.url", "http://host:port/v1"),
+    ([JUDGE, "reward.judge.prompt=good?"], "reward.judge.prompt", "{{response}}"),
+    ([JUDGE, "reward.judge.prompt={{response}} {{ground_trut}}"], "reward.judge.prompt", "{{ground_truth}}"),
+    ([JUDGE, "reward.judge.pattern=("], "reward.judge.pattern", "regular expression"),
+    ([JUDGE, "reward.judge.pattern=Score"], "reward.judge.pattern", "no group"),
+    ([JUDGE, "reward.judge.api_key_env=sk-1"], "reward.judge.api_key_env", "name of an environment variable"),
+    ([JUDGE, "reward.judge.api_key_env=A_KEY", "reward.judge.api_key_file=b"], "reward.judge.api_key_env", "both"),
+    (["reward.judge.model=gpt"], "reward.judge.model", "reward.judge.url"),
+    ([JUDGE, "reward.judge.timeout_s=0.0"], "reward.judge.timeout_s", "0"),
+    ([JUDGE, "reward.judge.max_retries=-1"], "reward.judge.max_retries", "-1"),
+    ([JUDGE, "reward.judge.max_concurrency=0"], "reward.judge.max_concurrency", "0"),
+    ([JUDGE, "reward.judge.max_requests=0"], "reward.judge.max_requests", "0"),
+    ([JUDGE, "reward.judge.max_tokens=0"], "reward.judge.max_tokens", "0"),
+    ([JUDGE, "reward.judge.temperature=-0.5"], "reward.judge.temperature", "-0.5"),
+    ([JUDGE, "reward.judge.weight=0.0"], "reward.judge.weight", "count for nothing"),
+    ([FILES, "data.mixture=[1, 2]"], "data.mixture", "one weight per file"),
+    ([FILES, "data.mixture=[0]"], "data.mixture", "0"),
+    ([FILES, "data.mixture=[-1]"], "data.mixture", "-1"),
+    ([FILES, "data.mixture=[inf]"], "data.mixture", "numbers > 0"),
+    ([FILES, "data.mixture=[1]", "exp_manager.experience_replay.enable=true"], "data.mixture", "leave one of the two"),
+    (["data.pass_rate=[0.9, 0.1]"], "data.pass_rate", "[lowest, highest]"),
+    (["data.pass_rate=[0.9]"], "data.pass_rate", "[lowest, highest]"),
+    (["data.pass_rate=[5, 95]"], "data.pass_rate", "95"),
+    (["data.pass_rate_key=rate"], "data.pass_rate_key", "data.pass_rate"),
+    (["data.curriculum=hard"], "data.curriculum", "hard"),
+    (["data.difficulty_key=level"], "data.difficulty_key", "data.curriculum"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("places")
+    places = {}
+    one = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    kinds = {
+        "model": one,
+        "language_model": {"architectures": ["Qwen2ForCausalLM"]},
+        "two_labels": one | {"num_labels": 2},
+        "no_tokenizer": one,
+        "damaged": one,
+    }
+    for name, config in kinds.items():
+        places[name] = folder / name
+        places[name].mkdir()
+        (places[name] / "config.json").write_text(json.dumps(config))
+        if name != "no_tokenizer":
+            (places[name] / "tokenizer.json").write_text("{}")
+    (places["damaged"] / "config.json").write_text("{")
+    places["prompts"] = folder / "prompts.jsonl"
+    places["prompts"].write_text('{"prompt": "1+1=", "label": "2"}\n')
+    places["open"] = folder / "open"
+    places["open"].write_text("key")
+    places["open"].chmod(0o644)
+    return places
+
+
+@pytest.mark.parametrize(("settings", "key", "words"), MISTAKES, ids=[row[0][-1] for row in MISTAKES])
+def test_a_mistake_is_one_sentence_with_key_and_cure(settings, key, words, places):
+    with pytest.raises(UserError) as error:
+        load_and_validate(None, [setting.format(**places) for setting in settings])
+    about = [
+        sentence for sentence in error.value.sentences if key in sentence.split(" ", 1)[0] or f"{key} " in sentence
+    ]
+    assert len(about) == 1, error.value.sentences
+    [sentence] = about
+    assert words.format() in sentence and sentence.endswith(".") and "\n" not in sentence
+
+
+def test_all_mistakes_of_a_command_are_told_at_once_with_exit_code_2():
+    rows = [row for row in MISTAKES if len(row[0]) == 1 and "{" not in row[0][0]]
+    settings = {row[0][0].partition("=")[0]: row for row in rows}  # of a key the last
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_dapo", "train", "--dry-run", *(row[0][0] for row in settings.values())],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    header, *sentences = done.stderr.strip().splitlines()
+    assert header == f"{len(sentences)} mistakes to correct:" and len(sentences) > 12
+    assert all(sentence.endswith(".") for sentence in sentences)
