@@ -9,9 +9,12 @@ import tempfile
 import time
 from pathlib import Path
 
+CLASSIFY_S = 0.03
+
 
 class Handler(http.server.BaseHTTPRequestHandler):
     answers: Path | None = None  # a JSON file: route -> status, none = no answer at all
+    notes: Path | None = None  # the texts that were classified, one per line
 
     def do_GET(self) -> None:
         statuses = {"/ready": 200} | (json.loads(self.answers.read_text()) if self.answers else {})
@@ -20,6 +23,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(600)
         self.send_response(status)
         self.end_headers()
+
+    def do_POST(self) -> None:
+        """Classify: a text's score is its first token times 1000 and its last one. What was answered is noted."""
+        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"]
+        time.sleep(CLASSIFY_S)
+        body = json.dumps([{"embedding": [1000.0 * text[0] + text[-1]]} for text in texts]).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        if self.notes is not None:
+            with self.notes.open("a") as file:
+                file.write("".join(f"{json.dumps(text)}\n" for text in texts))
 
     def log_message(self, *_: object) -> None:
         pass
@@ -36,6 +53,8 @@ def main(host: str, port: str, behaviour: str) -> None:
         print(f"child {child.pid}", flush=True)
     if behaviour.startswith("answers "):
         Handler.answers = Path(behaviour.removeprefix("answers "))
+    if behaviour.startswith("classifies "):
+        Handler.notes = Path(behaviour.removeprefix("classifies "))
     if behaviour == "leaves files":
         # as SGLang's processes: open until they end, and removed by nobody
         tempfile.NamedTemporaryFile(delete=False)

@@ -210,6 +210,34 @@ def test_a_step_says_what_became_of_each_source(folder):
     run_in_folder(folder, scenario, script, overrides=[files, "data.mixture=[1, 3]", "data.gen_batch_size=4"])
 
 
+@pytest.mark.parametrize("curriculum", ["none", "column", "measured"])
+def test_a_resumed_run_draws_what_the_run_would_have_drawn(folder, curriculum):
+    """A mixture, through the controller's state as a checkpoint holds it, in the second epoch of one file."""
+    for name in ("odd", "even"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        rows = [row | {"difficulty": (7 * number) % 5} for number, row in enumerate(rows)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [
+        f"data.train_files=[{folder}/even.jsonl,{folder}/odd.jsonl]", "data.mixture=[1, 3]", "data.shuffle=true",
+        f"data.curriculum={curriculum}", "algorithm.dapo.dynamic_sampling.enable=false",
+    ]  # fmt: skip
+
+    def steps(first, last, state=None):
+        async def scenario(controller, servers):
+            if state is not None:
+                controller.load_state_dict(from_bytes(state))
+            drawn = [prompt_numbers(await controller.next_batch(step, 1)) for step in range(first, last)]
+            return drawn, to_bytes(controller.state_dict())
+
+        always = {number: WRONG if number % 3 else ("right", "right") for number in range(0, 40, 4)}
+        return run_in_folder(folder, scenario, Script(always), overrides=keys)
+
+    whole, _ = steps(1, 13)
+    before, state = steps(1, 9)
+    after, _ = steps(9, 13, state)
+    assert before + after == whole
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
