@@ -174,6 +174,18 @@ def test_the_metrics_of_an_update_are_those_worked_out_by_hand():
     assert metrics == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_optimizer_is_adam_with_the_seeds_eps_behind_a_clipped_gradient():
+    config = dataclasses.replace(SMALL, n_epochs=1, n_minibatches=1, max_grad_norm=1e-3)
+    state, trajectories, last_values = rollout_of(config)
+    assert type(state.opt_state) is torch.optim.Adam
+    assert (state.opt_state.defaults["eps"], state.opt_state.defaults["lr"]) == (1e-5, config.lr)
+    state = state._replace(opt_state=torch.optim.SGD(state.params.parameters(), lr=1.0))  # a step is the gradient
+    before = torch.cat([p.flatten() for p in numbers(state)])
+    after, _ = PPO.update(state, trajectories, last_values, config=config)
+    moved = torch.cat([p.flatten() for p in numbers(after)]) - before
+    assert moved.double().norm() == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_where_the_time_limit_ends_an_episode_the_value_of_what_would_have_come_counts():
     """CartPole with a limit of 5 steps: no pole falls that fast."""
     state, trajectories, last_values = rollout_of(time_limit=5)

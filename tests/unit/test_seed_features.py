@@ -72,6 +72,17 @@ FEATURES = {
         "unit/test_seed_options.py::test_the_loss_of_replayed_tokens",
         "unit/test_seeds.py::test_purely_on_policy_the_loss_of_replayed_tokens_is_0_and_none_is_replayed",
     ],
+    "000 experience replay: modes exgrpo_policy_shaping and dapo_clip_higher": [
+        "unit/test_off_policy_loss.py::test_a_replayed_token_is_shaped_and_not_clipped",
+        "unit/test_off_policy_loss.py::test_a_replayed_token_may_be_clipped_with_an_upper_bound_of_its_own",
+    ],
+    "000 experience replay: clip-higher acts on the policy's own tokens alone": [
+        "unit/test_off_policy_loss.py::test_on_policy_tokens_keep_their_loss_and_their_metrics",
+    ],
+    "000 experience replay: a trajectory keeps is_terminated, by which it is punished": [
+        "unit/test_experience_replay.py::test_a_trajectory_comes_back_as_it_was_recorded",
+        "unit/test_replayed_groups.py::test_dumped_batches_keep_which_samples_were_replayed",
+    ],
     "000 experience replay and dynamic sampling: tasks A and B": [
         "unit/test_seeds.py::test_the_two_examples_of_replay_one_borrowed_success_saves_group_a_and_group_b_is_filtered",
     ],
@@ -126,6 +137,16 @@ FEATURES = {
         "unit/test_classic_control.py::test_a_state_is_a_value_and_everything_follows_from_the_seed",
     ],
     "002 training on CartPole, in parallel environments": ["e2e/test_classic_control.py"],
+    "002 the optimizer: Adam behind a clipped norm of the gradient": [
+        "unit/test_classic_control.py::test_the_optimizer_is_adam_with_the_seeds_eps_behind_a_clipped_gradient",
+    ],
+    "002 a custom configuration": [
+        "unit/test_classic_control.py::test_the_config_has_the_seeds_fields_and_defaults_and_does_not_change",
+    ],
+    "002 API: the agent's methods": [
+        "unit/test_classic_control.py::test_every_method_has_the_seeds_shapes",
+        "unit/test_seeds.py::test_the_agent_for_classic_control_has_its_options_methods_and_metrics",
+    ],
     "002 metrics": ["unit/test_seeds.py::test_the_agent_for_classic_control_has_its_options_methods_and_metrics"],
     # 003: PPO for language models
     "003 1.2 an actor that is a language model": ["e2e/test_ppo.py"],
@@ -136,11 +157,15 @@ FEATURES = {
     ],
     "003 1.2 and 8.1 a reward model scores responses": [
         "unit/test_reward_model.py",
+        "unit/test_reward_model_kills.py",
         "e2e/test_reward_model_server.py",
     ],
     "003 2 GAE with masks, whitened": [
         "unit/test_algorithms_gae.py::test_the_advantages_are_those_of_the_definition_for_any_mask_and_any_episodes",
         "unit/test_algorithms_gae.py::test_whitening_is_by_the_counted_values_of_all_pieces_together",
+    ],
+    "003 1.1 and 3 the clipped objective": [
+        "unit/test_algorithms_loss.py::test_policy_loss_and_gradient_equal_the_reference_formula",
     ],
     "003 3.2 the ratio, clamped, and the KL that is watched": [
         "unit/test_algorithms_loss.py::test_the_log_ratio_is_clamped_and_has_no_gradient_beyond",
@@ -165,6 +190,7 @@ FEATURES = {
         "unit/test_algorithms_rewards.py::test_a_fixed_coefficient_stays",
         "unit/test_algorithms_rewards.py::test_an_adaptive_coefficient_follows_the_clipped_error",
     ],
+    "003 6.4 the block of the KL controller": ["unit/test_seeds.py::test_the_block_of_the_kl_controller_acts"],
     "003 7 entropy bonus, and the whole loss": [
         "unit/test_algorithms_loss.py::test_the_whole_loss_is_policy_plus_kl_minus_entropy",
     ],
@@ -182,12 +208,25 @@ FEATURES = {
     "004 no KL term": ["unit/test_seeds.py::test_by_default_everything_of_dapo_is_off_and_the_clip_is_plain"],
     "004 rule-based rewards of +1 and -1": ["unit/test_rewards.py::test_math_dapo_follows_the_minerva_rule"],
     "004 rewards for code": ["unit/test_code_tests.py"],
+    "004 rule-based rewards of other kinds, such as proofs: a function of one's own": [
+        "unit/test_rewards_pool.py",
+        "unit/test_reward_forms.py",
+    ],
+    "004 the published data set": [
+        "unit/test_prompts.py::test_verl_rows_become_prompts",
+        "unit/test_prompts.py::test_rows_with_equal_content_are_one_prompt_whatever_their_index",
+    ],
+    "004 the loss of GRPO, by sample": [
+        "unit/test_algorithms_loss.py::test_the_four_modes_are_those_of_the_config",
+    ],
     "004 clip-higher": ["unit/test_seed_options.py::test_clipping_and_the_entropy_bonus"],
     "004 oversampling until the batch is full": [
         "unit/test_dynamic_sampling.py::test_kept_filtered_and_surplus_are_counted_exactly",
     ],
     "004 token-level loss": ["unit/test_algorithms_loss.py::test_weights_and_counts_by_hand"],
-    "004 overlong filtering": ["unit/test_seed_options.py::test_the_four_modes_of_truncation_penalty"],
+    "004 overlong filtering: truncated samples have no loss": [
+        "unit/test_batching.py::test_truncated_responses_lose_their_loss_but_stay_in_the_statistics",
+    ],
     "004 soft overlong punishment": [
         "unit/test_algorithms_rewards.py::test_the_soft_punishment_is_linear_in_the_buffer_and_constant_beyond",
     ],
