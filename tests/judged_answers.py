@@ -1,4 +1,4 @@
-"""Answers judged one by one, with the verdicts of math-verify 0.9.0 and of verl 0.9.1 on them.
+"""Answers judged one by one, with the verdicts of math-verify 0.9.0, of verl 0.9.1 and of slime's rule on them.
 
 `python -m tests.judged_answers` prints those where another verdict is not the judgement.
 
@@ -16,6 +16,7 @@ OTHERS = {
     "verl_math": "verl for lighteval/MATH, MATH-500",
     "verl_numina": "verl for numina_*",
     "verl_dapo": "verl for math_dapo, aime*",
+    "slime_math": "slime's --rm-type math",
 }
 _WHOLE_RESPONSES = ("line", "where")
 
