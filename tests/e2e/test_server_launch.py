@@ -14,8 +14,8 @@ import pytest
 from launch.local import run_local
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.config.loader import load_config
-from tests.helpers import REPOSITORY
-from tests.tiny_models import make_tiny
+from tests.helpers import REPOSITORY, free_port
+from tests.tiny_models import make_tiny, make_tiny_classifier
 
 pytestmark = pytest.mark.e2e
 
@@ -77,13 +77,18 @@ def test_servers_that_cannot_start_are_blamed_with_their_log_and_the_trainer_is_
 
 
 def test_the_servers_of_a_node_tell_their_urls_and_end_on_sigterm(tmp_path, overrides):
-    run = start("launch.sglang_server", [*overrides, "--log-dir", str(tmp_path / "logs")])
-    url = run.stdout.readline().strip()
+    """As on the node of a job that serves the reward model too."""
+    model = make_tiny_classifier(tmp_path / "classifier", "qwen2")
+    options = ["--serve", "both", "--first-port", str(free_port()), "--node", "a", "--log-dir", str(tmp_path / "logs")]
+    run = start("launch.sglang_server", [*options, *overrides, f"reward.model.path={model}"])
+    url, url_of_model = (run.stdout.readline().strip() for _ in range(2))
     family = psutil.Process(run.pid).children(recursive=True)
     run.terminate()
     _, error = run.communicate(timeout=60)
-    assert url.startswith("http://127.0.0.1:") and f"server-0 is healthy at {url}" in error
-    assert run.returncode == 0 and len(family) >= 3
+    assert url.startswith("http://127.0.0.1:") and f"server-a-0 is healthy at {url}" in error
+    assert int(url_of_model.rpartition(":")[2]) == int(url.rpartition(":")[2]) + 1
+    assert f"reward-model-a-0 is healthy at {url_of_model}" in error
+    assert run.returncode == 0 and len(family) >= 6
     assert not [process for process in family if is_alive(process)]
 
 

@@ -14,10 +14,14 @@ import pytest
 
 from examples.code_tests.problems import scores
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.types import Prompt
 from megatron_dapo.rewards.code import sandbox
 from megatron_dapo.rewards.code.cases import program, read_cases, same_output
 from megatron_dapo.rewards.code.reward import code_tests
 from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.registry import check_ground_truths
+from megatron_dapo.rollout.controller import make_reward_pool
 
 pytestmark = pytest.mark.unit
 
@@ -57,6 +61,33 @@ def test_outputs_are_compared_word_by_word_and_decimals_are_rounded():
 def test_a_ground_truth_without_tests_is_refused(truth):
     with pytest.raises(ValueError):
         read_cases(truth)
+
+
+def test_a_run_names_the_first_prompts_whose_ground_truths_hold_no_tests():
+    good = json.dumps({"assert_case": ["assert f(1) == 1"]})
+    truths = [
+        good,
+        "3",
+        "{",
+        '{"assert_case": ["import math"]}',
+        '{"assert_case": 5}',
+        '{"fn_name": "f", "inputs": [1]}',
+    ]
+    prompts = [Prompt(i, "", (1,), f"problem {i}", "taco", truth) for i, truth in enumerate(truths)]
+    check_ground_truths("by_data_source", [*prompts[:1], Prompt(9, "", (1,), "sum", "math", "3")])
+    check_ground_truths("math_verify", prompts)
+    with pytest.raises(UserError) as error:
+        check_ground_truths("by_data_source", prompts)
+    *named, rest = error.value.sentences
+    assert [sentence[: len("the prompt 'problem 1'")] for sentence in named] == [
+        f"the prompt 'problem {i}'" for i in (1, 2, 3)
+    ]
+    assert all("holds no tests that code_tests can run" in sentence for sentence in named)
+    assert "the ground truth '3' " in named[0] and "asserts nothing" in named[2]
+    assert rest == "2 more prompts have ground truths without tests."
+    config = load_config(None, ["reward.function=code_tests"])
+    with pytest.raises(UserError, match="holds no tests"):
+        make_reward_pool(config, prompts)
 
 
 @pytest.mark.parametrize(

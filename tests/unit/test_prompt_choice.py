@@ -152,6 +152,13 @@ def test_a_pass_rate_that_is_none_is_named_by_file_row_and_column(tmp_path, valu
         load(f"data.train_files=[{file}]", "data.pass_rate=[0, 1]", "data.pass_rate_key=rate")
 
 
+@pytest.mark.parametrize("value", ["missing", None, "hard", True])
+def test_a_difficulty_that_is_none_is_named_by_file_row_and_column(tmp_path, value):
+    file = write(tmp_path / "p.jsonl", {"level": 2}, {} if value == "missing" else {"level": value})
+    with pytest.raises(UserError, match=r"p.jsonl, row 2, column 'level': expected a number, .*difficulty_key names"):
+        load(f"data.train_files=[{file}]", "data.curriculum=column", "data.difficulty_key=level")
+
+
 def test_the_files_of_a_config_are_mixed_and_ordered_as_it_says(tmp_path):
     few = write(tmp_path / "few.jsonl", *({"level": level} for level in (3, 1, 2)))
     many = write(tmp_path / "many.jsonl", *({"level": 9 - level} for level in range(6)))

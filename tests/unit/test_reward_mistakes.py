@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.rewards.registry import check_signature
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -122,6 +123,32 @@ def test_a_mistake_is_one_sentence_with_key_and_cure(settings, key, words, place
     assert len(about) == 1, error.value.sentences
     [sentence] = about
     assert words.format() in sentence and sentence.endswith(".") and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "words"),
+    [
+        ("math_verify", {"time_limit_s": "soon"}, "is 'soon', but .*math_verify takes a number above 0"),
+        ("math_verify", {"time_limit_s": 0}, "is 0, but"),
+        ("math_verify", {"time_limit_s": True}, "is True, but"),
+        ("code_tests", {"memory_limit_mb": 0.5}, "is 0.5, but .*a number above 0"),
+        ("code_tests", {"partial_credit": "yes"}, "is 'yes', but .*true or false"),
+        ("exact_match", {"marker": 1}, "is 1, but .*takes text"),
+        ("math_dapo", {"boxed": True}, "cannot be called as"),
+    ],
+)
+def test_a_value_that_a_built_in_function_cannot_take_is_told_when_workers_start(function, kwargs, words):
+    with pytest.raises(UserError, match=f"reward.kwargs.*{words}"):
+        check_signature(function, kwargs)
+
+
+def test_values_that_built_in_functions_take():
+    for function, kwargs in (
+        ("math_verify", {"time_limit_s": 3}),
+        ("exact_match", {"marker": "####", "strip": False}),
+        ("code_tests", {"time_limit_s": 0.5, "memory_limit_mb": 256}),
+    ):
+        check_signature(function, kwargs)
 
 
 def test_all_mistakes_of_a_command_are_told_at_once_with_exit_code_2():
