@@ -16,10 +16,12 @@ from megatron_dapo.data.types import Prompt
 from megatron_dapo.rewards.worker_environment import is_secret
 
 _SHOWN_CHARS = 200
+_MAX_LOGGED_ERRORS = 20
 _MAX_REMEMBERED = 1 << 16  # replies
 _LONGEST_PAUSE_S = 60.0  # before a retry: the openai package obeys no Retry-After above it
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
 
+logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line per question
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +47,7 @@ class Judge:
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._pattern = re.compile(config.pattern)
         self._num_asked = 0
+        self._logged: set[str] = set()
         self._replies: dict[bytes, asyncio.Task[dict[str, Any]]] = {}  # by the hash of the question
 
     async def start(self, timeout_s: float) -> None:
@@ -72,7 +75,14 @@ class Judge:
         reply = await asyncio.shield(task)
         if "error" in reply and self._replies.get(key) is task:
             del self._replies[key]
+            self._log_error(reply["error"])
         return reply
+
+    def _log_error(self, error: str) -> None:
+        """Log an error, each once, and not many: the counts of the step have them all."""
+        if error not in self._logged and len(self._logged) < _MAX_LOGGED_ERRORS:
+            self._logged.add(error)
+            log.warning("no verdict: %s", error)
 
     def _question(self, prompt: Prompt, response: str) -> str:
         values = dict(zip(JUDGE_VALUES, (_text(prompt.messages), prompt.ground_truth, response), strict=True))

@@ -176,6 +176,24 @@ def test_a_slow_judge_holds_up_nobody_and_is_not_asked_more_at_once_than_the_key
     assert results == [RewardResult(1.5, True)] * 9 and endpoint.max_open == 3
 
 
+def test_a_question_that_hangs_takes_one_place_and_no_other_questions_time():
+    class Partly(Endpoint):
+        async def _chat(self, request):
+            if "Response: slow" in (await request.text()).replace("\\n", "\n"):
+                await asyncio.sleep(600)
+            return await super()._chat(request)
+
+    async def act(endpoint, asking):
+        slow, *fast = asking
+        await asyncio.wait_for(asyncio.gather(*fast), 20.0)
+        assert not slow.done()
+        slow.cancel()
+
+    fast = [str(number) for number in range(9)]
+    with pytest.raises(asyncio.CancelledError):
+        judged(Partly(), "slow", *fast, act=act, keys=["reward.judge.max_concurrency=2"])
+
+
 def test_a_judge_that_is_too_slow_or_gone_costs_the_verdict_and_says_so():
     slow = Endpoint()
     slow.hold.clear()
@@ -209,6 +227,13 @@ def test_the_key_reaches_the_judge_and_nothing_that_is_written(where, tmp_path, 
     assert endpoint.keys == [f"Bearer {SECRET}"] and "***" in results[0].error
     written = json.dumps(config("http://a:1/v1", f"reward.judge.{where}={value}").model_dump(mode="json"))
     assert SECRET not in written + repr(results) and SECRET not in caplog.text
+
+
+def test_the_log_has_no_line_per_question_and_each_failure_once(caplog):
+    caplog.set_level("INFO")
+    judged(Endpoint(lambda question: "Score: 5" if question.endswith("c") else "no"), "a", "b", "c")
+    lines = [record.getMessage() for record in caplog.records if not record.name.startswith("aiohttp")]
+    assert lines == ["no verdict: exception: the judge gave no score in 'no'"]
 
 
 def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
