@@ -1,0 +1,1 @@
+"""A reward model beside the rule: a classifier, served by SGLang, scores a run's responses too."""
