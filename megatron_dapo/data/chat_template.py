@@ -5,47 +5,74 @@ The names and settings (sandbox, trimmed blocks, `raise_exception`, `strftime_no
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Render = Callable[..., str]
-"""(messages, add_generation_prompt=True) -> text."""
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# around what a `generation` block wrote, until it is cut out again; nobody's text holds them
+_BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}\ufdd1" for _ in range(2))
 
 
-def compile_template(source: str, special_tokens: Mapping[str, str]) -> Render:
-    """Return a function (messages, add_generation_prompt) -> text, with it ready for the model's answer. Both raise
-    jinja2.TemplateError.
+class Piece(NamedTuple):
+    """A part of a rendered conversation. is_learned: the assistant wrote it."""
 
-    special_tokens: what the template knows as bos_token, eos_token ...
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    template = environment.from_string(source)
+    text: str
+    is_learned: bool
 
-    def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+
+class ChatTemplate:
+    """A compiled template. All methods raise jinja2.TemplateError for what the template refuses."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile. special_tokens: what the template knows as bos_token, eos_token ..."""
+        self._special_tokens = dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self._template = environment.from_string(source)
+        self.has_generation_blocks = _GENERATION.search(source) is not None
+
+    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Return the text of messages; with add_generation_prompt ready for the model's answer."""
+        return "".join(piece.text for piece in self.pieces(messages, add_generation_prompt))
+
+    def pieces(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> list[Piece]:
+        """Return the text of messages cut where `generation` blocks begin and end."""
         own = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        return template.render(messages=list(messages), **own, **special_tokens)
+        return list(_cut(self._template.render(messages=list(messages), **own, **self._special_tokens)))
 
-    return render
+
+def _cut(marked: str) -> Iterator[Piece]:
+    before, *blocks = marked.split(_BEGIN)
+    yield Piece(before, False)
+    for block in blocks:
+        learned, _, after = block.partition(_END)
+        yield Piece(learned, True)
+        yield Piece(after, False)
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for masks; here it is its content."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's words."""
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], content).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

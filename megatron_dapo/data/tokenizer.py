@@ -5,7 +5,8 @@ equal to those of transformers' AutoTokenizer.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 import tokenizers
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.chat_template import Render, compile_template
+from megatron_dapo.data.chat_template import ChatTemplate, Piece
 from megatron_dapo.data.token_arrays import TokenIds
 
 Messages = Sequence[dict[str, Any]]
 
 _KEY = "actor_rollout_ref.model.path"
+ASSISTANT = "assistant"
+_OTHER_TEMPLATE = "write a template with {% generation %} blocks around the assistant's words"
 _MARK = "assistant-words"  # stands for them in a chat template
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -36,14 +39,14 @@ class Tokenizer:
         self._backend = _load_backend(folder)
         settings = _read_json(folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
-        self._render = self._compile(_chat_template(folder, settings))
+        self._template = self._compile(_chat_template(folder, settings))
         self.eos_token_ids: tuple[int, ...] = self._eos_token_ids()
         self.num_tokens: int = self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def has_chat_template(self) -> bool:
         """Return whether the model comes with a chat template."""
-        return self._render is not None
+        return self._template is not None
 
     def encode_prompt(self, prompt: str | Messages, apply_chat_template: bool) -> tuple[tuple[int, ...], str]:
         """Return (tokens, rendered text) of a prompt.
@@ -94,22 +97,134 @@ class Tokenizer:
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def _rendered(self, messages: Messages, add_generation_prompt: bool = True) -> str:
-        if self._render is None:
+    def encode_conversation(self, messages: Messages, apply_chat_template: bool) -> tuple[list[int], list[bool]]:
+        """Return (tokens, whether the assistant wrote each) of a whole conversation. What the assistant wrote ends with
+        its end-of-turn token, where the template has one: white space behind it is not the assistant's.
+
+        With the chat template: its `generation` blocks say what the assistant wrote; of a template without them, what
+        the conversation up to an answer has more than the same up to its generation prompt. Without it the messages'
+        contents are joined, and each of the assistant's ends with the end-of-text token. Raises UserError and
+        ValueError as `encode_prompt`, ValueError too where the template does not let the assistant's words be found.
+        """
+        if not any(message["role"] == ASSISTANT for message in messages):
+            raise ValueError("there is no message of the assistant, and so nothing to learn")
+        if messages[0]["role"] == ASSISTANT:
+            raise ValueError("the first message is the assistant's, and nothing stands before it to be answered")
+        encoded = self._templated(messages) if apply_chat_template else self._contents(messages)
+        tokens: list[int] = []
+        is_learned: list[bool] = []
+        for ids, is_own in encoded:
+            ends = [place for place, token in enumerate(ids) if token in self.eos_token_ids]
+            num_own = (ends[-1] + 1 if ends else len(ids)) if is_own else 0
+            tokens += ids
+            is_learned += [True] * num_own + [False] * (len(ids) - num_own)
+        return tokens, is_learned
+
+    def _templated(self, messages: Messages) -> list[tuple[list[int], bool]]:
+        """Return the tokens of each piece of a conversation, and whether the assistant wrote it.
+
+        The tokens are those of the whole text, as far as they begin where pieces begin. Where a token would reach from
+        a prompt into its answer, the answer is tokenized on its own: no prompt is sampled from otherwise.
+        """
+        pieces = self._pieces(messages)
+        separate = [self._encode(piece.text) for piece in pieces]
+        learned = [piece.is_learned for piece in pieces]
+        if list(chain.from_iterable(separate)) == self._encode("".join(piece.text for piece in pieces)):
+            return list(zip(separate, learned, strict=True))
+        tokens: list[int] = []
+        encoded: list[tuple[list[int], bool]] = []
+        text = ""
+        for piece, own in zip(pieces, separate, strict=True):
+            text += piece.text
+            so_far = self._encode(text)
+            added = so_far[len(tokens) :] if so_far[: len(tokens)] == tokens else own
+            tokens += added
+            encoded.append((added, piece.is_learned))
+        return encoded
+
+    def _pieces(self, messages: Messages) -> list[Piece]:
+        template = self._required_template()
+        if not template.has_generation_blocks:
+            return list(self._pieces_by_prefixes(messages))
+        try:
+            pieces = template.pieces(messages)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the model's chat template refuses it: {error}") from error
+        if not any(piece.is_learned for piece in pieces):
+            raise ValueError("the model's chat template has no {% generation %} block around the assistant's words")
+        return pieces
+
+    def _pieces_by_prefixes(self, messages: Messages) -> Iterator[Piece]:
+        whole = self._rendered(messages, add_generation_prompt=False)
+        done = 0
+        for place, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            asked = self._rendered(messages[:place])
+            answered = self._rendered(messages[: place + 1], add_generation_prompt=False)
+            if not answered.startswith(asked):
+                raise ValueError(
+                    f"the model's chat template begins message {place + 1}, the assistant's, otherwise than its "
+                    f"generation prompt does, so that nothing tells where the words begin; {_OTHER_TEMPLATE}"
+                )
+            if not whole.startswith(answered):
+                raise ValueError(
+                    f"the model's chat template writes the first {place + 1} messages differently when others follow, "
+                    f"as those do that leave out earlier thoughts; end the row with message {place + 1}, and give a "
+                    f"later answer a row of its own, or {_OTHER_TEMPLATE}"
+                )
+            yield Piece(whole[done : len(asked)], False)
+            yield Piece(whole[len(asked) : len(answered)], True)
+            done = len(answered)
+        yield Piece(whole[done:], False)
+
+    def _contents(self, messages: Messages) -> Iterator[tuple[list[int], bool]]:
+        end = self._end_of_text()
+        is_first = True
+        for is_own, group in groupby(messages, lambda message: message["role"] == ASSISTANT):
+            if is_own:
+                for message in group:
+                    yield [*self._encode(_joined([message])), end], True
+            else:
+                # special tokens of the tokenizer's own, such as BOS, stand before a prompt alone
+                yield self._backend.encode(_joined(list(group)), add_special_tokens=is_first).ids, False
+            is_first = False
+
+    def _end_of_text(self) -> int:
+        """Return the token that ends a text where no template ends turns."""
+        named = self._backend.token_to_id(self._special_tokens.get("eos_token", ""))
+        if named is not None:
+            return named
+        if not self.eos_token_ids:
+            raise UserError(
+                f"{_KEY}: {str(self._folder)!r} names no end-of-text token, which ends an answer with "
+                f"data.apply_chat_template: false; write eos_token into tokenizer_config.json."
+            )
+        return self.eos_token_ids[0]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _required_template(self) -> ChatTemplate:
+        if self._template is None:
             raise UserError(
                 f"data.apply_chat_template: true, but the model in {_KEY} = {str(self._folder)!r} has no chat "
                 f"template; "
                 f"set data.apply_chat_template: false to use the prompts as they are."
             )
+        return self._template
+
+    def _rendered(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+        template = self._required_template()
         try:
-            return self._render(messages, add_generation_prompt)
+            return template.render(messages, add_generation_prompt)
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
-    def _compile(self, template: str | None) -> Render | None:
-        """Return the function that renders messages, None without a template."""
+    def _compile(self, template: str | None) -> ChatTemplate | None:
+        """Return the compiled template, None without one."""
         try:
-            return None if template is None else compile_template(template, self._special_tokens)
+            return None if template is None else ChatTemplate(template, self._special_tokens)
         except jinja2.TemplateError as error:
             raise UserError(f"{_KEY}: the chat template in {str(self._folder)!r} does not compile: {error}.") from error
 
