@@ -1,7 +1,7 @@
 """This rank's parts of a run, and what the loop in trainer.py asks of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -10,22 +10,18 @@ import torch
 from megatron_dapo.algorithms.kl import KL_CONTROLLERS
 from megatron_dapo.checkpointing.model_weights import load_weights, weight_loader
 from megatron_dapo.checkpointing.resume import Start
-from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained, TrainedModel, choose_start
-from megatron_dapo.checkpointing.run_lock import RunLock
+from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained
 from megatron_dapo.common.errors import JobError, RunStopped, UserError
-from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
-from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.planner.flops import TRAINING_PASSES
 from megatron_dapo.planner.hardware import peak_flops
 from megatron_dapo.platform import watchdog
-from megatron_dapo.platform.device import device, is_gpu, peak_memory, require_usable_gpus
+from megatron_dapo.platform.device import device, is_gpu, peak_memory
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.platform.watchdog import Watchdog
 from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
 from megatron_dapo.rollout.follower import RolloutFollower
@@ -34,16 +30,15 @@ from megatron_dapo.rollout.no_servers import NoServerRollout
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.start import start_rollout
+from megatron_dapo.run_setup import HANG_MARGIN_S, joined_ranks, locked_start, open_telemetry, trained_model
 from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
-from megatron_dapo.telemetry.machine import write_machine
 from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
 from megatron_dapo.telemetry.report import has_validation
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training.advantages import estimate_advantages
-from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepDistributor, StepShard
 from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.policy import Policy
@@ -56,8 +51,6 @@ Rollout = RolloutHandle | NoServerRollout | RolloutFollower
 
 # beyond the rollout's own deadline, so that its error, which says what is missing, comes first
 _GRACE_S = 120.0
-# beyond the watchdog's limits, so that it, which says who is missing, comes before a collective's error
-_HANG_MARGIN_S = 60.0
 _COMPUTING = ("distribute", "ref_log_probs", "old_log_probs", "values", "advantages", "update_critic", "update")
 # for one question to the rollout: servers may be lost and come back often, but not for ever
 _MAX_SYNCS = 50
@@ -95,8 +88,8 @@ class Job:
         self._groups: list[Group] | None = None  # of the step, on rank 0
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-        critics = [_trained(CRITIC, critic) for critic in self.critic.models]
-        trained = Trained(_trained(MEGATRON, self.policy), next(iter(critics), None), self.kl_controller, rollout)
+        critics = [trained_model(CRITIC, critic) for critic in self.critic.models]
+        trained = Trained(trained_model(MEGATRON, self.policy), next(iter(critics), None), self.kl_controller, rollout)
         self.checkpoints = RunCheckpoints(config, run, layout, trained, start)
 
     def _weight_sync(self) -> WeightSync:
@@ -386,34 +379,26 @@ def _optimizer_steps(metrics: dict[str, float]) -> int:
     return int(metrics.get("actor/num_optimizer_steps", 0))
 
 
-def _trained(folder: str, part: Policy | Critic) -> TrainedModel:
-    return TrainedModel(folder, part.model, part.state.optimizer, part.state.lr_schedule)
-
-
 @contextmanager
 def running_job(config: Config) -> Iterator[Job]:
     """Join the process groups, start the controller, build the models and yield the job.
 
     All of this is taken down again, whatever happens. A RunStopped that the block raises ends here.
     """
-    require_usable_gpus()
-    megatron = config.actor_rollout_ref.actor.megatron
-    layout = ParallelLayout.initialize(
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        vpp=megatron.virtual_pipeline_model_parallel_size,
-        ep=megatron.expert_model_parallel_size,
-        cp=megatron.context_parallel_size,
-        sp=megatron.sequence_parallel,
-        seed=config.trainer.seed,
-        timeout_s=megatron.timeout_s + _HANG_MARGIN_S,
-        object_timeout_s=_rollout_timeout_s(config) + _HANG_MARGIN_S,
-    )
-    run = RunFolder.of(config.trainer)
-    with _watchdog(config, layout, run) as own_watchdog:
-        with suppress(RunStopped), _running_job(config, layout, run, own_watchdog) as job:
-            yield job
-        layout.shutdown()
+    with joined_ranks(config, _limits(config), _rollout_timeout_s(config)) as ranks, ExitStack() as stack:
+        start = locked_start(config, ranks, stack)
+        # the controller first: it reads the prompts and waits for the servers while the models are built here
+        is_leader = ranks.layout.rank == 0
+        rollout = start_rollout(config) if is_leader else RolloutFollower()
+        stack.callback(rollout.close)
+        ranks.watchdog.on_alarm = rollout.dump_stacks
+        telemetry = open_telemetry(config, ranks, start) if is_leader else NullTelemetry()
+        stack.callback(telemetry.close)
+        job = Job(config, ranks.layout, telemetry, rollout, ranks.run, start)
+        stack.callback(job.weights.close)
+        if is_leader:
+            print_line(in_use(job.policy.model, job.policy.state))
+        yield job
 
 
 def _rollout_timeout_s(config: Config) -> float:
@@ -422,40 +407,11 @@ def _rollout_timeout_s(config: Config) -> float:
     return max(rollout.step_timeout_s, rollout.server.startup_timeout_s) + _GRACE_S
 
 
-def _watchdog(config: Config, layout: ParallelLayout, run: RunFolder) -> Watchdog:
-    """Return the watchdog of this rank, with the seconds that each phase may take.
+def _limits(config: Config) -> dict[str, float]:
+    """Return the seconds that each phase may take.
 
     Phases that compute may take as long as a collective may, from one micro-batch to the next. A push of weights may
     take twice its deadline, which begins when all ranks have come. All other phases may take as long as the rollout.
     """
     timeout_s = config.actor_rollout_ref.actor.megatron.timeout_s
-    limits = dict.fromkeys(_COMPUTING, timeout_s) | {"weight_sync": 2 * config.weight_sync.timeout_s + _HANG_MARGIN_S}
-    return Watchdog(layout.agreement, run.logs / "hang", limits, _rollout_timeout_s(config), timeout_s)
-
-
-@contextmanager
-def _running_job(config: Config, layout: ParallelLayout, run: RunFolder, own_watchdog: Watchdog) -> Iterator[Job]:
-    with ExitStack() as stack:
-        lock = RunLock(run.lock)
-        layout.agreement.leader(f"locking {run.path}", lock.acquire)
-        stack.callback(lock.release)
-        start = choose_start(config, run, layout.agreement)
-        # the controller first: it reads the prompts and waits for the servers while the models are built here
-        is_leader = layout.rank == 0
-        rollout = start_rollout(config) if is_leader else RolloutFollower()
-        stack.callback(rollout.close)
-        own_watchdog.on_alarm = rollout.dump_stacks
-        telemetry = _telemetry(config, run, start, layout) if is_leader else NullTelemetry()
-        stack.callback(telemetry.close)
-        job = Job(config, layout, telemetry, rollout, run, start)
-        stack.callback(job.weights.close)
-        if is_leader:
-            print_line(in_use(job.policy.model, job.policy.state))
-        yield job
-
-
-def _telemetry(config: Config, run: RunFolder, start: Start, layout: ParallelLayout) -> Telemetry:
-    """Write the resolved config and what the run computes on into the run folder, and open the sinks there."""
-    write_whole(run.create().config, to_yaml(config))
-    write_machine(run.machine, layout.world_size)
-    return Telemetry(config, run, start.step if start.folder else None)
+    return dict.fromkeys(_COMPUTING, timeout_s) | {"weight_sync": 2 * config.weight_sync.timeout_s + HANG_MARGIN_S}

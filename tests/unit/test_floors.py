@@ -18,6 +18,7 @@ FLOORS = (
     ("models", "rewards"),
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
+    ("run_setup",),
     ("job", "forecast", "evaluation", "report"),
     ("trainer",),
     ("__main__", "launch"),

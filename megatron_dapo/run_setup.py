@@ -1,0 +1,81 @@
+"""What every run starts with, whatever it learns from: process groups, watchdog, lock, checkpoint, sinks."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from megatron_dapo.checkpointing.resume import Start
+from megatron_dapo.checkpointing.run_checkpoints import TrainedModel, choose_start
+from megatron_dapo.checkpointing.run_lock import RunLock
+from megatron_dapo.common.errors import RunStopped
+from megatron_dapo.common.files import write_whole
+from megatron_dapo.config.loader import to_yaml
+from megatron_dapo.config.schema import Config
+from megatron_dapo.platform.device import require_usable_gpus
+from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.watchdog import Watchdog
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.machine import write_machine
+from megatron_dapo.telemetry.telemetry import Telemetry
+from megatron_dapo.training.critic import Critic
+from megatron_dapo.training.policy import Policy
+
+# beyond the watchdog's limits, so that it, which says who is missing, comes before a collective's error
+HANG_MARGIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class JoinedRanks:
+    """This rank among the others of a run, and the folder of the run."""
+
+    layout: ParallelLayout
+    run: RunFolder
+    watchdog: Watchdog
+
+
+@contextmanager
+def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> Iterator[JoinedRanks]:
+    """Join the process groups, and leave them again, whatever happens. A RunStopped that the block raises ends here.
+
+    limits: seconds that a phase may take, by its name. wait_s: what all other phases may take, in which ranks wait for
+    what rank 0 does alone.
+    """
+    require_usable_gpus()
+    megatron = config.actor_rollout_ref.actor.megatron
+    layout = ParallelLayout.initialize(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vpp=megatron.virtual_pipeline_model_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        cp=megatron.context_parallel_size,
+        sp=megatron.sequence_parallel,
+        seed=config.trainer.seed,
+        timeout_s=megatron.timeout_s + HANG_MARGIN_S,
+        object_timeout_s=wait_s + HANG_MARGIN_S,
+    )
+    run = RunFolder.of(config.trainer)
+    watchdog = Watchdog(layout.agreement, run.logs / "hang", dict(limits), wait_s, megatron.timeout_s)
+    with watchdog:
+        with suppress(RunStopped):
+            yield JoinedRanks(layout, run, watchdog)
+        layout.shutdown()
+
+
+def locked_start(config: Config, ranks: JoinedRanks, stack: ExitStack) -> Start:
+    """Lock the run folder until the stack is left, and return where the run starts. Raises UserError on all ranks."""
+    lock = RunLock(ranks.run.lock)
+    ranks.layout.agreement.leader(f"locking {ranks.run.path}", lock.acquire)
+    stack.callback(lock.release)
+    return choose_start(config, ranks.run, ranks.layout.agreement)
+
+
+def open_telemetry(config: Config, ranks: JoinedRanks, start: Start) -> Telemetry:
+    """Write the resolved config and what the run computes on into the run folder, and open the sinks there."""
+    write_whole(ranks.run.create().config, to_yaml(config))
+    write_machine(ranks.run.machine, ranks.layout.world_size)
+    return Telemetry(config, ranks.run, start.step if start.folder else None)
+
+
+def trained_model(folder: str, part: Policy | Critic) -> TrainedModel:
+    """Return what a checkpoint holds of a model that is trained, in its part `folder`."""
+    return TrainedModel(folder, part.model, part.state.optimizer, part.state.lr_schedule)
