@@ -61,6 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
     train.set_defaults(run=_train, takes_overrides=True)
 
+    sft = commands.add_parser(
+        "sft",
+        help="fine-tune on conversations, before reinforcement learning, or show what would be started",
+        usage="python -m megatron_dapo sft [--config FILE | --config-name NAME] [options] [key=value ...]",
+        description="Fine-tune on conversations, with the loss on the assistant's tokens. One process per rank: start "
+        "it under torchrun, or use `python -m launch.local` with sft.enable=true.",
+        epilog="key=value sets any key of the config, as for train; docs/sft.md has the keys that are read.",
+    )
+    add_config_arguments(sft)
+    sft.add_argument("--dry-run", action="store_true", help="check, print the config and the process plan, and stop")
+    sft.set_defaults(run=_sft, replay=None, takes_overrides=True)
+
     plan_parser = commands.add_parser(
         "plan",
         help="show the memory and the time that a run will need; starts nothing",
@@ -96,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _sft(arguments: argparse.Namespace) -> int:
+    arguments.overrides = [*arguments.overrides, "sft.enable=true"]
+    return _train(arguments)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     open_standard_streams()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a torchrun that is killed leaves its ranks behind
@@ -124,10 +141,11 @@ def _train(arguments: argparse.Namespace) -> int:
     set_rank_defaults(os.environ)
     with large_imports():  # here, because a dry run must not wait for torch
         from megatron_dapo.rollout.errors import RolloutError
+        from megatron_dapo.sft import fine_tune
         from megatron_dapo.trainer import train
 
     try:
-        is_done = train(config)
+        is_done = fine_tune(config) if config.sft.enable else train(config)
     except RolloutError as error:  # the same on every rank, and what was done is saved
         ends.record_end(error.end_kind, error.exit_code, f"The rollout failed: {error}")
         if rank == 0:

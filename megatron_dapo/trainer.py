@@ -1,5 +1,6 @@
 """The loop: sample, score, update, send the weights, report. Every rank runs it; rank 0 also talks to the rollout."""
 
+from megatron_dapo.config.derived import is_validation_step
 from megatron_dapo.config.schema import Config
 from megatron_dapo.job import running_job
 
@@ -14,7 +15,7 @@ def train(config: Config) -> bool:
         job.wait_for_rollout()
         start = job.checkpoints.restore()  # the steps that are done
         job.push_weights(version=start)
-        if _is_validation_step(config, start) and not job.has_validated(start):
+        if is_validation_step(config, start) and not job.has_validated(start):
             job.begin_validation(start)
         with job.checkpoints:
             for step in range(start + 1, config.trainer.total_training_steps + 1):
@@ -29,15 +30,10 @@ def train(config: Config) -> bool:
                     sync_metrics = job.push_weights(version=step)  # the servers that are there confirm the version
                 perf_metrics = job.performance(groups, metrics)  # how well the ranks were used
                 job.telemetry.log(step, metrics | sync_metrics | perf_metrics, groups)
-                if _is_validation_step(config, step):
+                if is_validation_step(config, step):
                     job.begin_validation(step)  # while the next step is sampled and trained
                 job.save(step, actor_metrics)  # where due
             job.finish_validation()
             job.finish()  # a signal that comes now does not end it
             return True
     return False  # asked to stop, in the middle of a step or after one
-
-
-def _is_validation_step(config: Config, step: int) -> bool:
-    every = config.trainer.test_freq
-    return step in (0, config.trainer.total_training_steps) or (every > 0 and step % every == 0)

@@ -3,6 +3,7 @@
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.derived import (
     critic_batching,
+    longest_sample,
     needs_old_log_probs,
     needs_reference,
     samples_per_rollout_step,
@@ -27,10 +28,10 @@ def rest_of_a_step(config: Config) -> float | None:
     specs = read_model_specs(config)
     if specs is None:
         return None
-    data = config.data
     num_samples = samples_per_rollout_step(config)
-    length = data.max_prompt_length + data.max_response_length
-    flops = forward_flops(specs[0], [length], data.max_response_length) * num_samples
+    length = longest_sample(config)
+    num_answered = length if config.sft.enable else config.data.max_response_length
+    flops = forward_flops(specs[0], [length], num_answered) * num_samples
     passes = TRAINING_PASSES * config.actor_rollout_ref.actor.ppo_epochs
     passes += needs_old_log_probs(config) + needs_reference(config)
     if uses_critic(config):  # of the actor's size, about

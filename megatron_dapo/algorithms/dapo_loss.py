@@ -12,6 +12,7 @@ from megatron_dapo.algorithms.mismatch import mismatch_sums
 from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy, policy_loss
 from megatron_dapo.algorithms.rollout_correction import RatioBounds, token_importance
 
+LOSS = "actor/loss"
 ENTROPY = "actor/entropy"
 ENTROPY_SAMPLED = "actor/entropy_sampled"  # mean of -log p(token): what the entropy is for tokens drawn from the policy
 
@@ -163,7 +164,7 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
         mismatch, mismatch_maxima = mismatch_sums(trainer_log_probs, batch.rollout_log_probs, compared, stale)
         sums = {**sums, **mismatch}
         maxima = {**maxima, **mismatch_maxima}
-    sums = {"actor/loss": (loss_sum.detach().double(), batch.count.double()), **sums}
+    sums = {LOSS: (loss_sum.detach().double(), batch.count.double()), **sums}
     return LossSums(loss_sum, sums, maxima)
 
 

@@ -6,7 +6,10 @@ from megatron_dapo.common.errors import UserError
 
 
 class Rollout(Protocol):
-    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait. `halt`: see RolloutHandle."""
+    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait. `halt`: see RolloutHandle.
+
+    Of a run that learns from conversations: the place in their order.
+    """
 
     def halt(self) -> None: ...
 
@@ -57,6 +60,8 @@ _WORDS = {"queue": "prompt cursor and groups that waited", "experiences": "exper
 
 
 def _describe(state: dict[str, Any]) -> list[str]:
+    if "conversations" in state:
+        return ["the place in the conversations"]
     if "queue" not in state:
         return ["the place in the replay"]
     queue = state["queue"]

@@ -43,11 +43,12 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds. critic: where there is one. rollout: on rank 0, none elsewhere."""
+    """What a checkpoint holds. critic, kl_controller: where there is one. rollout: what the run learns from, samples or
+    conversations; on rank 0, none elsewhere."""
 
     policy: TrainedModel
     critic: TrainedModel | None
-    kl_controller: FixedKLController
+    kl_controller: FixedKLController | None
     rollout: Rollout | None
 
 
@@ -109,8 +110,10 @@ class RunCheckpoints:
             return 0
         restored, not_restored = self._restore_tensors(start.folder)
         not_restored += [f"{part}: this run has none" for part in start.unused] + not_kept(self._config)
-        self._trained.kl_controller.load_state_dict(start.state["kl_controller"])
-        restored += [f"{self._num_optimizer_steps} optimizer steps", f"weight version {start.step}", "KL controller"]
+        restored.append(f"{self._num_optimizer_steps} optimizer steps")
+        if self._trained.kl_controller is not None:
+            self._trained.kl_controller.load_state_dict(start.state["kl_controller"])
+            restored += [f"weight version {start.step}", "KL controller"]
         if "controller" in start.missing:
             not_restored.append("prompt cursor and groups that waited: not in the checkpoint (accepted)")
         else:
@@ -209,7 +212,7 @@ class RunCheckpoints:
             "step": step,
             "weight_version": step,
             "num_optimizer_steps": self._num_optimizer_steps,
-            "kl_controller": self._trained.kl_controller.state_dict(),
+            **self._kl_state(),
             "layout": {
                 size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "cp", "dp", "ep", "sp")
             },
@@ -220,6 +223,10 @@ class RunCheckpoints:
         self._saved = step
         if not self._config.trainer.async_save:
             self._saver.finish()
+
+    def _kl_state(self) -> dict:
+        controller = self._trained.kl_controller
+        return {} if controller is None else {"kl_controller": controller.state_dict()}
 
     def _write_tensors(self, folder: Path) -> list[PendingSave]:
         """Begin to write all models; see `Saver`."""

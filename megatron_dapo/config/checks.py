@@ -423,24 +423,28 @@ def _is_base_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
 
 
-CHECKS = (
-    unused_keys,
-    batch_sizes,
-    lengths,
+# of every run, whatever it learns from
+SHARED_CHECKS = (
     parallel_layout,
     overlaps,
     fp8,
     optimizer_state,
-    *ALGORITHM_CHECKS,
-    *CORRECTION_CHECKS,
     optimizer,
-    *ROLLOUT_CHECKS,
-    chosen_prompts,
     prompt_template,
     evaluation,
     logger,
     checkpoints,
-    batches,
     run_folder_name,
+)
+CHECKS = (
+    unused_keys,
+    batch_sizes,
+    lengths,
+    *SHARED_CHECKS,
+    *ALGORITHM_CHECKS,
+    *CORRECTION_CHECKS,
+    *ROLLOUT_CHECKS,
+    chosen_prompts,
+    batches,
     reward,
 )

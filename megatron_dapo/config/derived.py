@@ -65,8 +65,8 @@ def has_given_servers(config: Config) -> bool:
 
 
 def uses_servers(config: Config) -> bool:
-    """Return whether servers sample the batches: they are neither dumped nor synthetic ones."""
-    return not (config.trainer.replay or config.trainer.synthetic_batch)
+    """Return whether servers sample the batches: they are neither dumped nor synthetic ones, nor conversations."""
+    return not (config.trainer.replay or config.trainer.synthetic_batch or config.sft.enable)
 
 
 def starts_servers(config: Config) -> bool:
@@ -100,12 +100,20 @@ def servers_per_node(config: Config) -> int:
     return server.num_servers // max(1, server.nnodes)
 
 
+def is_validation_step(config: Config, step: int) -> bool:
+    """Return whether the weights after this step are tried on the held-out files; 0 = those before the first."""
+    every = config.trainer.test_freq
+    return step in (0, config.trainer.total_training_steps) or (every > 0 and step % every == 0)
+
+
 def gen_batch_size(config: Config) -> int:
     """Return the number of prompts per gen batch."""
     return config.data.gen_batch_size or config.data.train_batch_size
 
 
 def samples_per_rollout_step(config: Config) -> int:
+    if config.sft.enable:
+        return config.data.train_batch_size
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
 
 
@@ -130,6 +138,13 @@ def tokens_multiple(config: Config) -> int:
     return 1 if megatron.fp8 == "none" else FP8_TOKENS[megatron.fp8_recipe]
 
 
+def longest_sample(config: Config) -> int:
+    """Return how many tokens the longest sample has: prompt and response, or a conversation."""
+    if config.sft.enable:
+        return config.sft.max_length
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
 def longest_micro_batch_sample(config: Config) -> int:
     """Return how many tokens the longest sample fills in a micro-batch, with the padding that sequence and context
     parallelism and FP8 ask for."""
@@ -137,7 +152,7 @@ def longest_micro_batch_sample(config: Config) -> int:
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     chunks = 2 * megatron.context_parallel_size if megatron.context_parallel_size > 1 else 1
     multiple = slices * chunks * tokens_multiple(config)
-    return round_up(config.data.max_prompt_length + config.data.max_response_length, multiple)
+    return round_up(longest_sample(config), multiple)
 
 
 def log_prob_chunk_size(config: Config, *, on_gpu: bool) -> int:
@@ -241,6 +256,8 @@ def needs_old_log_probs(config: Config) -> bool:
     the servers' stand for them. A critic learns first, and must not learn from samples that `max_mismatch` refuses."""
     correction = config.algorithm.rollout_correction
     refuses_first = uses_critic(config) and max_mismatch(config) is not None
+    if config.sft.enable:
+        return False
     if uses_kl_in_reward(config) or refuses_first:
         return True
     if correction.bypass_mode:

@@ -25,7 +25,7 @@ ESTIMATOR = "algorithm.adv_estimator"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
 STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 # what `derived.uses_servers` reads
-WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch")
+WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch", "sft.enable")
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 # what `derived.longest_micro_batch_sample` pads for
 PADDING = keys_of(

@@ -20,7 +20,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}\ufdd1" for _ in range(2))
 
 
-class Piece(NamedTuple):
+class TextPart(NamedTuple):
     """A part of a rendered conversation. is_learned: the assistant wrote it."""
 
     text: str
@@ -44,21 +44,21 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """Return the text of messages; with add_generation_prompt ready for the model's answer."""
-        return "".join(piece.text for piece in self.pieces(messages, add_generation_prompt))
+        return "".join(part.text for part in self.parts(messages, add_generation_prompt))
 
-    def pieces(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> list[Piece]:
+    def parts(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> list[TextPart]:
         """Return the text of messages cut where `generation` blocks begin and end."""
         own = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         return list(_cut(self._template.render(messages=list(messages), **own, **self._special_tokens)))
 
 
-def _cut(marked: str) -> Iterator[Piece]:
+def _cut(marked: str) -> Iterator[TextPart]:
     before, *blocks = marked.split(_BEGIN)
-    yield Piece(before, False)
+    yield TextPart(before, False)
     for block in blocks:
         learned, _, after = block.partition(_END)
-        yield Piece(learned, True)
-        yield Piece(after, False)
+        yield TextPart(learned, True)
+        yield TextPart(after, False)
 
 
 class _GenerationBlock(Extension):

@@ -25,17 +25,21 @@ _OTHER_KINDS = {
 }
 
 
-def read_rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of each row, counted from 1; of a parquet file these columns alone.
+ColumnCheck = Callable[[str, list[str]], None]
+"""(place, names of the columns there): raises UserError where they do not suffice."""
 
-    The first one of the columns must be there. Raises UserError.
+
+def read_rows(path: Path, columns: tuple[str, ...], check: ColumnCheck | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield (number, row) of each row, counted from 1; of a parquet file these columns alone. Raises UserError.
+
+    check: of a parquet file's columns, before a row is read; none = the first one of `columns` must be there.
     """
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise UserError(f"prompt file {str(path)!r} is of no known kind; use {' or '.join(_READERS)}.")
     if not path.is_file():
         raise UserError(f"prompt file {str(path)!r} does not exist (data.train_files, data.val_files).")
-    return reader(path, columns)
+    return reader(path, columns, check)
 
 
 def rows_of(batch: "pyarrow.RecordBatch", path: Path, num_before: int) -> list[dict[str, Any]]:
@@ -58,7 +62,7 @@ def no_column(place: str, column: str, columns: list[str]) -> UserError:
     return UserError(f"{place}: column {column!r} is missing (columns here: {some}); name yours with data.prompt_key.")
 
 
-def _read_jsonl(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
+def _read_jsonl(path: Path, columns: tuple[str, ...], check: ColumnCheck | None) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as file:
             start = file.read(4)
@@ -130,7 +134,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _read_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path, columns: tuple[str, ...], check: ColumnCheck | None) -> Iterator[tuple[int, Any]]:
     import pyarrow  # costs 0.2 s, and only processes that read prompts need it
     import pyarrow.parquet
 
@@ -138,7 +142,9 @@ def _read_parquet(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, A
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
-            if columns[0] not in names:
+            if check is not None:
+                check(str(path), names)
+            elif columns[0] not in names:
                 raise no_column(f"{path}", columns[0], names)
             wanted = [name for name in columns if name in names]
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=wanted):
@@ -177,7 +183,7 @@ def _too_large(path: Path, number: int) -> UserError:
     return UserError(f"{path}, row {number}: the row is larger than {MAX_ROW_BYTES >> 20} MiB; shorten or remove it.")
 
 
-_READERS: dict[str, Callable[[Path, tuple[str, ...]], Iterator[tuple[int, Any]]]] = {
+_READERS: dict[str, Callable[[Path, tuple[str, ...], ColumnCheck | None], Iterator[tuple[int, Any]]]] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }

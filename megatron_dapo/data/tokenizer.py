@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.chat_template import ChatTemplate, Piece
+from megatron_dapo.data.chat_template import ChatTemplate, TextPart
 from megatron_dapo.data.token_arrays import TokenIds
 
 Messages = Sequence[dict[str, Any]]
@@ -121,40 +121,40 @@ class Tokenizer:
         return tokens, is_learned
 
     def _templated(self, messages: Messages) -> list[tuple[list[int], bool]]:
-        """Return the tokens of each piece of a conversation, and whether the assistant wrote it.
+        """Return the tokens of each part of a conversation, and whether the assistant wrote it.
 
-        The tokens are those of the whole text, as far as they begin where pieces begin. Where a token would reach from
+        The tokens are those of the whole text, as far as they begin where parts begin. Where a token would reach from
         a prompt into its answer, the answer is tokenized on its own: no prompt is sampled from otherwise.
         """
-        pieces = self._pieces(messages)
-        separate = [self._encode(piece.text) for piece in pieces]
-        learned = [piece.is_learned for piece in pieces]
-        if list(chain.from_iterable(separate)) == self._encode("".join(piece.text for piece in pieces)):
+        parts = self._parts(messages)
+        separate = [self._encode(part.text) for part in parts]
+        learned = [part.is_learned for part in parts]
+        if list(chain.from_iterable(separate)) == self._encode("".join(part.text for part in parts)):
             return list(zip(separate, learned, strict=True))
         tokens: list[int] = []
         encoded: list[tuple[list[int], bool]] = []
         text = ""
-        for piece, own in zip(pieces, separate, strict=True):
-            text += piece.text
+        for part, own in zip(parts, separate, strict=True):
+            text += part.text
             so_far = self._encode(text)
             added = so_far[len(tokens) :] if so_far[: len(tokens)] == tokens else own
             tokens += added
-            encoded.append((added, piece.is_learned))
+            encoded.append((added, part.is_learned))
         return encoded
 
-    def _pieces(self, messages: Messages) -> list[Piece]:
+    def _parts(self, messages: Messages) -> list[TextPart]:
         template = self._required_template()
         if not template.has_generation_blocks:
-            return list(self._pieces_by_prefixes(messages))
+            return list(self._parts_by_prefixes(messages))
         try:
-            pieces = template.pieces(messages)
+            parts = template.parts(messages)
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
-        if not any(piece.is_learned for piece in pieces):
+        if not any(part.is_learned for part in parts):
             raise ValueError("the model's chat template has no {% generation %} block around the assistant's words")
-        return pieces
+        return parts
 
-    def _pieces_by_prefixes(self, messages: Messages) -> Iterator[Piece]:
+    def _parts_by_prefixes(self, messages: Messages) -> Iterator[TextPart]:
         whole = self._rendered(messages, add_generation_prompt=False)
         done = 0
         for place, message in enumerate(messages):
@@ -173,10 +173,10 @@ class Tokenizer:
                     f"as those do that leave out earlier thoughts; end the row with message {place + 1}, and give a "
                     f"later answer a row of its own, or {_OTHER_TEMPLATE}"
                 )
-            yield Piece(whole[done : len(asked)], False)
-            yield Piece(whole[len(asked) : len(answered)], True)
+            yield TextPart(whole[done : len(asked)], False)
+            yield TextPart(whole[len(asked) : len(answered)], True)
             done = len(answered)
-        yield Piece(whole[done:], False)
+        yield TextPart(whole[done:], False)
 
     def _contents(self, messages: Messages) -> Iterator[tuple[list[int], bool]]:
         end = self._end_of_text()

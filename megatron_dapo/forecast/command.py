@@ -10,7 +10,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import replaces_groups, uses_servers
-from megatron_dapo.config.key_names import MEGATRON
+from megatron_dapo.config.key_names import MEGATRON, WITHOUT_SERVERS
+from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
 from megatron_dapo.forecast.measured import MeasuredRun
@@ -89,9 +90,10 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     name, model_json = model_of(config, arguments.model)
     validate(config, model_json, check_files=False)
     if not uses_servers(config):
-        key, value = ("replay", config.trainer.replay) if config.trainer.replay else ("synthetic_batch", "true")
+        key, value = next((key, value) for key in WITHOUT_SERVERS if (value := value_of(config, key)))
         raise UserError(
-            f"trainer.{key} is {value}, whose batches no server samples, so there is no sampling to plan; leave it out."
+            f"{key} is {show_text(value)}, whose batches no server samples, so there is no sampling to plan; leave it "
+            f"out."
         )
     spec = model_spec(model_json, source=name)
     critic = critic_of(config)

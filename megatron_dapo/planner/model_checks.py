@@ -5,7 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import critic_path, has_given_servers, parallel_sizes, uses_critic
+from megatron_dapo.config.derived import (
+    critic_path,
+    has_given_servers,
+    longest_sample,
+    parallel_sizes,
+    uses_critic,
+)
 from megatron_dapo.config.key_names import LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
@@ -159,9 +165,16 @@ def _recompute(config: Config, layers: int) -> Iterator[Mistake]:
 
 def positions(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     limit = _size(model, "max_position_embeddings")
-    data = config.data
-    longest = data.max_prompt_length + data.max_response_length
-    if limit and longest > limit:
+    longest = longest_sample(config)
+    if not limit or longest <= limit:
+        return
+    if config.sft.enable:
+        yield Mistake(
+            ("sft.max_length",),
+            f"sft.max_length is {longest}, above the model's max_position_embeddings {limit}; lower it.",
+        )
+    else:
+        data = config.data
         yield Mistake(
             LENGTHS,
             f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length} is "

@@ -51,11 +51,7 @@ def process_plan(config: Config) -> str:
     rows = [
         ("run folder", [str(RunFolder.of(config.trainer).path)]),
         ("trainer", list(_trainer(config))),
-        ("rollout step", list(_rollout_step(config))),
-        ("techniques", list(_techniques(config))),
-        *_rollout(config),
-        ("reference", list(_reference(config))),
-        *([("critic", list(_critic(config)))] if uses_critic(config) else []),
+        *(_fine_tuning(config) if config.sft.enable else _reinforcement_learning(config)),
         ("memory", list(_memory(config))),
     ]
     lines = ["Process plan"]
@@ -63,6 +59,27 @@ def process_plan(config: Config) -> str:
         for i, text in enumerate(texts):
             lines.append(f"  {label if i == 0 else '':<{LABEL_WIDTH}}{text}")
     return "\n".join(lines)
+
+
+def _reinforcement_learning(config: Config) -> Iterator[tuple[str, list[str]]]:
+    yield "rollout step", list(_rollout_step(config))
+    yield "techniques", list(_techniques(config))
+    yield from _rollout(config)
+    yield "reference", list(_reference(config))
+    if uses_critic(config):
+        yield "critic", list(_critic(config))
+
+
+def _fine_tuning(config: Config) -> Iterator[tuple[str, list[str]]]:
+    size = config.data.train_batch_size
+    steps = _count(config.trainer.total_training_steps, "optimizer step")
+    longest = config.sft.max_length
+    yield "conversations", [f"{size} conversations of at most {longest} tokens in each of {steps}"]
+    held_out = ", and ".join(
+        ["before the first and after the last step"]
+        + ([f"every {config.trainer.test_freq}"] if config.trainer.test_freq > 0 else [])
+    )
+    yield "held out", [f"the loss of data.val_files, {held_out}" if config.data.val_files else "none"]
 
 
 def _trainer(config: Config) -> Iterator[str]:

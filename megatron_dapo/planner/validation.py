@@ -16,6 +16,7 @@ from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, own_host
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.sft_checks import SFT_CHECKS
 from megatron_dapo.huggingface.model_spec import critic_spec, model_spec
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
@@ -84,7 +85,8 @@ def _raise(mistakes: list[Mistake]) -> None:
 def _mistakes(
     config: Config, model_json: dict[str, Any] | None, check_files: bool, num_processes: int | None
 ) -> list[Mistake]:
-    mistakes = [mistake for check in (*CHECKS, *CRITIC_CHECKS) for mistake in check(config)]
+    checks = SFT_CHECKS if config.sft.enable else (*CHECKS, *CRITIC_CHECKS)
+    mistakes = [mistake for check in checks for mistake in check(config)]
     if model_json is not None:
         mistakes += [mistake for check in (*MODEL_CHECKS, own_model) for mistake in check(config, model_json)]
     if check_files:
@@ -99,12 +101,13 @@ def _mistakes(
 
 
 def _prompt_files(config: Config) -> Iterator[Mistake]:
-    if not uses_servers(config):
+    if not (uses_servers(config) or config.sft.enable):
         return
     if not config.data.train_files:
+        what = "conversations" if config.sft.enable else "prompts"
         yield Mistake(
             ("data.train_files", *WITHOUT_SERVERS),
-            "data.train_files is empty; give one or more .jsonl or .parquet files with prompts.",
+            f"data.train_files is empty; give one or more .jsonl or .parquet files with {what}.",
         )
     yield from _readable("train_files", config.data.train_files)
     yield from _readable("val_files", config.data.val_files)

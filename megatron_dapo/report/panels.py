@@ -30,6 +30,11 @@ CURVES = (
         (("reward/accuracy", "all samples"), ("train/accuracy", "trained groups")),
     ),
     Panel(
+        "Loss",
+        "Of a run that fine-tunes on conversations: nats per token of the assistant.",
+        (("train/loss", "training"), ("val/loss", "held out")),
+    ),
+    Panel(
         "Held-out accuracy by source",
         "With the weights after the step; step 0 is before the first.",
         (("val/accuracy", "all"), (r"/val\/(.*(?:accuracy|pass@|maj@|best@|mean@|avg@).*)/", "")),

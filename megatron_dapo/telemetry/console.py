@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -59,10 +59,26 @@ COLUMNS = (
 )
 
 
+# of a run that fine-tunes on conversations
+SFT_COLUMNS = (
+    Column("loss", 7, ("train/loss",), decimals(4)),
+    Column("entropy", 7, ("actor/entropy",), decimals(3)),
+    Column("norm", 7, ("actor/grad_norm",), decimals(3)),
+    Column("lr", 7, ("actor/lr",), small),
+    Column("counted", 8, ("data/num_counted_tokens",), decimals(0)),
+    Column("tokens", 8, ("perf/total_num_tokens",), decimals(0)),
+    Column("epoch", 7, ("data/epoch",), decimals(2)),
+    Column("tok/s/rank", 10, ("perf/update_tokens_per_s_per_gpu",), decimals(0)),
+    Column("upd s", 5, ("time/update",), decimals(1)),
+    Column("step s", 6, ("time/step",), decimals(1)),
+)
+
+
 class StepTable:
     """Turns each step's metrics into a line, with the header before the first and every STEPS_PER_HEADER lines."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, columns: Sequence[Column] = COLUMNS) -> None:
+        self._columns = columns
         self._total = total_steps
         self._width = 2 * len(str(total_steps)) + 1
         self._num_lines = 0
@@ -71,14 +87,14 @@ class StepTable:
     def line(self, step: int, metrics: dict[str, float]) -> str:
         if "time/step" in metrics:
             self._recent.append(metrics["time/step"])
-        cells = [f"{step}/{self._total}".rjust(self._width), *(column.cell(metrics) for column in COLUMNS)]
+        cells = [f"{step}/{self._total}".rjust(self._width), *(column.cell(metrics) for column in self._columns)]
         line = "  ".join([*cells, self._eta(step).rjust(6)])
         self._num_lines += 1
         return line if (self._num_lines - 1) % STEPS_PER_HEADER else f"{self.header()}\n{line}"
 
     def header(self) -> str:
-        titles = ["step".rjust(self._width), *(column.title.rjust(column.width) for column in COLUMNS), "left".rjust(6)]
-        return "  ".join(titles)
+        titles = [column.title.rjust(column.width) for column in self._columns]
+        return "  ".join(["step".rjust(self._width), *titles, "left".rjust(6)])
 
     def _eta(self, step: int) -> str:
         if not self._recent:
@@ -132,6 +148,7 @@ class RunLine:
 def validation_line(step: int, metrics: dict[str, float]) -> str:
     """Return a line such as "held out, after step 40: accuracy 0.985   length 20.7   200 prompts   3.1 s"."""
     parts = (
+        ("loss {:.4f}", "val/loss"),
         ("accuracy {:.3f}", "val/accuracy"),
         ("length {:.1f}", "val/response_length_mean"),
         ("truncated {:.1%}", "val/truncation_ratio"),

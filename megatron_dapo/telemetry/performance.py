@@ -85,6 +85,23 @@ def step_metrics(
     }
 
 
+def fine_tuning_metrics(
+    lengths: Sequence[int], num_counted: int, *, update_s: float, step_s: float, num_ranks: int
+) -> dict[str, float]:
+    """Return the speed of a step that learned from conversations, and what it learned from.
+
+    lengths: tokens of each conversation. num_counted: of these, how many have a loss. update_s: seconds of the
+    optimizer step alone.
+    """
+    num_tokens = sum(lengths)
+    return {
+        "data/num_counted_tokens": num_counted,
+        "perf/total_num_tokens": num_tokens,
+        "perf/throughput": num_tokens / step_s / num_ranks,
+        "perf/update_tokens_per_s_per_gpu": num_tokens / update_s / num_ranks,
+    }
+
+
 def server_metrics(metrics: Mapping[str, float], num_server_ranks: int) -> dict[str, float]:
     """Return the speed of sampling, from the rollout's metrics. Without servers there is none."""
     if not num_server_ranks:

@@ -47,7 +47,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def is_validation(record: dict) -> bool:
-    return "val/accuracy" in record
+    return "val/accuracy" in record or "val/loss" in record
 
 
 def has_validation(path: Path, step: int) -> bool:
@@ -103,7 +103,7 @@ class Summary:
     @classmethod
     def of(cls, records: list[dict]) -> "Summary":
         steps = [record for record in records if not is_validation(record)]
-        accuracies = [(record["step"], record["val/accuracy"]) for record in records if is_validation(record)]
+        accuracies = [(record["step"], record["val/accuracy"]) for record in records if "val/accuracy" in record]
         window = max(1, min(WINDOW, len(steps) // 2))
         names = [name for _, name, _ in ROWS]
         return cls(

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,8 @@ from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import mute, print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.console import RunLine, StepTable, progress, validation_line
+from megatron_dapo.telemetry.console import COLUMNS as STEP_COLUMNS
+from megatron_dapo.telemetry.console import SFT_COLUMNS, Column, RunLine, StepTable, progress, validation_line
 from megatron_dapo.telemetry.metrics_file import MetricsFile
 from megatron_dapo.telemetry.samples import COLUMNS, SampleTable
 
@@ -41,8 +42,8 @@ class Sink(Protocol):
 class Console:
     """One line per step on stdout, one about all of them at the end and, on a terminal, a progress bar below them."""
 
-    def __init__(self, total_steps: int) -> None:
-        self._table = StepTable(total_steps)
+    def __init__(self, total_steps: int, columns: Sequence[Column] = STEP_COLUMNS) -> None:
+        self._table = StepTable(total_steps, columns)
         self._run_line = RunLine()
         # none: closed by whoever started us
         self._progress = progress(total_steps) if sys.stdout is not None and sys.stdout.isatty() else None
@@ -158,7 +159,9 @@ def _scalars(record: Record) -> dict[str, float]:
 
 
 SINKS: dict[str, Callable[[Config, RunFolder, int | None], Sink]] = {
-    "console": lambda config, run_folder, resumed_after: Console(config.trainer.total_training_steps),
+    "console": lambda config, run_folder, resumed_after: Console(
+        config.trainer.total_training_steps, SFT_COLUMNS if config.sft.enable else STEP_COLUMNS
+    ),
     "jsonl": lambda config, run_folder, resumed_after: JsonLines(run_folder, resumed_after),
     "tensorboard": lambda config, run_folder, resumed_after: TensorBoard(run_folder, resumed_after),
     "wandb": WeightsAndBiases,

@@ -8,16 +8,16 @@ import numpy as np
 
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.common.garbage import collection_paused
-from megatron_dapo.config.derived import critic_batching, tokens_multiple, uses_critic, uses_kl_in_reward
+from megatron_dapo.config.derived import critic_batching, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.batching import CostModel, SampleReward, TrainSample, assemble, mini_batches
+from megatron_dapo.data.batching import SampleReward, TrainSample, assemble, mini_batches
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
-from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate, schedule, schedule_shards
+from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.platform.device import device
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.cutting import Cutter
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,7 @@ class StepDistributor:
     def __init__(self, config: Config, layout: ParallelLayout, spec: ModelSpec) -> None:
         self._config = config
         self._layout = layout
-        self._padding = dict(
-            pad_multiple=layout.sequence_multiple * tokens_multiple(config), segment_multiple=layout.segment_multiple
-        )
-        self._cost = CostModel.of_decoder(
-            hidden_size=spec.hidden_size,
-            ffn_size=spec.active_ffn_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-        )
+        self._cutter = Cutter(config, layout, spec)
 
     @collection_paused()
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
@@ -66,10 +57,7 @@ class StepDistributor:
         return None if groups is None else [flat_pickle(part) for part in self._cut(step, groups)]
 
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
-        packed = self._config.actor_rollout_ref.model.use_remove_padding
-        return [
-            [collate(bin_, packed=packed, **self._padding).to(device()) for bin_ in bins] for bins in bins_of_mini_batch
-        ]
+        return [self._cutter.collated(bins) for bins in bins_of_mini_batch]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
         """Return, per data-parallel rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic,
@@ -84,7 +72,7 @@ class StepDistributor:
         )
         actor = config.actor_rollout_ref.actor
         seed = f"{config.trainer.seed}:{step}" if actor.shuffle else None
-        schedules = [self._schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
+        schedules = [self._cutter.schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
         waits = uses_kl_in_reward(config) or config.algorithm.adv_estimator in TOKEN_ESTIMATORS
         rewards = {sample.sample_id: sample.earned for sample in samples} if waits else {}
         critics = self._critic_schedules(samples, schedules, seed) if uses_critic(config) else []
@@ -92,10 +80,6 @@ class StepDistributor:
             ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], rewards)
             for dp_rank in range(self._layout.dp)
         ]
-
-    def _schedule(self, mini_batch: Sequence[TrainSample]) -> list[Bins]:
-        max_tokens = self._config.actor_rollout_ref.actor.max_tokens_per_microbatch
-        return schedule(mini_batch, dp_size=self._layout.dp, max_tokens=max_tokens, **self._cutting())
 
     def _critic_schedules(
         self, samples: Sequence[TrainSample], schedules: list[list[Bins]], seed: str | None
@@ -117,15 +101,5 @@ class StepDistributor:
                 shards[rank_of[sample.sample_id]].append(sample)
             cap_key = "critic.max_tokens_per_microbatch" if own_cap else ACTOR_CAP
             max_tokens = batching.max_tokens_per_microbatch
-            plans.append(schedule_shards(shards, max_tokens=max_tokens, cap_key=cap_key, **self._cutting()))
+            plans.append(self._cutter.schedule_shards(shards, max_tokens, cap_key))
         return plans
-
-    def _cutting(self) -> dict:
-        """Return what the actor's cut and the critic's have in common."""
-        return dict(
-            **self._padding,
-            packed=self._config.actor_rollout_ref.model.use_remove_padding,
-            # the interleaved schedule deals micro-batches to the stages in rounds
-            num_microbatches_multiple=self._layout.pp if self._layout.vpp else 1,
-            cost=self._cost,
-        )

@@ -13,6 +13,8 @@ from megatron_dapo.config.schema import Config
 def loss_config(config: Config) -> LossConfig:
     """Return the actor's loss, as `algorithms.dapo_loss` takes it."""
     actor = config.actor_rollout_ref.actor
+    if config.sft.enable:
+        return _log_likelihood(actor.calculate_entropy)
     low, high = effective_clip(config)
     correction = config.algorithm.rollout_correction
     weighs_alone = correction.rollout_is != "none" and correction_per_step(config) is None
@@ -31,6 +33,14 @@ def loss_config(config: Config) -> LossConfig:
     if not uses_kl_loss(config):
         return base
     return replace(base, use_kl_loss=True, kl_loss_coef=actor.kl_loss_coef, kl_loss_type=actor.kl_loss_type)
+
+
+def _log_likelihood(report_entropy: bool) -> LossConfig:
+    """Return -log-prob of each token: the loss of cispo with advantages of 1, where the policy is the old policy, whose
+    ratio is 1 and meets no bound. The fused head computes it in one pass, as every loss of a token alone."""
+    return LossConfig(
+        clip=Clip(low=1.0, high=1.0), policy_loss="cispo", report_entropy=report_entropy, report_mismatch=False
+    )
 
 
 def correction_per_step(config: Config) -> RolloutCorrection | None:

@@ -11,6 +11,7 @@ from megatron_dapo.algorithms.aggregation import token_weights
 from megatron_dapo.algorithms.dapo_loss import (
     ENTROPY,
     ENTROPY_SAMPLED,
+    LOSS,
     LossConfig,
     TokenBatch,
     TokenOutputs,
@@ -117,6 +118,25 @@ class TokenSumLoss(_BuiltInLoss):
         return answer.loss_sum, answer.count.int(), metrics
 
 
+class LogLikelihoodLoss(TokenSumLoss):
+    """-log-prob of every counted token, for text that a person or another model wrote: with `loss_config` of a run that
+    fine-tunes, whose cispo has advantages of 1 and no old policy."""
+
+    def tokens(self, batch: MicroBatch) -> TokenBatch:
+        """Return the tokens, all of the same weight."""
+        weights, count = token_weights(
+            self.aggregation, batch.loss_mask, batch.segment_ids, batch.num_segments, self.max_response_length
+        )
+        return TokenBatch(weights=weights, count=count, advantages=torch.ones_like(weights))
+
+    def metrics(self, batch: MicroBatch, sums: Tensor, maxima: Tensor) -> MetricSums:
+        """Return the loss and the entropy: nothing else says anything here."""
+        names, _ = metric_names(self.config)
+        shown = {LOSS: "train/loss", ENTROPY: ENTROPY}
+        rows = [row for row, name in enumerate(names) if name in shown]
+        return MetricSums(tuple(shown[names[row]] for row in rows), (), sums[rows], maxima[:0])
+
+
 class SequenceRatioLoss(_BuiltInLoss):
     """The loss whose ratio is that of a whole sequence (GSPO). The ratio is known after the last log-prob of the
     sequence, so the log-probs are asked for and sent backward by autograd, as for a loss of the user's own."""
@@ -194,7 +214,7 @@ class SequenceSumLoss:
             own = {name: (_scalar(total, log_probs), _scalar(n, log_probs)) for name, (total, n) in metrics.items()}
         counted = batch.loss_mask != 0
         sums: Sums = {
-            "actor/loss": (loss_sum.detach().double(), count),
+            LOSS: (loss_sum.detach().double(), count),
             ENTROPY_SAMPLED: token_mean(-log_probs, counted),
         }
         if answer.entropy is not None:
@@ -295,5 +315,7 @@ def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | Sequenc
     if actor.loss_function is not None:
         function = load_loss_function(actor.loss_function)
         return SequenceSumLoss(function, temperature, actor.calculate_entropy, loss_config.report_stale)
+    if config.sft.enable:
+        return LogLikelihoodLoss(loss_config, "token-mean", config.data.max_response_length, temperature)
     built_in = SequenceRatioLoss if loss_config.is_over_sequences else TokenSumLoss
     return built_in(loss_config, actor.loss_agg_mode, config.data.max_response_length, temperature)

@@ -1,13 +1,14 @@
 """The actor: old log-probs, and one optimizer step per mini-batch."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from megatron_dapo.algorithms.metrics import stack_sums, token_mean
 from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH, MEAN_MISMATCH_ALL
 from megatron_dapo.algorithms.policy_loss import EXP_MASK_RATIO, OFF_POLICY_LOSS
 from megatron_dapo.algorithms.rollout_correction import RolloutCorrection, rollout_correction
@@ -66,6 +67,7 @@ class Policy:
         self._checks_stale = self.loss_config.report_stale  # as the algorithm's `max_mismatch` does
         self._full_kl_in_reward = uses_full_kl_in_reward(config)
         self._num_epochs = actor.ppo_epochs
+        self._is_fine_tuning = config.sft.enable
 
     def weight_source(self) -> WeightSource:
         """Return the current weights of this rank's stage, under their Hugging Face names."""
@@ -129,7 +131,8 @@ class Policy:
                     self.state.lr_schedule.step(increment=1)
                 norms.append(self.state.step())
         self.state.finish_gathers()
-        metrics = self.metrics_of(MetricSums.all_reduce(MetricSums.merge(parts), self.layout))
+        part = MetricSums.all_reduce(MetricSums.merge(parts), self.layout)
+        metrics = part.means() if self._is_fine_tuning else self.metrics_of(part)
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.state.lr
         metrics["actor/num_optimizer_steps"] = float(len(norms))
@@ -160,6 +163,19 @@ class Policy:
     def metrics_of(part: MetricSums) -> dict[str, float]:
         """Return named means and maxima. Where no token was replayed, that part is 0, not absent."""
         return {OFF_POLICY_LOSS: 0.0, EXP_MASK_RATIO: 0.0, **part.means()}
+
+    def held_out_loss(self, parts: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
+        """Return -log-prob in the mean over all counted tokens of all ranks, the same on every rank. Collective.
+
+        parts: this rank's micro-batches, some at a time, as many on every rank.
+        """
+        sums: list[MetricSums | None] = []
+        for batches in parts:
+            for batch, log_probs in zip(batches, self._schedule.log_probs(batches) or (), strict=False):
+                pair = token_mean(-log_probs, batch.loss_mask != 0)
+                stacked = stack_sums({"val/loss": pair}, ("val/loss",), log_probs.device)
+                sums.append(MetricSums(("val/loss",), (), stacked, stacked.new_zeros(0)))
+        return MetricSums.all_reduce(MetricSums.merge(sums), self.layout).means()
 
 
 def corrected(batch: MicroBatch, correction: RolloutCorrection) -> MicroBatch:

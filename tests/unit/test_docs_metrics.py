@@ -13,7 +13,6 @@ SECTIONS = "actor|critic|dapo|data|perf|prompt_length|replay|response_length|rew
 # whose names the code puts together
 MADE_FROM_PARTS = {
     "val/SOURCE/accuracy",
-    "data/epoch",
     "data/FILE/epoch",
     "weight_sync/PHASE_s",
     "perf/max_memory_allocated_gb/ppN",

@@ -19,8 +19,8 @@ FLOORS = (
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
     ("run_setup",),
-    ("job", "forecast", "evaluation", "report"),
-    ("trainer",),
+    ("job", "sft_job", "forecast", "evaluation", "report"),
+    ("trainer", "sft"),
     ("__main__", "launch"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -13,6 +13,7 @@ from megatron_dapo.config.schema.critic import CriticConfig
 from megatron_dapo.config.schema.exp_manager import ExpManagerConfig
 from megatron_dapo.config.schema.rules import ActsIf, Is, MayChangeOnResume
 from megatron_dapo.config.schema.run import DataConfig, RewardConfig, TrainerConfig, WeightSyncConfig
+from megatron_dapo.config.schema.sft import SftConfig
 
 
 class Config(Section):
@@ -25,4 +26,5 @@ class Config(Section):
     exp_manager: ExpManagerConfig = ExpManagerConfig()
     reward: RewardConfig = RewardConfig()
     weight_sync: MayChangeOnResume[WeightSyncConfig] = WeightSyncConfig()
+    sft: SftConfig = SftConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -19,12 +19,13 @@ from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, MayChangeOnResu
 
 class DataConfig(Section):
     train_files: list[str] = []
-    """Prompt files (.jsonl or .parquet, verl's DAPO-Math-17k schema)."""
+    """Prompt files (.jsonl or .parquet, verl's DAPO-Math-17k schema); with `sft.enable` files of conversations."""
     mixture: list[PositiveFloat] = []
     """Weights of `train_files`, one per file: what share of the draws comes from each; empty = all prompts are drawn as
     those of one file."""
     val_files: MayChangeOnResume[list[str]] = []
-    """Held-out prompt files, answered before the first step, every `trainer.test_freq` steps and after the last."""
+    """Held-out prompt files, answered before the first step, every `trainer.test_freq` steps and after the last; with
+    `sft.enable` conversations, whose loss is computed then."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of chat messages, or a string."""
     answer_key: str | None = None
@@ -34,7 +35,7 @@ class DataConfig(Section):
     data_source: str = ""
     """Data source of rows that name none."""
     train_batch_size: PositiveInt = 512
-    """Groups (prompts that carry signal) in one rollout step."""
+    """Groups (prompts that carry signal) in one rollout step; with `sft.enable` conversations in one optimizer step."""
     gen_batch_size: PositiveInt | None = None
     """The most prompts that are drawn at once, and the unit of `max_num_gen_batches`; null = `train_batch_size`."""
     max_prompt_length: PositiveInt = 1024
