@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -29,13 +31,14 @@ _FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
 def make_tiny(
     path: str | Path,
-    family: Literal["qwen2", "qwen3", "llama", "qwen3_moe"],
+    family: Literal["qwen2", "qwen3", "llama", "mistral", "qwen3_moe"],
     *,
     tied: bool = False,
     vocab: int = 64,
@@ -46,9 +49,11 @@ def make_tiny(
     num_experts: int = 8,
     experts_per_token: int = 2,
     norm_topk_prob: bool = True,
+    rope: dict | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`; returns the path.
+    rope: the block rope_parameters of config.json.
 
     Every parameter is random, norms and biases too: a parameter that is lost or swapped shows in the log-probs.
     """
@@ -74,6 +79,8 @@ def make_tiny(
         bos_token_id=None,
         eos_token_id=EOS_ID,
         **(mixture if family == "qwen3_moe" else {}),
+        **(dict(sliding_window=None) if family == "mistral" else {}),
+        **(dict(rope_parameters=rope) if rope else {}),
     )
     model = model_class(config).float()
     generator = torch.Generator().manual_seed(seed)

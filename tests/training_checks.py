@@ -55,7 +55,7 @@ def check_packed_attention(device: torch.device, dtype: torch.dtype, lengths: li
         num_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_query_groups=kv_heads, kv_channels=dim,
         use_cpu_initialization=device.type == "cpu",
     )  # fmt: skip
-    layer = PackedAttention(config, 1, rotary=Rotary(spec, config))
+    layer = PackedAttention(config, 1, rotary=Rotary(spec, device))
     g = torch.Generator(device).manual_seed(0)
 
     def normal(num_heads: int) -> Tensor:

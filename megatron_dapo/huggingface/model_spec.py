@@ -2,20 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import round_up
+from megatron_dapo.huggingface.rope import RopeScaling, read_rope
 from megatron_dapo.storage.model_folder import ModelFolder
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's frequency scaling, with low_freq_factor 1, high_freq_factor 4 and 8192 original positions."""
-
-    factor: float
 
 
 @dataclass(frozen=True)
@@ -106,12 +100,14 @@ class Family:
     experts in place of every MLP, as in Qwen3-MoE. neutral: the fields of its config.json that change the computation,
     each with the values under which it does not; any other value is refused. A family whose fields differ has a table
     of its own, made from DENSE or MIXTURE, so that what one family ignores or takes is not ignored or taken for others.
+    defaults: what transformers takes for a field that is absent, where it is not what other families take.
     """
 
     qkv_bias: bool
     qk_norm: bool
     neutral: NeutralValues
     is_moe: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def ffn_key(self) -> str:
@@ -122,6 +118,12 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, qk_norm=False, neutral=DENSE),
     "Qwen3ForCausalLM": Family(qkv_bias=False, qk_norm=True, neutral=DENSE),
     "LlamaForCausalLM": Family(qkv_bias=False, qk_norm=False, neutral=DENSE),
+    "MistralForCausalLM": Family(
+        qkv_bias=False,
+        qk_norm=False,
+        neutral={**DENSE, "sliding_window": lambda value: value is None},
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
     "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, neutral=MIXTURE, is_moe=True),
 }
 
@@ -178,6 +180,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         raise UserError(
             [f"{source}: architecture `{architecture}` is not supported; supported are {', '.join(FAMILIES)}"]
         )
+    hf = {**family.defaults, **hf}
     wrong_types = _wrong_types(hf, source, family)
     moe, moe_problems = _moe(hf, source) if family.is_moe and not wrong_types else (None, [])
     wrong = [
@@ -185,7 +188,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         for key, is_neutral in family.neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
-    rope, rope_problems = _rope(hf, source)
+    rope_theta, rope_scaling, rope_problems = read_rope(hf, source)
     missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if hf.get(key) is None]
     missing += moe_problems
     if wrong_types or wrong or rope_problems or missing:
@@ -202,8 +205,8 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         vocab_size=hf["vocab_size"],
         max_positions=hf["max_position_embeddings"],
         norm_eps=hf["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-        rope_scaling=RopeScaling(float(rope["factor"])) if _rope_type(rope) == "llama3" else None,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         tied_embeddings=bool(hf.get("tie_word_embeddings")),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -263,42 +266,3 @@ def _moe(hf: dict, source: str) -> tuple[MoEConfig | None, list[str]]:
             f"{source}: `norm_topk_prob: true` with num_experts_per_tok 1 is not supported: every weight is 1"
         ]
     return MoEConfig(num_experts, per_token, norm), []
-
-
-def _rope(hf: dict, source: str) -> tuple[dict, list[str]]:
-    """Return the rotary settings, under their new name (rope_parameters) or old (rope_scaling), and what is wrong."""
-    blocks = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
-    if wrong := [
-        f"{source}: `{name}: {json.dumps(rope)}` is not one object with the settings of all layers"
-        for name, rope in blocks.items()
-        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
-    ]:
-        return {}, wrong
-    if len(blocks) == 2 and blocks["rope_parameters"] != blocks["rope_scaling"]:
-        return {}, [f"{source}: `rope_parameters` and `rope_scaling` differ; keep the one that is meant"]
-    rope: dict = next(iter(blocks.values()), {})
-    kind = _rope_type(rope)
-    if kind not in ("default", "llama3"):
-        return rope, [f"{source}: rope type `{kind}` is not supported; supported are default and llama3"]
-    return rope, [
-        f"{source}: {kind} rope `{key}: {json.dumps(rope.get(key))}` is not supported; it must be {what}"
-        for key, (what, is_good) in (_ROPE_VALUES | (_LLAMA3_VALUES if kind == "llama3" else {})).items()
-        if not is_good(rope.get(key))
-    ]
-
-
-def _rope_type(rope: dict) -> object:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-_ROPE_VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "rope_theta": ("a number above 0", lambda value: value is None or _is_positive(value)),
-    "partial_rotary_factor": ("1", lambda value: value in (None, 1.0)),
-}
-# Megatron knows these low, high and original values only; where one is absent, libraries take different ones
-_LLAMA3_VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "factor": ("a number above 0", _is_positive),
-    "low_freq_factor": ("1", lambda value: value == 1),
-    "high_freq_factor": ("4", lambda value: value == 4),
-    "original_max_position_embeddings": ("8192", lambda value: value == 8192),
-}

@@ -15,11 +15,11 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark
 from megatron_dapo.models.log_prob_head import LogProbHead
-from megatron_dapo.models.rotary import Rotary
+from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
 from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.planner.hardware import lack_of_fp8
-from megatron_dapo.platform.device import is_gpu, model_dtype
+from megatron_dapo.platform.device import device, is_gpu, model_dtype
 from megatron_dapo.platform.parallel import ParallelLayout
 
 
@@ -153,6 +153,7 @@ def _transformer_config(
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
+        softmax_scale=attention_scale(spec),
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
         qk_layernorm=spec.qk_norm,
@@ -206,20 +207,15 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, vp_sta
             layer.submodules.mlp.submodules.router = Router
         return layer
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, config))
+    layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, device()))
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
-
-
-def _rope(spec: ModelSpec) -> dict:
-    scaling = dict(rope_scaling=True, rope_scaling_factor=spec.rope_scaling.factor) if spec.rope_scaling else {}
-    return dict(position_embedding_type="rope", rotary_base=spec.rope_theta, **scaling)
 
 
 def _build_chunk(
     spec: ModelSpec, layout: ParallelLayout, config: TransformerConfig, use_te: bool, vp_stage: int | None
 ) -> ModelChunk:
     virtual_rank = layout.pp_rank + layout.pp * (vp_stage or 0)
-    return ModelChunk(
+    chunk = ModelChunk(
         config,
         _block_spec(spec, config, use_te, vp_stage),
         vocab_size=spec.padded_vocab_size(layout.tp),
@@ -228,6 +224,9 @@ def _build_chunk(
         post_process=virtual_rank == layout.pp * layout.num_model_chunks - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tied_embeddings,
-        **(_rope(spec) if use_te else dict(position_embedding_type="none")),  # our own attention rotates by itself
+        position_embedding_type="rope" if use_te else "none",  # our own attention rotates by itself
         vp_stage=vp_stage,
     )
+    if use_te:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
+        chunk.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device())
+    return chunk

@@ -4,31 +4,24 @@ Without Transformer Engine, Megatron reads the segments' offsets back to the hos
 layer, and keeps tables of cosines and sines for each of them until the backward pass.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.rope import RopeScaling
 
 
 class Rotary:
     """Rotates queries and keys by their position. One object serves all layers of a model chunk.
 
-    The frequencies (base, Llama 3's scaling) are Megatron's own; cosines and sines are rounded to the query's type, as
-    there and in Hugging Face's models.
+    Cosines and sines are rounded to the query's type, as in Megatron and in Hugging Face's models.
     """
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
-        scaling = spec.rope_scaling
-        self.frequencies = RotaryEmbedding(
-            spec.head_dim,
-            1.0,
-            rotary_base=spec.rope_theta,
-            rope_scaling=scaling is not None,
-            **(dict(rope_scaling_factor=scaling.factor) if scaling else {}),
-            use_cpu_initialization=config.use_cpu_initialization,
-        ).inv_freq
+    def __init__(self, spec: ModelSpec, device: torch.device | str) -> None:
+        self.frequencies = rotary_frequencies(spec).to(device)
         self._tables_of: tuple | None = None
         self._tables: tuple[Tensor, Tensor] = (self.frequencies, self.frequencies)  # replaced before they are read
 
@@ -67,3 +60,66 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x with each pair rotated. The two halves of the last axis are the two coordinates of each pair."""
     half = x.size(-1) // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+
+def rotary_frequencies(spec: ModelSpec) -> Tensor:
+    """Return the angle per position of each pair of a head's dimensions, [head_dim / 2] float32: theta^(-2i/d), scaled
+    as config.json says. In the order of operations of transformers and SGLang, so that no bit differs: at position
+    100 000 the last bit of a frequency is a hundredth of a radian."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    positions_per_radian = spec.rope_theta**exponents
+    if spec.rope_scaling is None:
+        return 1.0 / positions_per_radian
+    return _SCALED[spec.rope_scaling.kind](positions_per_radian, spec.rope_scaling, spec)
+
+
+def attention_scale(spec: ModelSpec) -> float:
+    """Return what products of query and key are multiplied by: 1 / sqrt(head_dim), and the square of yarn's attention
+    factor, by which the method multiplies both (arXiv 2309.00071, eq. 21 and 22)."""
+    factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
+    return factor**2 / math.sqrt(spec.head_dim)
+
+
+def _linear(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -> Tensor:
+    """Divide all frequencies, which is to divide the positions (arXiv 2306.15595)."""
+    return 1.0 / positions_per_radian / scaling.factor
+
+
+def _llama3(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -> Tensor:
+    """Divide frequencies that turn less than low_freq_factor times in the original positions, keep those that turn more
+    than high_freq_factor times, and go from one to the other in between (Llama 3.1's own code)."""
+    frequencies = 1.0 / positions_per_radian
+    turns = scaling.original_positions / (2 * math.pi / frequencies)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def _yarn(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -> Tensor:
+    """Keep frequencies that turn more than beta_fast times in the original positions, divide those that turn less than
+    beta_slow times, and go from one to the other linearly in the number of the pair (arXiv 2309.00071, section 3.2)."""
+    first = _pair_that_turns(scaling.beta_fast, scaling, spec)
+    last = _pair_that_turns(scaling.beta_slow, scaling, spec)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.head_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+    divided = 1.0 / (scaling.factor * positions_per_radian)
+    return divided * (1 - kept) + (1.0 / positions_per_radian) * kept
+
+
+def _pair_that_turns(times: float, scaling: RopeScaling, spec: ModelSpec) -> float:
+    """Return which pair, as a fraction, turns so many times in the original positions."""
+    return (spec.head_dim * math.log(scaling.original_positions / (times * 2 * math.pi))) / (
+        2 * math.log(spec.rope_theta)
+    )
+
+
+_SCALED: dict[str, Callable[[Tensor, RopeScaling, ModelSpec], Tensor]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -166,6 +166,7 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
     "LlamaForCausalLM": DECODER,
+    "MistralForCausalLM": DECODER,
     "Qwen3MoeForCausalLM": DECODER,
 }
 

@@ -21,6 +21,7 @@ MODELS = {
     "qwen3_tied_bf16_files": dict(family="qwen3", vocab=131, tied=True),
     "llama_files": dict(family="llama", vocab=131),
     "llama_tied_bf16": dict(family="llama", vocab=128, tied=True),
+    "mistral": dict(family="mistral", vocab=131),
     "qwen3_moe_bf16_files": dict(family="qwen3_moe", vocab=131),
     "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6),
 }

@@ -21,6 +21,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# With 16 dimensions a head and original_max_position_embeddings 64 some pairs are kept, some divided, some in between.
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 # 131 is odd, so that the vocabulary is padded under tensor parallelism; 2 KV heads for 4 heads
 MODELS = {
     "qwen2": dict(family="qwen2", vocab=131),
@@ -29,7 +31,8 @@ MODELS = {
     "qwen3_tied": dict(family="qwen3", vocab=131, tied=True),
     "llama": dict(family="llama", vocab=131),
     "llama_tied": dict(family="llama", vocab=128, tied=True),
-    "llama3_rope": dict(family="llama", vocab=131),
+    "llama3_rope": dict(family="llama", vocab=131, rope=LLAMA3_ROPE),
+    "mistral_yarn": dict(family="mistral", vocab=131, rope=YARN_ROPE),
 }
 # 8 experts; their weights divided by their sum, or not
 MIXTURES = {
@@ -81,8 +84,6 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
     models = MODELS | MIXTURES
     paths = {name: make_tiny(folder / name, layers=4, hidden=64, **options) for name, options in models.items()}
-    config = paths["llama3_rope"] / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "rope_parameters": LLAMA3_ROPE}))
     rng = random.Random(0)
     sequences = [[rng.randrange(128) for _ in range(length)] for length in (13, 40, 2, 60, 24, 7)]
     results = {}
@@ -123,7 +124,8 @@ def test_export_gives_back_the_checkpoint_bit_for_bit(runs, case):
     assert (exported / "config.json").read_text() == (folder / model / "config.json").read_text()
 
 
-def test_llama3_rope_scaling_changes_the_answers(runs):
-    """Otherwise the parity of the scaled model would show nothing."""
+@pytest.mark.parametrize("scaled", ["llama3_rope", "mistral_yarn"])
+def test_scaled_frequencies_change_the_answers(runs, scaled):
+    """Otherwise the parity of the scaled model would show nothing. Both have the parameters of `llama`."""
     _, oracle, _ = runs
-    assert max((a - b).abs().max() for a, b in zip(oracle["llama"], oracle["llama3_rope"], strict=True)) > 1e-4
+    assert max((a - b).abs().max() for a, b in zip(oracle["llama"], oracle[scaled], strict=True)) > 1e-4

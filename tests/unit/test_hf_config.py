@@ -12,10 +12,10 @@ from megatron_dapo.huggingface.model_spec import (
     FAMILIES,
     Family,
     MoEConfig,
-    RopeScaling,
     model_spec,
     read_model_spec,
 )
+from megatron_dapo.huggingface.rope import RopeScaling
 from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from tests.helpers import REPOSITORY
 
@@ -31,6 +31,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def test_qwen2_5_32b_is_read_as_published():
@@ -46,7 +47,7 @@ def test_new_and_old_names_of_the_rotary_settings_mean_the_same():
     new = {**llama, "rope_parameters": {**LLAMA3, "rope_theta": 5e5, "factor": 32.0}}
     old = {**llama, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "factor": 32.0}}
     assert model_spec(new) == model_spec(old)
-    assert model_spec(new).rope_scaling == RopeScaling(32.0)
+    assert model_spec(new).rope_scaling == RopeScaling("llama3", 32.0, 8192)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +60,16 @@ def test_new_and_old_names_of_the_rotary_settings_mean_the_same():
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
         ({"layer_types": 4}, ["layer_types: 4"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, ["low_freq_factor: 2.0", "must be 1"]),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, ["longrope", "linear, llama3, yarn"]),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, ["high_freq_factor: 4.0", "not above low_freq_factor"]),
+        ({"rope_scaling": {"type": "linear"}}, ["linear", "factor: null", "a number above 0"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["original_max_position_embeddings: null"]),
+        ({"rope_scaling": YARN | {"attention_factor": 1.2}}, ["attention_factor: 1.2", "must be absent"]),
+        ({"rope_scaling": YARN | {"attn_factor": 0.5}}, ["attn_factor: 0.5", "must be 1, or absent"]),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, ['truncate: "no"']),
         ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor: null", "a number above 0"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
-         ["original_max_position_embeddings: null", "8192"]),
+         ["original_max_position_embeddings: null", "a whole number above 0"]),
         # transformers and SGLang take the first of these two, whose type may be another
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}}, ["differ; keep"]),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor: 0.5"]),
@@ -136,6 +142,31 @@ def test_what_is_not_supported_of_a_mixture_is_named(change, named):
         model_spec(QWEN3_MOE | change)
     (sentence,) = error.value.sentences
     assert named in sentence
+
+
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 5120, "intermediate_size": 14336, "max_position_embeddings": 128000, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072,
+}  # fmt: skip
+
+
+def test_mistral_nemo_is_read_as_published():
+    spec = model_spec(MISTRAL)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rope_theta) == (32, 8, 128, 1e6)
+    assert not spec.qkv_bias and not spec.qk_norm and spec.rope_scaling is None
+    # 12.2 billion parameters, as its model card says
+    assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 12_247_782_400
+
+
+def test_a_field_that_mistral_leaves_out_is_what_transformers_takes_for_it():
+    """Its window is 4096 tokens unless config.json says null, and it has 8 key-value heads."""
+    absent = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    with pytest.raises(UserError, match="`sliding_window: 4096` is not supported for MistralForCausalLM"):
+        model_spec(absent)
+    fewer = {key: value for key, value in MISTRAL.items() if key != "num_key_value_heads"}
+    assert model_spec(fewer).num_kv_heads == 8
 
 
 def test_what_one_family_takes_or_refuses_holds_for_that_family_alone(monkeypatch):

@@ -63,7 +63,7 @@ def query_key_value(length: int, dtype=torch.float32, device="cpu", seed=0) -> l
 
 
 def attention() -> PackedAttention:
-    return PackedAttention(CONFIG, 1, rotary=Rotary(SPEC, CONFIG))
+    return PackedAttention(CONFIG, 1, rotary=Rotary(SPEC, "cpu"))
 
 
 @settings(max_examples=30)
@@ -86,7 +86,7 @@ def test_the_rotation_is_megatrons_bit_for_bit(spec, dtype):
     table = RotaryEmbedding(
         spec.head_dim, 1.0, rotary_base=spec.rope_theta, use_cpu_initialization=True, **scaling
     ).get_emb(max(lengths))
-    rotary = Rotary(spec, CONFIG)
+    rotary = Rotary(spec, "cpu")
     for actual, values in zip(rotary(query, key, offsets(lengths)), (query, key), strict=True):
         expected = apply_rotary_pos_emb(values, table, CONFIG, cu_seqlens=offsets(lengths), cp_group=OneRank())
         assert torch.equal(actual, expected)
@@ -97,10 +97,10 @@ def test_the_rotation_is_megatrons_bit_for_bit(spec, dtype):
 
 def test_the_kept_tables_are_those_of_the_micro_batch_at_hand():
     """Layers share a micro-batch's tables; in a pipeline, micro-batches take turns."""
-    shared, a, b = Rotary(SPEC, CONFIG), offsets([3, 5]), offsets([5, 3])
+    shared, a, b = Rotary(SPEC, "cpu"), offsets([3, 5]), offsets([5, 3])
     query, key, _ = query_key_value(8)
     for cu_seqlens in (a, a, b, None, a):
-        assert torch.equal(shared(query, key, cu_seqlens)[0], Rotary(SPEC, CONFIG)(query, key, cu_seqlens)[0])
+        assert torch.equal(shared(query, key, cu_seqlens)[0], Rotary(SPEC, "cpu")(query, key, cu_seqlens)[0])
     assert shared(query.bfloat16(), key.bfloat16(), a)[0].dtype == torch.bfloat16
     assert shared(query[:6], key[:6], None)[0].shape == (6, HEADS, DIM)
 
@@ -169,7 +169,7 @@ def test_attention_is_causal_softmax_of_rotated_products():
 
 def test_off_the_cpu_nothing_is_read_back_to_the_host():
     """A GPU's path, forward and backward, on tensors that have no values: reading one on the host raises."""
-    rotary = Rotary(SPEC, CONFIG)
+    rotary = Rotary(SPEC, "cpu")
     rotary.frequencies = rotary.frequencies.to("meta")  # Megatron makes them on the GPU where there is one
     layer = PackedAttention(CONFIG, 1, rotary=rotary)
     inputs = query_key_value(16, torch.bfloat16, "meta")

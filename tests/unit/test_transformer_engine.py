@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimC
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
+from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
 from megatron_dapo.models.weight_map import weight_entries
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -168,7 +170,7 @@ def test_megatron_knows_every_recipe(recipe):
 @pytest.mark.parametrize("kind", ["none", "e4m3", "hybrid"])
 def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout, model_path, monkeypatch, kind):
     """On a machine that says it has both; building the layers needs the package itself."""
-    asked = []
+    asked, chunk = [], SimpleNamespace(rotary_pos_emb=SimpleNamespace())
     monkeypatch.setattr(build, "is_gpu", lambda: True)
     monkeypatch.setattr(build, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
@@ -176,13 +178,16 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb_thd", print)
     monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **options: ("its layer", options))
-    monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)))
+    monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
     megatron = MegatronConfig(fp8=kind, fp8_recipe="blockwise" if kind == "e4m3" else "tensorwise", dtype="bfloat16")
-    with pytest.raises(AttributeError, match="post_process"):  # of None, the model that is not built here
+    with pytest.raises(AttributeError, match="post_process"):  # of the model that is not built here
         build_model(read_model_spec(model_path), layout, megatron)
     (((config, layer), options),) = asked
     assert layer == ("its layer", {"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False})
     assert options["position_embedding_type"] == "rope"
+    spec = read_model_spec(model_path)
+    assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(spec))
+    assert config.softmax_scale == attention_scale(spec)
     assert (
         config.bias_activation_fusion
         and config.apply_rope_fusion

@@ -23,6 +23,10 @@ class LlamaForSequenceClassification(llama_reward.LlamaForSequenceClassification
         self.score = _head(config)
 
 
+class MistralForSequenceClassification(LlamaForSequenceClassification):
+    """As Llama's, which has the same tensors. SGLang has none."""
+
+
 class Qwen2ForSequenceClassification(qwen2_classification.Qwen2ForSequenceClassification):
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
@@ -35,4 +39,9 @@ class Qwen3ForSequenceClassification(qwen3_classification.Qwen3ForSequenceClassi
         self.score = _head(config)
 
 
-EntryClass = [LlamaForSequenceClassification, Qwen2ForSequenceClassification, Qwen3ForSequenceClassification]
+EntryClass = [
+    LlamaForSequenceClassification,
+    MistralForSequenceClassification,
+    Qwen2ForSequenceClassification,
+    Qwen3ForSequenceClassification,
+]

@@ -1,0 +1,156 @@
+"""Reads the rotary settings of a Hugging Face config.json; says by name what is not supported."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How a model's rotary frequencies differ from theta^(-2i/d), in the words of config.json.
+
+    linear: all are divided by `factor`. llama3 (arXiv 2407.21783) and yarn (arXiv 2309.00071): those of long
+    wavelengths are, with a smooth passage; `models.rotary` has the formulas. original_positions: the context length of
+    the pre-training. attention_factor: what queries and keys are multiplied by; only yarn has one.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def read_rope(hf: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None, list[str]]:
+    """Return the base of the frequencies, their scaling (none = plain), and what is wrong; then the two mean nothing.
+
+    The settings of config.json are under their new name (rope_parameters) or their old one (rope_scaling).
+    """
+    rope, wrong = _block(hf, source)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _KINDS:
+        wrong = [f"{source}: rope type `{kind}` is not supported; supported are {', '.join(_KINDS)}"]
+    if wrong:
+        return DEFAULT_THETA, None, wrong
+    rules, make = _KINDS[kind]
+    wrong = [
+        f"{source}: {kind} rope `{key}: {json.dumps(rope.get(key))}` is not supported; it must be {what}"
+        for key, (what, is_good) in (_EVERY_KIND | rules).items()
+        if not is_good(rope.get(key))
+    ]
+    if kind == "llama3" and not wrong and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        wrong = [f"{source}: llama3 rope `high_freq_factor: {rope['high_freq_factor']}` is not above low_freq_factor"]
+    if wrong:
+        return DEFAULT_THETA, None, wrong
+    return rope.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA, make(rope), []
+
+
+def _block(hf: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings, and why they cannot be read."""
+    blocks = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    if wrong := [
+        f"{source}: `{name}: {json.dumps(rope)}` is not one object with the settings of all layers"
+        for name, rope in blocks.items()
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
+    ]:
+        return {}, wrong
+    if len(blocks) == 2 and blocks["rope_parameters"] != blocks["rope_scaling"]:
+        return {}, [f"{source}: `rope_parameters` and `rope_scaling` differ; keep the one that is meant"]
+    return next(iter(blocks.values()), {}), []
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _or_absent(is_good: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or is_good(value)
+
+
+_Rules = dict[str, tuple[str, Callable[[object], bool]]]
+
+_NUMBER = ("a number above 0", _is_number)
+_NUMBER_OR_ABSENT = ("a number above 0, or absent", _or_absent(_is_number))
+_POSITIONS = ("a whole number above 0", _is_size)
+
+_EVERY_KIND: _Rules = {
+    "rope_theta": ("a number above 0", _or_absent(_is_number)),
+    "partial_rotary_factor": ("1", lambda value: value in (None, 1.0)),
+}
+# Where one of these is absent, libraries take different values for it.
+_LLAMA3: _Rules = {
+    "factor": _NUMBER,
+    "low_freq_factor": _NUMBER,
+    "high_freq_factor": _NUMBER,
+    "original_max_position_embeddings": _POSITIONS,
+}
+_YARN: _Rules = {
+    "factor": _NUMBER,
+    "original_max_position_embeddings": _POSITIONS,
+    "beta_fast": _NUMBER_OR_ABSENT,
+    "beta_slow": _NUMBER_OR_ABSENT,
+    "mscale": _NUMBER_OR_ABSENT,
+    "mscale_all_dim": _NUMBER_OR_ABSENT,
+    "truncate": ("true, false or absent", lambda value: value is None or isinstance(value, bool)),
+    # transformers reads the first of these alone, SGLang the other two alone
+    "attention_factor": ("absent", lambda value: value is None),
+    "attn_factor": ("1, or absent", lambda value: value in (None, 1.0)),
+    "extrapolation_factor": ("1, or absent", lambda value: value in (None, 1.0)),
+}
+
+
+def _linear(rope: dict[str, Any]) -> RopeScaling:
+    return RopeScaling("linear", float(rope["factor"]))
+
+
+def _llama3(rope: dict[str, Any]) -> RopeScaling:
+    return RopeScaling(
+        "llama3",
+        float(rope["factor"]),
+        rope["original_max_position_embeddings"],
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+    )
+
+
+def _yarn(rope: dict[str, Any]) -> RopeScaling:
+    factor = float(rope["factor"])
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale is not None and mscale_all_dim is not None:
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    else:
+        attention_factor = _mscale(factor, 1.0)
+    return RopeScaling(
+        "yarn",
+        factor,
+        rope["original_max_position_embeddings"],
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=rope.get("truncate") is not False,
+        attention_factor=attention_factor,
+    )
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """Return 0.1 mscale ln(factor) + 1, and 1 for a factor up to 1 (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_KINDS: dict[str, tuple[_Rules, Callable[[dict[str, Any]], RopeScaling | None]]] = {
+    "default": ({}, lambda rope: None),
+    "linear": ({"factor": _NUMBER}, _linear),
+    "llama3": (_LLAMA3, _llama3),
+    "yarn": (_YARN, _yarn),
+}
