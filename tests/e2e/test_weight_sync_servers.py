@@ -36,14 +36,16 @@ pytestmark = pytest.mark.e2e
 EVERYTHING = 10_000
 PROMPT = [5, 6, 7]
 LONG = 400  # tokens: more than servers write during five pushes
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128}
 BOUND = 1e-4  # between a server's log-prob and the one of its weights, both in float32
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2.3 MB per stage: several buckets of 1 MB. An odd vocabulary, which servers pad. Of the llama family, since its
-    servers can be read tensor by tensor."""
-    return make_tiny(tmp_path_factory.mktemp("model"), "llama", vocab=65, layers=8, hidden=128)
+    """2.3 MB per stage: several buckets of 1 MB. An odd vocabulary, which servers pad. Of a family whose servers can be
+    read tensor by tensor; with scaled rotary frequencies, which they compute by themselves."""
+    folder = tmp_path_factory.mktemp("model")
+    return make_tiny(folder, "mistral", vocab=65, layers=8, hidden=128, rope=YARN_ROPE)
 
 
 @pytest.fixture(scope="module")
