@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import pairwise
 from typing import NamedTuple
@@ -97,14 +97,15 @@ def assemble(
     reward of a greedy answer.
     """
     flat = [(sample, group) for group in groups for sample in group.samples]
-    samples = [_train_sample(index, *pair, filter_truncated) for index, pair in enumerate(flat)]
-    rewards = {sample.sample_id: sample.earned for sample in samples}
+    rewards = {
+        index: SampleReward(sample.uid, sample.reward, group.baseline_reward, group.keep)
+        for index, (sample, group) in enumerate(flat)
+    }
     for earned in rewards.values():
         _check_reward(earned, estimator)
-    if estimator not in GROUP_ESTIMATORS:
-        return samples
-    advantages = group_estimates(rewards, estimator, normalize_by_std)
-    return [replace(sample, advantage=advantages[sample.sample_id]) for sample in samples]
+    has_one_each = estimator in GROUP_ESTIMATORS
+    advantages = group_estimates(rewards, estimator, normalize_by_std) if has_one_each else dict.fromkeys(rewards, 0.0)
+    return [_train_sample(index, *pair, advantages[index], filter_truncated) for index, pair in enumerate(flat)]
 
 
 def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool) -> dict[int, float]:
@@ -185,7 +186,7 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
     return groups
 
 
-def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bool) -> TrainSample:
+def _train_sample(index: int, sample: Sample, group: Group, advantage: float, filter_truncated: bool) -> TrainSample:
     assert len(sample.prompt_tokens), f"sample {sample.uid}: without a prompt nothing predicts the first token"
     num_prompt = len(sample.prompt_tokens)
     num_response = len(sample.response_tokens)
@@ -207,7 +208,7 @@ def _train_sample(index: int, sample: Sample, group: Group, filter_truncated: bo
         loss_mask=aligned(sample.loss_mask if counts else np.zeros_like(sample.loss_mask), MASK),
         rollout_log_probs=aligned(sample.rollout_log_probs, LOG_PROB),
         reward=sample.reward,
-        advantage=0.0,
+        advantage=advantage,
         correct=sample.correct,
         weight_versions=aligned(sample.weight_versions, VERSION),
         exp_mask=sample.exp_mask,

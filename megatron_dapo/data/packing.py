@@ -15,7 +15,7 @@ from megatron_dapo.common.sizes import ceil_div, round_up
 from megatron_dapo.data.batching import CostModel, TrainSample, shard_over_data_parallel
 from megatron_dapo.data.bins import Bins, balanced, first_fit_decreasing, halved, usable_tokens
 from megatron_dapo.data.tight_bins import tight
-from megatron_dapo.data.token_arrays import Dtype
+from megatron_dapo.data.token_arrays import VERSION, Dtype
 
 ACTOR_CAP = "actor_rollout_ref.actor.max_tokens_per_microbatch"
 
@@ -114,18 +114,16 @@ def _cost(samples: Iterable[TrainSample], cost: CostModel) -> float:
 class MicroBatch:
     """The tensors of one forward and backward pass; shape [1, T] packed, [B, S] not.
 
-    tokens, position_ids, targets, segment_ids: int64; exp_mask (1 in replayed samples): float32; weight_versions (of
-    the weights that wrote the token): int64, and loss_mask, advantages, *_log_probs, values, returns: float32, aligned
-    to the position that predicts: entry t belongs to token t + 1 of the same sequence, which is targets[t]. A
-    sequence's last token and padding have target 0 and mask 0.
-    position_ids count from 0 in every segment.
+    tokens, targets, segment_ids: int64; exp_mask (1 in replayed samples): float32; weight_versions (of the weights that
+    wrote the token): int32, and loss_mask, advantages, *_log_probs, values, returns: float32, aligned to the position
+    that predicts: entry t belongs to token t + 1 of the same sequence, which is targets[t]. A sequence's last token and
+    padding have target 0 and mask 0.
     Packed: cu_seqlens [num_segments + 1] int32 covers all T; segments may be padded at their right, and what T was
     padded with is one more segment, the last. Not packed: cu_seqlens is None, every row is a segment, padded at its
     right.
     """
 
     tokens: Tensor
-    position_ids: Tensor
     targets: Tensor
     loss_mask: Tensor
     advantages: Tensor
@@ -237,12 +235,11 @@ def collate(
 
 _DTYPES: dict[str, Dtype] = {
     "tokens": np.int64,
-    "position_ids": np.int64,
     "targets": np.int64,
     "loss_mask": np.float32,
     "advantages": np.float32,
     "rollout_log_probs": np.float32,
-    "weight_versions": np.int64,
+    "weight_versions": VERSION,
     "exp_mask": np.float32,
     "segment_ids": np.int64,
 }
@@ -256,8 +253,6 @@ def _rows(samples: Sequence[TrainSample], widths: Sequence[int]) -> dict[str, np
     Every place is written once: zeros to begin with would take a third of the time.
     """
     rows = {name: np.empty(sum(widths), dtype=dtype) for name, dtype in _DTYPES.items()}
-    positions = np.arange(max(widths), dtype=np.int64)
-    rows["position_ids"] = np.concatenate([positions[:width] for width in widths])
     rows["segment_ids"] = np.repeat(np.arange(len(widths), dtype=np.int64), widths)
     rows["exp_mask"] = np.repeat(np.array([*(s.exp_mask for s in samples), False], np.float32)[: len(widths)], widths)
     start = 0

@@ -1,6 +1,7 @@
 """What flows from the prompt files to the trainer: prompts, samples, groups, and the batch of one rollout step."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -72,6 +73,12 @@ class Sample(TokenRecord):
         """Return the number of tokens of prompt and response."""
         return len(self.prompt_tokens) + len(self.response_tokens)
 
+    def without_text(self) -> "Sample":
+        """Return the same without its text: the same arrays, which `dataclasses.replace` would look at once more."""
+        bare = copy(self)
+        object.__setattr__(bare, "response_text", "")
+        return bare
+
 
 @dataclass(frozen=True, eq=False)
 class PartialResponse(TokenRecord):
@@ -122,7 +129,7 @@ class RolloutBatch:
         """Return the same with the responses' texts of the first groups alone: the trainer shows some of them, and
         reads tokens."""
         rest = (
-            replace(group, samples=tuple(replace(sample, response_text="") for sample in group.samples))
+            replace(group, samples=tuple(sample.without_text() for sample in group.samples))
             for group in self.groups[num_groups:]
         )
         return replace(self, groups=(*self.groups[:num_groups], *rest))

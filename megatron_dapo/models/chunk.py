@@ -13,7 +13,6 @@ class ModelChunk(GPTModel):
     def forward(
         self,
         tokens: Tensor,
-        position_ids: Tensor,
         *,
         packed_seq_params: PackedSeqParams | None = None,
         task: ScoreTask | LossTask | None = None,
@@ -23,14 +22,13 @@ class ModelChunk(GPTModel):
         Args:
             tokens: [B, S] int64, on the first stage; the others get the stage before's hidden states by Megatron's
                 `set_input_tensor`.
-            position_ids: [B, S] int64.
             packed_seq_params: where the segments of a packed micro-batch begin.
             task: what the last stage's log-prob head is asked; a critic's head and the other stages take none.
 
         Returns:
             What the head answers; before the last stage the hidden states [S (/ tp), B, H] for the next one.
         """
-        hidden = super().forward(tokens, position_ids, None, packed_seq_params=packed_seq_params)
+        hidden = super().forward(tokens, None, None, packed_seq_params=packed_seq_params)  # rotary: no ids
         if not self.post_process:
             return hidden
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

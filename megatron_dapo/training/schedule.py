@@ -97,14 +97,13 @@ def run_micro_batches(
         watchdog.beat()
         asked = task(batch) if task is not None and has_head and stage is stages[-1] else None
         tokens = batch.tokens
-        positions = batch.position_ids
         cut = None
         if group.size() > 1:
             cut = ContextCut.make(batch.widths, group, tokens.device)
-            tokens, positions = cut.part(tokens), cut.part(positions)
+            tokens = cut.part(tokens)
         packed = packed_seq_params(batch, is_cut=cut is not None)
         own = cut.task(asked) if cut is not None and asked is not None else asked
-        answer = stage(tokens, positions, packed_seq_params=packed, task=own)
+        answer = stage(tokens, packed_seq_params=packed, task=own)
         # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
         output = answer if isinstance(answer, Tensor) else answer.log_probs
 

@@ -242,7 +242,6 @@ def test_targets_are_the_next_tokens_of_the_same_sample(shapes, pad_multiple, pa
             token, target = int(batch.tokens[row, t]), int(batch.targets[row, t])
             assert target == token + 1 == int(batch.tokens[row, t + 1])
             assert batch.segment_ids[row, t] == batch.segment_ids[row, t + 1]
-            assert batch.position_ids[row, t] == token % 1000
             assert batch.advantages[row, t] == token // 1000 == -batch.rollout_log_probs[row, t]
             assert batch.weight_versions[row, t] == token - 900  # its own, token by token
     assert seen == batch.num_counted == sum(r for _, r in shapes)
@@ -275,7 +274,6 @@ def test_cu_seqlens_cover_all_tokens_without_empty_segments(lengths, pad_multipl
     assert widths[: len(lengths)].tolist() == lengths
     for segment, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         assert (batch.segment_ids[0, start:end] == segment).all()
-        assert batch.position_ids[0, start:end].tolist() == list(range(end - start))
 
 
 def test_a_packed_micro_batch_by_hand():
@@ -284,7 +282,6 @@ def test_a_packed_micro_batch_by_hand():
     assert batch.targets.tolist() == [[1001, 1002, 0, 2001, 0, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[0, 1, 0, 1, 0, 0, 0, 0]]
     assert batch.rollout_log_probs.tolist() == [[0, -1, 0, -2, 0, 0, 0, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     assert batch.segment_ids.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 8]
     assert (batch.sample_ids, batch.lengths, batch.num_segments) == ((0, 1), (3, 2), 3)
@@ -295,7 +292,6 @@ def test_a_rectangle_by_hand():
     assert batch.tokens.tolist() == [[1000, 1001, 1002, 0], [2000, 2001, 0, 0]]
     assert batch.targets.tolist() == [[1001, 1002, 0, 0], [2001, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert batch.segment_ids.tolist() == [[0] * 4, [1] * 4]
     assert batch.cu_seqlens is None and not batch.is_packed and (batch.num_segments, batch.max_seqlen) == (2, 4)
 
