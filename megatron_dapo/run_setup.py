@@ -11,6 +11,7 @@ from megatron_dapo.common.errors import RunStopped
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.user_buffers import release_user_buffers
 from megatron_dapo.platform.device import require_usable_gpus
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.watchdog import Watchdog
@@ -58,6 +59,7 @@ def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> 
     with watchdog:
         with suppress(RunStopped):
             yield JoinedRanks(layout, run, watchdog)
+        release_user_buffers()
         layout.shutdown()
 
 

@@ -134,6 +134,46 @@ def overlaps(config: Config) -> Iterator[Mistake]:
         )
 
 
+def user_buffers(config: Config) -> Iterator[Mistake]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    key = f"{MEGATRON}.tp_comm_overlap"
+    if not megatron.tp_comm_overlap:
+        return
+
+    def mistake(other: str, why: str) -> Mistake:
+        return Mistake((key, other), f"{key} is true, but {why}, or tp_comm_overlap to false.")
+
+    tp = megatron.tensor_model_parallel_size
+    if not megatron.sequence_parallel:
+        yield mistake(f"{MEGATRON}.sequence_parallel", "sequence_parallel is false; set it to true (with TP above 1)")
+    if config.trainer.n_procs_per_node % tp:
+        yield mistake(
+            f"{MEGATRON}.tensor_model_parallel_size",
+            f"the {config.trainer.n_procs_per_node} ranks of a node (trainer.n_procs_per_node) are no multiple of "
+            f"tensor_model_parallel_size {tp}, whose ranks share buffers in one node; set it to a divisor",
+        )
+    if not config.actor_rollout_ref.model.use_remove_padding:
+        yield mistake(
+            "actor_rollout_ref.model.use_remove_padding",
+            "use_remove_padding is false, and padded micro-batches are not all of one size; set it to true",
+        )
+    if megatron.use_transformer_engine == "off":
+        yield mistake(
+            f"{MEGATRON}.use_transformer_engine",
+            "use_transformer_engine is off, whose buffers these are; set it to auto",
+        )
+    if megatron.dtype == "float32":
+        yield mistake(f"{MEGATRON}.dtype", "dtype is float32; set it to bfloat16")
+    if megatron.fp8 != "none":
+        yield mistake(f"{MEGATRON}.fp8", f"fp8 is {megatron.fp8}, for which the buffers are not made; set it to none")
+    if uses_critic(config):
+        yield mistake(
+            "algorithm.adv_estimator",
+            f"{config.algorithm.adv_estimator} has a critic, and a process has buffers for one model; set "
+            f"algorithm.adv_estimator to one without",
+        )
+
+
 def fp8(config: Config) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     state = f"{MEGATRON}.fp8 is {megatron.fp8}"
@@ -428,6 +468,7 @@ SHARED_CHECKS = (
     parallel_layout,
     overlaps,
     fp8,
+    user_buffers,
     optimizer_state,
     optimizer,
     prompt_template,

@@ -30,6 +30,12 @@ class ParallelSizes:
         """Return how many ranks hold the same weights and share their optimizer state."""
         return self.cp * self.dp
 
+    @property
+    def segment_multiple(self) -> int:
+        """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is
+        cut into 2 x cp chunks (models/context_parallel.py)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
     def coordinates(self, rank: int) -> RankCoordinates:
         """Return where a rank is, in Megatron's order: tensor ranks adjacent, context ranks next, pipeline ranks
         farthest apart."""
@@ -131,11 +137,18 @@ def state_keys(megatron: MegatronConfig) -> dict[str, float | str]:
 FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 
-def tokens_multiple(config: Config) -> int:
-    """Return the number of tokens to a multiple of which each rank's slice of a micro-batch is padded; it is 1 without
-    FP8."""
-    megatron = config.actor_rollout_ref.actor.megatron
-    return 1 if megatron.fp8 == "none" else FP8_TOKENS[megatron.fp8_recipe]
+def tokens_multiple(config: Config, sequence_multiple: int) -> int:
+    """Return the number of tokens to a multiple of which a micro-batch is padded: FP8 asks for some in each rank's
+    slice; with `tp_comm_overlap` it is as many as a micro-batch may have, so that each has that length.
+
+    sequence_multiple: what sequence and context parallelism ask for.
+    """
+    actor = config.actor_rollout_ref.actor
+    megatron = actor.megatron
+    multiple = sequence_multiple * (1 if megatron.fp8 == "none" else FP8_TOKENS[megatron.fp8_recipe])
+    if not megatron.tp_comm_overlap:
+        return multiple
+    return max(actor.max_tokens_per_microbatch // multiple, 1) * multiple
 
 
 def longest_sample(config: Config) -> int:
@@ -147,11 +160,10 @@ def longest_sample(config: Config) -> int:
 
 def longest_micro_batch_sample(config: Config) -> int:
     """Return how many tokens the longest sample fills in a micro-batch, with the padding that sequence and context
-    parallelism and FP8 ask for."""
+    parallelism, FP8 and `tp_comm_overlap` ask for."""
     megatron = config.actor_rollout_ref.actor.megatron
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
-    chunks = 2 * megatron.context_parallel_size if megatron.context_parallel_size > 1 else 1
-    multiple = slices * chunks * tokens_multiple(config)
+    multiple = tokens_multiple(config, slices * parallel_sizes(config).segment_multiple)
     return round_up(longest_sample(config), multiple)
 
 

@@ -210,16 +210,7 @@ def _collect(tree: dict, prefix: str, where: str, collected: _Collected, once: b
             collected.mistakes.append(Mistake(_keys_of(key), text))
 
 
-# Keys of Megatron that others pass on and we do not, by their last component.
-_NOT_OFFERED = {
-    "tp_comm_overlap": "Transformer Engine overlaps this communication only for micro-batches of one length, and "
-    "packed ones differ (docs/models.md); leave it out",
-}
-
-
 def _unknown(name: str, value: Any, where: str) -> Mistake:
-    if why := _NOT_OFFERED.get(name.rpartition(".")[2]):
-        return Mistake((), f"Key {name} = {show(value)} ({where}) is not offered: {why}.")
     if isinstance(value, dict):
         candidates = [section for section in known_sections() if section]
         candidates += [key.name for key in known_keys().values() if key.is_mapping]

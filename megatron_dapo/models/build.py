@@ -16,6 +16,7 @@ from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
+from megatron_dapo.models.user_buffers import make_user_buffers
 from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.planner.hardware import lack_of_fp8
@@ -47,12 +48,14 @@ def build_model(
     head_chunk_size: int = 1024,
     fused_head: bool = True,
     for_training: bool = True,
+    num_tokens: int | None = None,
 ) -> ModelParts:
     """Build this rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a
     critic's spec: with a value head, which is 0.
 
     fused_head: kernels that are compiled on the machine work here; on a GPU the activation is one of them then, too.
     for_training: false saves time and memory where there will be no gradients.
+    num_tokens: of each micro-batch, where all have as many (tp_comm_overlap).
     """
     use_te = _use_transformer_engine(megatron)
     if layout.cp > 1 and is_gpu() and not use_te:
@@ -60,6 +63,9 @@ def build_model(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, which on GPUs needs Transformer Engine and bfloat16; "
             "install it and set use_transformer_engine to on, or context_parallel_size to 1."
         )
+    if megatron.tp_comm_overlap:
+        assert num_tokens is not None, "buffers have one length"
+        make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)
     config = _transformer_config(spec, layout, megatron, use_te, for_training, fused=fused_head and is_gpu())
     chunks = [
         _build_chunk(spec, layout, config, use_te, stage if layout.vpp else None)
@@ -83,6 +89,8 @@ def _use_transformer_engine(megatron: MegatronConfig) -> bool:
     needs = "which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load"
     if megatron.use_transformer_engine == "on" and not available:
         raise UserError(f"{MEGATRON}.use_transformer_engine is on, {needs}; one of them is missing here: use auto.")
+    if megatron.tp_comm_overlap and not available:
+        raise UserError(f"{MEGATRON}.tp_comm_overlap is true, {needs}; one of them is missing here: set it to false.")
     if megatron.fp8 != "none" and not available:
         raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8}, {needs}; one of them is missing here: set fp8 to none.")
     if megatron.fp8 != "none":
@@ -177,6 +185,8 @@ def _transformer_config(
         perform_initialization=for_training,
         # micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
+        # Transformer Engine's layers exchange activations in its user buffers while they multiply
+        tp_comm_overlap=megatron.tp_comm_overlap,
         moe_token_dispatcher_type="alltoall",  # for dense models too: the default one refuses the line above
         # the loss function returns (sum, count): Megatron divides the gradients by the global count, nothing else does
         calculate_per_token_loss=True,

@@ -43,7 +43,10 @@ class Hardware:
 
     flops: dense bfloat16, per second. memory: bytes. memory_bandwidth, link_bandwidth (to GPUs of the same node, one
     direction) and network_bandwidth (to other nodes, the GPU's share of its node's adapters, one direction): bytes per
-    second.
+    second. host_memory_bandwidth: the GPU's share of its node's; host_link_bandwidth: between both, one direction.
+
+    A server's own work that hides behind no kernel, in seconds: host_token_s for each token of all its requests (the
+    sampler, the launch of a graph), host_request_token_s for each token of one request, host_request_s for a request.
     """
 
     name: str
@@ -52,7 +55,13 @@ class Hardware:
     memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    host_memory_bandwidth: float
+    host_link_bandwidth: float
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
+    host_token_s: float = 1e-3
+    # SGLang prepares the next batch, and takes in the last one, while a GPU computes (its overlap scheduler)
+    host_request_token_s: float = 0.0
+    host_request_s: float = 0.0
 
 
 # All GPUs of the table that have FP8 do twice as many operations in it as in bfloat16, by the same data sheets.
@@ -73,7 +82,13 @@ def lack_of_fp8(name: str, capability: tuple[int, int], recipe: str) -> str | No
 
 
 def _row(
-    name: str, capability: tuple[int, int], memory_gb: float, memory_tb_s: float, link_gb_s: float, network_gb_s: float
+    name: str,
+    capability: tuple[int, int],
+    memory_gb: float,
+    memory_tb_s: float,
+    link_gb_s: float,
+    network_gb_s: float,
+    host: tuple[float, float],
 ) -> Hardware:
     return Hardware(
         name.lower(),
@@ -82,9 +97,17 @@ def _row(
         memory_tb_s * 1e12,
         link_gb_s * GB,
         network_gb_s * GB,
+        host[0] * GB,
+        host[1] * GB,
         capability,
     )
 
+
+# The node of a GPU: its share of the processors' memory bandwidth, and its PCIe x16, in GB/s.
+_DGX_A100 = (51, 31)  # 2 x EPYC 7742 with 8 channels of DDR4-3200 for 8 GPUs; PCIe 4.0
+_DGX_H100 = (77, 63)  # 2 x Xeon 8480C with 8 channels of DDR5-4800 for 8 GPUs; PCIe 5.0
+_DGX_B200 = (90, 63)  # 2 x Xeon 8570 with 8 channels of DDR5-5600 for 8 GPUs; PCIe 5.0
+_GRACE = (256, 225)  # 512 GB/s of LPDDR5X for 2 GPUs; NVLink-C2C, 900 GB/s in both directions, for 2 GPUs
 
 # The SXM versions. A data sheet's NVLink figure is both directions together, so half of it stands here. Network: one
 # adapter per GPU, as in NVIDIA's DGX of that generation (200 Gbit/s beside A100, 400 beside the later ones).
@@ -92,20 +115,20 @@ HARDWARE = {
     row.name: row
     for row in (
         # NVIDIA A100 data sheet (2021): 80 GB SXM, 2039 GB/s, NVLink 600 GB/s; DGX A100: 8 x ConnectX-6
-        _row("A100", (8, 0), 80, 2.039, 300, 25),
+        _row("A100", (8, 0), 80, 2.039, 300, 25, _DGX_A100),
         # NVIDIA H100 data sheet (2023): SXM5, 80 GB, 3.35 TB/s, NVLink 900 GB/s; DGX H100: 8 x ConnectX-7
-        _row("H100", (9, 0), 80, 3.35, 450, 50),
+        _row("H100", (9, 0), 80, 3.35, 450, 50, _DGX_H100),
         # NVIDIA H200 data sheet (2024): SXM, 141 GB, 4.8 TB/s, NVLink 900 GB/s
-        _row("H200", (9, 0), 141, 4.8, 450, 50),
+        _row("H200", (9, 0), 141, 4.8, 450, 50, _DGX_H100),
         # NVIDIA H20 (2023, as resellers quote its brief; NVIDIA has none on its site): 96 GB, 4.0 TB/s, NVLink 900 GB/s
-        _row("H20", (9, 0), 96, 4.0, 450, 50),
+        _row("H20", (9, 0), 96, 4.0, 450, 50, _DGX_H100),
         # NVIDIA DGX B200 data sheet (2024): 8 GPUs with 1440 GB and 64 TB/s together, NVLink 14.4 TB/s
-        _row("B200", (10, 0), 180, 8.0, 900, 50),
+        _row("B200", (10, 0), 180, 8.0, 900, 50, _DGX_B200),
         # NVIDIA GB200 NVL72 (2024): 72 GPUs with 13.4 TB and 576 TB/s together, NVLink 130 TB/s
-        _row("GB200", (10, 0), 186, 8.0, 900, 50),
+        _row("GB200", (10, 0), 186, 8.0, 900, 50, _GRACE),
         # One core of a server with AVX-512, in float32: 2.5 GHz x 2 units x 16 numbers x 2 operations; memory and
         # loopback are orders of magnitude. For plans of runs on a CPU, with what one of them measured.
-        Hardware("cpu", 0.16e12, 12 * GB, 10e9, 2 * GB, 1 * GB),
+        Hardware("cpu", 0.16e12, 12 * GB, 10e9, 2 * GB, 1 * GB, 10e9, 10e9),
     )
 }
 

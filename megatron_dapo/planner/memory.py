@@ -28,6 +28,8 @@ MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
 # Of a parameter whose optimizer state is in the machine's memory: float32 weight, two moments and gradient.
 ON_THE_HOST = 16
+# Forward, data gradient, weight gradient of a layer's four products (TE 2.20, pytorch/module/base.py: initialize_ub).
+NUM_USER_BUFFERS = 12
 # Of a loss by autograd: statistics of the logits and what they are merged to (4 each), the 7 fields of
 # `algorithms.sequence_loss.LossSequence` and as much again.
 FLOATS_PER_TOKEN = 8 + 2 * 7
@@ -48,6 +50,7 @@ class Parts:
     weight_sync: int
     reference: int
     critic: int
+    user_buffers: int = 0
 
     @property
     def total(self) -> int:
@@ -122,7 +125,15 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
         weight_sync=weight_sync_bytes(config, actor) if uses_servers(config) else 0,
         reference=reference,
         critic=critic_total,
+        user_buffers=_user_buffers(config, actor, tokens),
     )
+
+
+def _user_buffers(config: Config, spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes of Transformer Engine's user buffers: one for each kind of product, with the whole activations
+    of a micro-batch's tokens."""
+    overlaps = config.actor_rollout_ref.actor.megatron.tp_comm_overlap
+    return NUM_USER_BUFFERS * tokens * spec.hidden_size * dtype_bytes(config) if overlaps else 0
 
 
 def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[int, int]:
@@ -369,6 +380,7 @@ CURES = {
     "weight sync": "lower weight_sync.bucket_size_mb",
     "reference": _MORE_RANKS,
     "critic": _MORE_RANKS,
+    "user buffers": f"set {_ACTOR}.megatron.tp_comm_overlap to false, or lower {_ACTOR}.max_tokens_per_microbatch",
 }
 
 

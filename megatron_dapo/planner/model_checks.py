@@ -113,6 +113,12 @@ def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
             f"{MEGATRON}.sequence_parallel is false with tensor_model_parallel_size {sizes.tp}, but a model with "
             f"experts ({_architecture(model)}) needs it there; set it to true.",
         )
+    if megatron.tp_comm_overlap:
+        yield Mistake(
+            (f"{MEGATRON}.tp_comm_overlap",),
+            f"{MEGATRON}.tp_comm_overlap is true, which a model with experts ({_architecture(model)}) has not yet; "
+            f"set it to false.",
+        )
     if megatron.fp8 != "none":
         yield Mistake(
             (f"{MEGATRON}.fp8",),

@@ -17,8 +17,6 @@ from megatron_dapo.planner.training_time import WIDTH, Efficiency
 # Seconds of a small all-reduce inside a node, which a token needs two of per layer: 10 to 20 us by SGLang's and vLLM's
 # own kernels on 4 to 8 GPUs.
 ALL_REDUCE_S = 15e-6
-# Seconds per token of a server's own work that hides behind no kernel: the sampler, the launch of the graph.
-HOST_S = 1e-3
 # Seconds per bucket until the server has loaded it and answered, besides its broadcast: a real server's on a CPU
 # (docs/weight_sync.md, "How fast it is").
 BUCKET_S = 5e-3
@@ -66,8 +64,9 @@ def server_speed(
 
     Per token of all requests: the weights from memory (of experts, all: with some dozen requests each one is asked),
     two all-reduces per layer, and the host. Per request: its keys and values from memory (2 x layers x KV heads x dim
-    numbers per token of its context; arXiv 2309.06180, section 3), two operations per parameter, and its part of the
-    all-reduces. slots: requests at once, at most.
+    numbers per token of its context; arXiv 2309.06180, section 3), two operations per parameter, its part of the
+    all-reduces, and what the host does for it: what it does once, to read and to answer it, is spread over its tokens.
+    slots: requests at once, at most.
     """
     memory = hardware.memory_bandwidth * efficiency.memory * tp
     rate = hardware.flops * efficiency.matmul * tp
@@ -77,10 +76,12 @@ def server_speed(
     active = 2 * active_parameters(spec)
     context = mean_context(responses, prompt)
     return ServerSpeed(
-        token_s=weights / memory + (2 * spec.num_layers * ALL_REDUCE_S if tp > 1 else 0.0) + HOST_S,
+        token_s=weights / memory + (2 * spec.num_layers * ALL_REDUCE_S if tp > 1 else 0.0) + hardware.host_token_s,
         token_s_per_request=kv_per_token * context / memory
         + active / rate
-        + reduced / (hardware.link_bandwidth * efficiency.link),
+        + reduced / (hardware.link_bandwidth * efficiency.link)
+        + hardware.host_request_token_s
+        + hardware.host_request_s / responses.mean,
         slots=slots,
         prefill_s=active / rate,
     )

@@ -6,8 +6,10 @@ shares of the data sheets' figures that are reached, the same for all models, la
 activations between pipeline stages, differences between ranks, the host.
 """
 
+import math
 from dataclasses import dataclass
 
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.derived import (
     ParallelSizes,
     num_mini_batches,
@@ -27,6 +29,9 @@ GRADIENT = 4  # bytes: Megatron adds gradients up in float32
 # Bytes per parameter that Adam reads (gradient, two moments, main weight: 4 each) and writes (moments, main weight, and
 # 2 for the model's own).
 ADAM_TRAFFIC = 16 + 14
+# The same of a parameter whose state is offloaded, in the node's memory: besides, the gradient arrives (4), and the new
+# weight is read, written in bfloat16 and fetched (4 + 2 + 2, of which Adam's 2 are one).
+OFFLOADED_TRAFFIC = ADAM_TRAFFIC + 4 + 6
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class TrainerLayout:
     """How a trainer is cut over GPUs, and what it recomputes.
 
     recompute: forward passes that are repeated in backward, 0 to 1, of all layers. max_tokens: of a micro-batch.
+    offloaded: share of the optimizer's state in the node's memory. tp_comm_overlap: every micro-batch has max_tokens.
     """
 
     sizes: ParallelSizes
@@ -58,6 +64,8 @@ class TrainerLayout:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     fp8: bool = False
+    offloaded: float = 0.0
+    tp_comm_overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,20 +84,28 @@ class TrainingWork:
 
     @property
     def num_tokens(self) -> float:
-        """Return the tokens of a rollout step, prompts included."""
+        """Return the tokens of a rollout step, prompts included, padding not."""
         return self.num_samples * (self.prompt + self.responses.mean)
 
-    def forward_flops(self, spec: ModelSpec) -> tuple[float, float]:
-        """Return the operations of one forward pass over all samples: (layers, head)."""
-        lengths = self.responses.quantiles(NUM_QUANTILES)
-        scale = self.num_samples / NUM_QUANTILES
-        layers = forward_flops(spec, [self.prompt + length for length in lengths], 0)
-        return layers * scale, forward_flops(spec, [], sum(lengths)) * scale
+    def num_padded_tokens(self, multiple: int) -> float:
+        """Return the same with each sample padded to this multiple."""
+        padding = sum(self._lengths(multiple)) - sum(self._lengths())
+        return self.num_tokens + padding * self.num_samples / NUM_QUANTILES
 
-    def attention_flops(self, spec: ModelSpec) -> float:
-        """Return the operations of attention in one forward pass over all samples."""
-        lengths = [self.prompt + length for length in self.responses.quantiles(NUM_QUANTILES)]
-        return attention_flops(spec, lengths) * self.num_samples / NUM_QUANTILES
+    def forward_flops(self, spec: ModelSpec, multiple: int = 1) -> tuple[float, float]:
+        """Return the operations of one forward pass over all samples, each padded to this multiple: (layers, head,
+        which leaves padding out)."""
+        scale = self.num_samples / NUM_QUANTILES
+        layers = forward_flops(spec, self._lengths(multiple), 0)
+        return layers * scale, forward_flops(spec, [], sum(self.responses.quantiles(NUM_QUANTILES))) * scale
+
+    def attention_flops(self, spec: ModelSpec, multiple: int = 1) -> float:
+        """Return those of them that attention takes."""
+        return attention_flops(spec, self._lengths(multiple)) * self.num_samples / NUM_QUANTILES
+
+    def _lengths(self, multiple: int = 1) -> list[int]:
+        """Return lengths that stand for all samples, with their prompts and padded to this multiple."""
+        return [round_up(self.prompt + length, multiple) for length in self.responses.quantiles(NUM_QUANTILES)]
 
 
 @dataclass(frozen=True)
@@ -132,6 +148,8 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
         megatron.overlap_grad_reduce,
         megatron.overlap_param_gather,
         megatron.fp8 != "none",
+        megatron.optimizer_offload_fraction,
+        megatron.tp_comm_overlap,
     )
 
 
@@ -172,16 +190,24 @@ def training_time(
     micro-batches a pipeline of P stages in V chunks takes m + (P - 1) / V times one (arXiv 2104.04473, section 2.2).
     """
     sizes = layout.sizes
-    tokens = work.num_tokens / sizes.num_copies
-    layers_flops, head_flops = work.forward_flops(spec)
-    rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
-    timed_flops = layers_flops
+    multiple = sizes.segment_multiple
+    tokens = work.num_padded_tokens(multiple) / sizes.num_copies
+    layers_flops, head_flops = work.forward_flops(spec, multiple)
+    attention = work.attention_flops(spec, multiple)
+    products = layers_flops - attention
+    if layout.tp_comm_overlap:
+        full = _full_micro_batches(tokens * sizes.cp, work.mini_batches, layout.max_tokens)
+        products *= full * layout.max_tokens / (tokens * sizes.cp)
+        tokens = full * layout.max_tokens / sizes.cp
     if layout.fp8:  # the products of the layers, not attention; what is scaled and cast for them is left out
-        attention = work.attention_flops(spec)
-        timed_flops = attention + (layers_flops - attention) / FP8_SPEED
-    layers_s = timed_flops / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
+        products /= FP8_SPEED
+    rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
+    products_s = products / sizes.pp / rate
+    layers_s = products_s + attention / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
     head_s = head_flops / rate
     collective_s = _collective_s(spec, layout, tokens, hardware, efficiency)
+    if layout.tp_comm_overlap:  # those of a layer go on while the products beside them are computed
+        collective_s = max(collective_s - products_s, 0.0)
     ring_s = _ring_s(spec, layout, tokens, hardware, efficiency)
 
     num_micro_batches = max(tokens * sizes.cp / layout.max_tokens, 1.0)
@@ -200,7 +226,7 @@ def training_time(
     bubble_s = micro_batch_s * (sizes.pp - 1) / (sizes.vpp or 1) * work.mini_batches
     optimizer_s = _optimizer_s(spec, layout, work, micro_batch_s, hardware, efficiency)
     update_s = (worked_s + bubble_s) * work.epochs + optimizer_s
-    model_flops = TRAINING_PASSES * (layers_flops + head_flops) * work.epochs
+    model_flops = TRAINING_PASSES * sum(work.forward_flops(spec)) * work.epochs
     return TrainingTime(
         update=update_s,
         tensor=tensor_s * work.epochs,
@@ -209,6 +235,11 @@ def training_time(
         score=score_s,
         mfu=model_flops / (update_s * sizes.world * hardware.flops),
     )
+
+
+def _full_micro_batches(tokens: float, mini_batches: int, max_tokens: int) -> int:
+    """Return how many micro-batches a data-parallel rank's tokens fill at least, each mini-batch its own."""
+    return mini_batches * max(math.ceil(tokens / mini_batches / max_tokens), 1)
 
 
 def _traffic_s(
@@ -285,7 +316,8 @@ def optimizer_step_s(
 
     With the distributed optimizer gradients are reduced and scattered in float32, and weights gathered in bfloat16:
     (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7), N = DP x CP. Adam goes over its
-    share in between. backward_s: of one micro-batch, behind which the gradients' part hides with `overlap_grad_reduce`.
+    share in between, at the same time over what is offloaded (`_adam_s`). backward_s: of one micro-batch, behind which
+    the gradients' part hides with `overlap_grad_reduce`.
     """
     sizes = layout.sizes
     parameters = sum(num_parameters(spec, sizes, sizes.pp - 1))
@@ -295,8 +327,18 @@ def optimizer_step_s(
     gradients_s = share * parameters * GRADIENT / bandwidth
     if layout.overlap_grad_reduce:
         gradients_s = max(0.0, gradients_s - backward_s)
-    adam_s = parameters / copies * ADAM_TRAFFIC / (hardware.memory_bandwidth * efficiency.memory)
+    adam_s = _adam_s(parameters / copies, layout.offloaded, hardware, efficiency)
     return gradients_s + adam_s + _gather_s(spec, layout, hardware, efficiency)
+
+
+def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency: Efficiency) -> float:
+    """Return the seconds of Adam over a rank's parameters. The GPU steps its share while the node's cores step the
+    offloaded one, whose gradients come, and weights go, tensor by tensor beside that (megatron-core 0.16.1,
+    optimizer/cpu_offloading/hybrid_optimizer.py: two streams): the slowest of these counts."""
+    on_gpu_s = (1 - offloaded) * parameters * ADAM_TRAFFIC / (hardware.memory_bandwidth * efficiency.memory)
+    on_host_s = offloaded * parameters * OFFLOADED_TRAFFIC / (hardware.host_memory_bandwidth * efficiency.memory)
+    moved_s = offloaded * parameters * GRADIENT / (hardware.host_link_bandwidth * efficiency.link)
+    return max(on_gpu_s, on_host_s, moved_s)
 
 
 def _gather_s(spec: ModelSpec, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency) -> float:

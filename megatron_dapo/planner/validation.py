@@ -225,6 +225,11 @@ def _transformer_engine(config: Config) -> Iterator[Mistake]:
             f"{MEGATRON}.context_parallel_size is {megatron.context_parallel_size}, {absent}, or set "
             f"context_parallel_size to 1.",
         )
+    if megatron.tp_comm_overlap and megatron.use_transformer_engine == "auto":
+        yield Mistake(
+            (f"{MEGATRON}.tp_comm_overlap", f"{MEGATRON}.use_transformer_engine"),
+            f"{MEGATRON}.tp_comm_overlap is true, {absent}, or set tp_comm_overlap to false.",
+        )
     if megatron.fp8 != "none" and megatron.use_transformer_engine != "off":
         yield Mistake(
             (f"{MEGATRON}.fp8", f"{MEGATRON}.use_transformer_engine"),

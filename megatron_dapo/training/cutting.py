@@ -20,7 +20,7 @@ class Cutter:
         self._max_tokens = config.actor_rollout_ref.actor.max_tokens_per_microbatch
         self._dp = layout.dp
         self._padding = dict(
-            pad_multiple=layout.sequence_multiple * tokens_multiple(config), segment_multiple=layout.segment_multiple
+            pad_multiple=tokens_multiple(config, layout.sequence_multiple), segment_multiple=layout.segment_multiple
         )
         # the interleaved schedule deals micro-batches to the stages in rounds
         self.num_microbatches_multiple = layout.pp if layout.vpp else 1

@@ -12,7 +12,7 @@ from megatron_dapo.algorithms.metrics import stack_sums, token_mean
 from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH, MEAN_MISMATCH_ALL
 from megatron_dapo.algorithms.policy_loss import EXP_MASK_RATIO, OFF_POLICY_LOSS
 from megatron_dapo.algorithms.rollout_correction import RolloutCorrection, rollout_correction
-from megatron_dapo.config.derived import needs_old_log_probs, uses_full_kl_in_reward
+from megatron_dapo.config.derived import needs_old_log_probs, tokens_multiple, uses_full_kl_in_reward
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import read_model_spec
@@ -55,7 +55,13 @@ class Policy:
         path = config.actor_rollout_ref.model.path
         self.layout = layout
         spec = read_model_spec(path)
-        self.model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
+        self.model = build_model(
+            spec,
+            layout,
+            actor.megatron,
+            **head_options(config, layout, spec),
+            num_tokens=tokens_multiple(config, layout.sequence_multiple),
+        )
         load(self.model, path, layout)
         num_steps = config.trainer.total_training_steps - config.trainer.critic_warmup
         self.state = make_training_state(self.model, actor.megatron, actor.optim, num_steps)

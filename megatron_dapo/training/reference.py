@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import uses_full_kl
+from megatron_dapo.config.derived import tokens_multiple, uses_full_kl
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
@@ -29,7 +29,13 @@ class Reference:
         self._keeps_hidden = uses_full_kl(config)
         if self._keeps_hidden:
             check_vocabulary(spec, read_model_spec(config.actor_rollout_ref.model.path))
-        model = build_model(spec, layout, actor.megatron, **head_options(config, layout, spec))
+        model = build_model(
+            spec,
+            layout,
+            actor.megatron,
+            **head_options(config, layout, spec),
+            num_tokens=tokens_multiple(config, layout.sequence_multiple),
+        )
         load(model, path, layout)
         for chunk in model.chunks:
             chunk.requires_grad_(False)

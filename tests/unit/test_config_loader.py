@@ -374,9 +374,3 @@ def test_the_reference_lists_every_other_spelling():
     for alias, meant in ALIASES.items():
         assert f"| `{alias}` | `{meant}` |" in config_reference()
         assert meant in known_keys() or meant in known_sections()
-
-
-def test_an_option_of_megatron_that_is_not_offered_is_answered_with_the_reason():
-    (sentence,) = sentences(None, ["actor_rollout_ref.actor.megatron.tp_comm_overlap=true"])
-    for words in ("tp_comm_overlap = true", "is not offered", "micro-batches of one length", "leave it out"):
-        assert words in sentence

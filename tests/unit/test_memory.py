@@ -240,3 +240,13 @@ def test_experts_are_shared_over_their_own_ranks():
     assert whole == 12 * 8 * 3 * 96 * 32
     shared, part = num_parameters(experts(), ParallelSizes(tp=2, pp=1, vpp=None, world=4, ep=4), stage=0)
     assert part == whole // 4 and dense / 2 < shared < dense
+
+
+def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
+    """12 of 22528 tokens x 5120 numbers of 2 bytes each, in the 32B recipe; with CP 2 of half as many tokens."""
+    spec = model_spec(QWEN2_5_32B)
+    keys = (f"{MEGATRON}.tp_comm_overlap=true", "actor_rollout_ref.actor.max_tokens_per_microbatch=22528")
+    for cp, tokens in ((1, 22528), (2, 11264)):
+        config = load_config(CONFIGS / "dapo_32b.yaml", [*keys, f"{MEGATRON}.context_parallel_size={cp}"])
+        assert trainer_memory(config, spec).by_name["user buffers"] == 12 * tokens * 5120 * 2
+    assert "user buffers" not in trainer_memory(load_config(CONFIGS / "dapo_32b.yaml"), spec).by_name

@@ -17,7 +17,6 @@ from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import num_parameters
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
 from megatron_dapo.planner.server_time import (
-    HOST_S,
     ServerSpeed,
     active_parameters,
     mean_context,
@@ -31,6 +30,7 @@ from megatron_dapo.planner.training_time import (
     TrainingWork,
     optimizer_step_s,
     recomputed_share,
+    trainer_layout,
     training_time,
 )
 
@@ -87,8 +87,9 @@ SMALL = model_spec(
         "rms_norm_eps": 1e-6,
     }
 )
-# per second, with the efficiencies below: 10^4 operations, 10^4 bytes of memory, 10^3 over links, 10^2 over the network
-SLOW = Hardware("slow", 2e4, 1e9, 2e4, 2e3, 2e2)
+# per second, with the efficiencies below: 10^4 operations, 10^4 bytes of memory, 10^3 over links, 10^2 over the
+# network, 10^3 of the node's memory, 10^2 between that and the GPU
+SLOW = Hardware("slow", 2e4, 1e9, 2e4, 2e3, 2e2, 2e3, 2e2)
 HALF = Efficiency(matmul=0.5, memory=0.5, link=0.5)
 THREE_TOKENS = Lengths(median=3, sigma=0.0, longest=8)
 ALONE = TrainerLayout(ONE_RANK, 8, sequence_parallel=False, recompute=0.0, max_tokens=64)
@@ -218,6 +219,66 @@ def test_context_parallel_ranks_pass_keys_and_values_round():
     assert time.optimizer == training_time(SMALL, data_parallel, work, SLOW, HALF).optimizer
 
 
+@pytest.mark.parametrize(("cp", "length"), [(2, 4), (4, 8)])
+def test_context_parallel_ranks_compute_the_padding_of_each_sample_as_well(cp, length):
+    """A sample of 1 + 3 tokens is cut into 2 x CP chunks: of 4 tokens nothing is padded, to 8 it grows to twice as
+    many: 2 x 1152 operations each, and attention over 1 + ... + 8 = 36 pairs of 32 in two layers; twice the
+    activations. The head, and what MFU counts, are those of 4 tokens."""
+    work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
+    layout = TrainerLayout(ParallelSizes(1, 1, None, cp, cp=cp), 8, False, 0.0, 64)
+    layers = (2 * 1152 * length + 2 * 32 * length * (length + 1) / 2 + 1312 * length) / 1e4
+    head, ring = 0.1536, 2 * 16 * (cp - 1) * length / 1e3
+    time = training_time(SMALL, layout, work, SLOW, HALF)
+    assert time.score == pytest.approx((layers + head + ring) / cp + 0.3408)
+    assert time.mfu == pytest.approx(3 * (9856 + 1536) / (time.update * cp * 2e4))
+
+
+@pytest.mark.parametrize(("offloaded", "seconds"), [(0.0, 5.112), (0.25, 17.04), (1.0, 68.16)])
+def test_an_offloaded_optimizer_takes_what_the_nodes_memory_takes(offloaded, seconds):
+    """1704 parameters: of 30 bytes each at 10^4 per second on the GPU, at the same time of 40 at 10^3 in the node's
+    memory; their gradients of 4 bytes come at 10^2, which takes as long."""
+    layout = replace(ALONE, offloaded=offloaded)
+    assert optimizer_step_s(SMALL, layout, 0.0, SLOW, HALF) == pytest.approx(seconds)
+    slower = replace(SLOW, host_link_bandwidth=1e2)
+    assert optimizer_step_s(SMALL, layout, 0.0, slower, HALF) == pytest.approx(
+        seconds if not offloaded else 2 * seconds
+    )
+
+
+def test_the_plan_of_a_recipe_takes_longer_where_its_optimizer_is_offloaded():
+    spec = model_spec(model_json_named("qwen2.5-32b"))
+    names = ("0.0", "0.5")
+    configs = [
+        load_config(recipe("dapo_32b"), [f"actor_rollout_ref.actor.megatron.optimizer_offload_fraction={name}"])
+        for name in names
+    ]
+    kept, offloaded = (
+        optimizer_step_s(spec, trainer_layout(config, spec), 0.0, HARDWARE["h100"], Efficiency()) for config in configs
+    )
+    # 8 x 2 x 4 ranks: the last stage's parameters by DP 4; half of them by 40 bytes at 0.7 x 77 GB/s
+    share = sum(num_parameters(spec, ParallelSizes(8, 2, None, 64), 1)) / 4
+    assert offloaded - kept == pytest.approx(share / 2 * 40 / (0.7 * 77e9) - share * 30 / (0.7 * 3.35e12))
+
+
+def test_with_user_buffers_micro_batches_are_full_and_collectives_hide_behind_products():
+    """Three samples of 4 tokens in two optimizer steps of 6 tokens each, on TP 2 with a cap of 8: 16 tokens are
+    computed. Products of 16 x 2304 operations on two ranks take 1.8432 s, collectives of 16 x 64 bytes 1.024 s: they
+    hide. At a tenth of the links' rate 10.24 - 1.8432 s of them are left."""
+    work = TrainingWork(3, THREE_TOKENS, 1, mini_batches=2)
+    layout = TrainerLayout(ParallelSizes(2, 1, None, 2), 8, True, 0.0, max_tokens=8, tp_comm_overlap=True)
+    time = training_time(SMALL, layout, work, SLOW, HALF)
+    products, attention, head = 16 * 2304 / 2e4, 3 * 640 / 2e4, 3 * 1536 / 2e4
+    traffic = 16 * 1312 / 2 / 1e4
+    weights = 2 * 872 * 2 / 1e4
+    assert time.tensor == 0.0
+    assert time.score == pytest.approx(products + attention + head + traffic + weights)
+    slow_links = replace(SLOW, link_bandwidth=2e2)
+    assert training_time(SMALL, layout, work, slow_links, HALF).tensor == pytest.approx(2.5 * (10.24 - products))
+    apart = training_time(SMALL, replace(layout, tp_comm_overlap=False), work, SLOW, HALF)
+    assert apart.tensor == pytest.approx(2.5 * 12 * 64 / 1e3)
+    assert apart.mfu * apart.update == pytest.approx(time.mfu * time.update)
+
+
 def test_gradients_are_reduced_and_weights_gathered_over_data_parallel_ranks():
     """TP 2: 2 x (576 / 2 + 16) + 2 x 16 x 8 + 8 = 872 parameters. DP 2: half of 4 + 2 bytes each over the link, and
     Adam over half of them."""
@@ -286,11 +347,21 @@ def test_a_server_writes_as_fast_as_was_worked_out_by_hand():
     assert mean_context(responses, 1) == 3
     assert (num_all_parameters(SMALL), active_parameters(SMALL)) == (1704, 1448)
     speed = server_speed(SMALL, 1, 10, responses, 1, SLOW, HALF)
-    assert speed.token_s == pytest.approx(3408 / 1e4 + HOST_S)
+    assert speed.token_s == pytest.approx(3408 / 1e4 + 1e-3)
     assert speed.token_s_per_request == pytest.approx(96 / 1e4 + 2896 / 1e4)
     assert speed.tokens_per_s == pytest.approx(10 / (0.3418 + 10 * 0.2992))
     assert speed.scaled_to(100.0).tokens_per_s == pytest.approx(100.0)
     assert push_s(SMALL, 1, SLOW, HALF) == pytest.approx(3408 / 1e2 + 0.005)
+
+
+def test_a_servers_work_for_each_request_makes_more_of_them_slower():
+    """Where the host's work hides behind no kernel: 0.02 s for each token of all, 0.003 s for one of a request, and
+    0.08 s per request, over 4 tokens."""
+    responses = Lengths(median=4, sigma=0.0, longest=8)
+    busy = replace(SLOW, host_token_s=0.02, host_request_token_s=0.003, host_request_s=0.08)
+    hidden, shown = (server_speed(SMALL, 1, 10, responses, 1, hardware, HALF) for hardware in (SLOW, busy))
+    assert shown.token_s - hidden.token_s == pytest.approx(0.019)
+    assert shown.token_s_per_request - hidden.token_s_per_request == pytest.approx(0.023)
 
 
 def test_a_server_with_nothing_to_share_gains_nothing_from_more_requests():

@@ -147,7 +147,7 @@ def test_micro_batches_are_padded_to_what_fp8_products_take(layout, model_path, 
             f"{MEGATRON}.fp8_recipe={recipe}", f"actor_rollout_ref.model.use_remove_padding={str(packed).lower()}",
         ],
     )  # fmt: skip
-    assert tokens_multiple(config) == multiple
+    assert tokens_multiple(config, 1) == multiple
     distribute = StepDistributor(config, layout, read_model_spec(model_path))
     (mini_batch,) = distribute(0, synthetic_groups(60, num_groups=2)).mini_batches
     assert all(batch.tokens.size(1) % multiple == 0 and batch.tokens.numel() <= 256 for batch in mini_batch)
@@ -155,7 +155,7 @@ def test_micro_batches_are_padded_to_what_fp8_products_take(layout, model_path, 
 
 
 def test_without_fp8_nothing_is_padded_for_it():
-    assert tokens_multiple(load_config(None, [])) == 1
+    assert tokens_multiple(load_config(None, []), 1) == 1
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
@@ -164,7 +164,7 @@ def test_megatron_knows_every_recipe(recipe):
     from megatron.core.fp8_utils import get_fp8_align_size
 
     config = load_config(None, [f"{MEGATRON}.fp8=hybrid", f"{MEGATRON}.fp8_recipe={recipe}"])
-    assert tokens_multiple(config) % get_fp8_align_size(Fp8Recipe(recipe)) == 0
+    assert tokens_multiple(config, 1) % get_fp8_align_size(Fp8Recipe(recipe)) == 0
 
 
 @pytest.mark.parametrize("kind", ["none", "e4m3", "hybrid"])

@@ -73,6 +73,9 @@ class MegatronConfig(Section):
     overlap_param_gather: MayChangeOnResume[bool] = False
     """Gather weights while the forward pass behind an optimizer step runs, save the last of a rollout step; needs
     use_distributed_optimizer and overlap_grad_reduce."""
+    tp_comm_overlap: MayChangeOnResume[bool] = False
+    """Overlap the communication of tensor-parallel ranks with products, in Transformer Engine's user buffers; pads each
+    micro-batch to all of `max_tokens_per_microbatch`, and needs sequence_parallel (docs/models.md)."""
     optimizer_offload_fraction: MayChangeOnResume[Annotated[float, Field(ge=0.0, le=1.0)]] = 0.0
     """Share of the optimizer's state (float32 weights, Adam's moments) that is kept, and stepped, in the machine's
     memory in place of the GPU's; needs Transformer Engine and use_distributed_optimizer."""
