@@ -88,6 +88,7 @@ _LOOK_AT = (
     ("Curves", "'Filtered groups': more and more are all right, so dynamic sampling draws more to fill a step"),
     ("Time", "what a step waits for"),
     ("Answers", "step 1 beside the last one: filter 'wrong', then colour tokens by advantage"),
+    ("Answers", "held-out prompts: which 'became right', and which 'became wrong'"),
 )
 
 

@@ -121,6 +121,28 @@ def write_step(
         TokenDump.of_responses(responses, texts).write(run.rollout_tokens(step))
 
 
+def write_validation(run: RunFolder, step: int, num_right: list[int], n: int = 4, text: str = "so 4") -> None:
+    """Write the held-out answers of a step: so many of n are right, prompt by prompt. text: of each."""
+    lines = [
+        {
+            "step": step,
+            "prompt_index": index,
+            "prompt": f"Held out {index}?",
+            "ground_truth": "4",
+            "data_source": "sums",
+            "number": number,
+            "text": text,
+            "raw_reward": float(number < right),
+            "correct": number < right,
+            "finish_reason": "stop",
+            "num_tokens": 2,
+        }
+        for index, right in enumerate(num_right)
+        for number in range(n)
+    ]
+    write_whole(run.validation(step), "".join(json.dumps(line) + "\n" for line in lines))
+
+
 def _known(rng: random.Random, tokens: list[int], step: int, member: int, is_right: bool) -> dict[str, np.ndarray]:
     noise = np.random.default_rng(rng.randrange(2**32))
     return {

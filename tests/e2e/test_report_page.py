@@ -13,7 +13,7 @@ from megatron_dapo.report.command import write_report
 from megatron_dapo.report.watch import make_server
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.browser import CHROMIUM, Browser
-from tests.report_runs import HOSTILE, write_run, write_step
+from tests.report_runs import HOSTILE, write_run, write_step, write_validation
 
 pytestmark = [
     pytest.mark.e2e,
@@ -37,8 +37,10 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    runs = [write_run(folder / f"seed_{seed}", num_steps=6, seed=seed).path for seed in (0, 1)]
-    write_report(runs, folder / "report.html")
+    runs = [write_run(folder / f"seed_{seed}", num_steps=6, seed=seed) for seed in (0, 1)]
+    write_validation(runs[0], 0, [1, 4, 0, 4])
+    write_validation(runs[0], 6, [3, 1, 2, 4], text="wait, 12 + 4 = 16. " * 4)
+    write_report([run.path for run in runs], folder / "report.html")
     return folder / "report.html"
 
 
@@ -60,7 +62,7 @@ def status(page: Browser, *parts: str) -> str:
 
 
 def test_filters_choose_right_wrong_and_cut_answers(page):
-    status(page, "Step 6: 12 answers in 3 groups, 6 right (50 %), 3 cut.")
+    status(page, "Step 6: 12 answers in 3 groups, 6 right (50 %), 3 cut, 0 in a loop.")
     page.choose("#view", "list")
     for verdict, number, badges in (("wrong", 6, {"✗ wrong"}), ("right", 6, {"✓ right"}), ("cut", 3, None)):
         page.click(f"input[value={verdict}]")
@@ -69,6 +71,42 @@ def test_filters_choose_right_wrong_and_cut_answers(page):
         if badges:
             assert set(page.texts(f"{CARDS} .badge:first-child")) == badges
     assert all("✂ length" in text for text in page.texts(CARDS))
+
+
+def test_prompts_that_became_right_or_wrong_since_the_first_evaluation_are_found(page):
+    """As `eval --compare` says it: more than half of the answers are right, and were not, or were, and are not."""
+    assert page.do("document.querySelector('input[value=gained]').closest('label').hidden")
+    page.choose("#kind", "held-out")
+    status(page, "Step 6: 16 answers in 4 groups, 10 right (62.5 %), 0 cut, 16 in a loop.")
+    for verdict, prompt, share in (
+        ("gained", "Held out 0?", "3 of 4 right (1 of 4 after step 0)"),
+        ("lost", "Held out 1?", "1 of 4 right (4 of 4 after step 0)"),
+    ):
+        page.click(f"input[value={verdict}]")
+        status(page, " 4 match.")
+        assert page.texts("#list .prompt") == [prompt] and share in page.texts("#list .group > header")[0]
+        assert [("after step 0" in text, "↻ loop" in text) for text in page.texts(CARDS)] == [
+            *[(False, True)] * 4,
+            *[(True, False)] * 4,
+        ]
+    page.choose("#kind", "trained")
+    status(page, "Step 6: 12 answers in 3 groups, 6 right (50 %), 3 cut, 0 in a loop.")
+    assert page.do("document.querySelector('input[name=verdict]:checked').value") == "all"
+
+
+@pytest.mark.parametrize(
+    "text, is_loop",
+    [
+        ("so " * 20, True),
+        ("First 7. " + "wait, 12 + 4 = 16. " * 4 + "wait, 1", True),
+        ("wait, 12 + 4 = 16. " * 4 + "Answer: 16", False),
+        ("A longer sentence that comes three times in all. " * 3, False),
+        ("12, 12, 12, 12, 12", False),
+        ("", False),
+    ],
+)
+def test_an_answer_that_says_the_same_again_and_again_to_its_end_is_a_loop(page, text, is_loop):
+    assert page.do(f"isLoop({{text: {json.dumps(text)}}})") is is_loop
 
 
 def test_answers_are_sorted_by_length_and_reward(page):

@@ -156,10 +156,16 @@ function addTime(grid, run, phases) {
   return addFigure(grid, run.name, `${shownSeconds(total)} in ${run.steps.step?.length ?? 0} steps`, { draw, describe, table });
 }
 
-const EVENTS = {
-  start: ["started", "triangle-right", 2], resume: ["resumed", "triangle-right-open", 0], servers: ["servers away", "x", 1],
-  rejoin: ["servers joined", "circle", 5], checkpoint: ["checkpoint", "diamond", 7], failure: ["failed", "cross", 6], end: ["ended", "square", 3],
+const EVENTS = { // title, symbol of the chart, the same as a letter, colour
+  start: ["started", "triangle-right", "▶", 2], resume: ["resumed", "triangle-right-open", "▷", 0], servers: ["servers away", "x", "✖", 1],
+  rejoin: ["servers joined", "circle", "●", 5], checkpoint: ["checkpoint", "diamond", "◆", 7], failure: ["failed", "cross", "✚", 6], end: ["ended", "square", "■", 3],
 };
+function eventKey(kind) {
+  const [title, , letter, colour] = EVENTS[kind];
+  const symbol = element("span", { "aria-hidden": "true" }, letter);
+  symbol.style.color = colourOf(colour);
+  return element("li", {}, symbol, title);
+}
 
 function addEvents(grid, shownRuns) {
   const describe = () => shownRuns().map((run) => `${run.name}: ${run.events.length} events`).join("; ");
@@ -171,10 +177,10 @@ function addEvents(grid, shownRuns) {
     const traces = kinds.map((kind) => {
       const all = runs.flatMap((run) => run.events.filter((event) => event.kind === kind).map((event) => [run, event]));
       return { x: all.map(([run, event]) => elapsed(run, [event.time])[0]), y: all.map(([run]) => run.name), mode: "markers", name: EVENTS[kind][0],
-        marker: { symbol: EVENTS[kind][1], size: 11, color: colourOf(EVENTS[kind][2]), line: { width: 1.5, color: colourOf(EVENTS[kind][2]) } },
+        marker: { symbol: EVENTS[kind][1], size: 11, color: colourOf(EVENTS[kind][3]), line: { width: 1.5, color: colourOf(EVENTS[kind][3]) } },
         customdata: all.map(([, event]) => hoverText(event.text)), hovertemplate: "%{customdata}<extra></extra>" };
     });
-    figure.key.replaceChildren(...kinds.map((kind) => keyEntry(colourOf(EVENTS[kind][2]), "solid", EVENTS[kind][0])));
+    figure.key.replaceChildren(...kinds.map(eventKey));
     plot(figure, traces, { hovermode: "closest", xaxis: { title: { text: `${timeUnit().name} since the start`, standoff: 6 } },
       yaxis: { type: "category", categoryorder: "array", categoryarray: runs.map((run) => run.name).reverse(), range: [-0.6, runs.length - 0.4] } });
   };

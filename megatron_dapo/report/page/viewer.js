@@ -10,8 +10,16 @@ const view = { run: 0, kind: "trained", place: 0, verdict: "all", sort: "drawn",
 let files = []; // of the run and kind that are chosen: {step, groups, answers, tokens, place, key}
 const allFiles = new Map(); // by key, each once: answers that are shown hold theirs
 
+const MIN_LOOP = 40; // characters at the end of a text that say again what stands before them
+
 const isCut = (answer) => answer.finish_reason !== "stop";
-const VERDICTS = { all: () => true, right: (answer) => answer.correct, wrong: (answer) => !answer.correct, cut: isCut };
+const isSolved = ({ right, total }) => right > total / 2; // as `eval --compare` says it
+const VERDICTS = {
+  all: () => true, right: (answer) => answer.correct, wrong: (answer) => !answer.correct, cut: isCut, loops: isLoop,
+  gained: ({ group }) => group.before && !isSolved(group.before) && isSolved(countOf(group)),
+  lost: ({ group }) => group.before && isSolved(group.before) && !isSolved(countOf(group)),
+};
+const CHANGES = ["gained", "lost"];
 const ORDERS = {
   drawn: null, long: (a, b) => b.num_tokens - a.num_tokens, short: (a, b) => a.num_tokens - b.num_tokens,
   high: (a, b) => b.reward_ - a.reward_, low: (a, b) => a.reward_ - b.reward_,
@@ -38,6 +46,33 @@ function tokensOf(file) {
   });
 }
 
+/** Whether an answer ends by saying the same thing at least four times, the last time perhaps not to its end. */
+function isLoop(answer) {
+  if (answer.loops === undefined) {
+    const tail = (answer.text ?? "").slice(-2000);
+    answer.loops = false;
+    for (let period = 1; 4 * period <= tail.length && !answer.loops; period++) {
+      let same = 0;
+      while (same < tail.length - period && tail[tail.length - 1 - same] === tail[tail.length - 1 - same - period]) same++;
+      answer.loops = same >= Math.max(MIN_LOOP, 3 * period);
+    }
+  }
+  return answer.loops;
+}
+
+const countOf = (group) => ({ right: group.responses.filter((answer) => answer.correct).length, total: group.responses.length });
+
+/** Notes how many answers to the same held-out prompt were right in the first evaluation that the page has. */
+async function noteBefore(groups) {
+  const [first] = files;
+  if (view.kind !== "held-out" || files.length < 2) return;
+  const before = new Map((await groupsOf(first)).map((group) => [group.uid, group]));
+  for (const group of groups) {
+    const same = before.get(group.uid);
+    if (same && same !== group && same.prompt === group.prompt) group.before = { step: first.step, answers: same.responses, ...countOf(same) };
+  }
+}
+
 function matches(answer) {
   if (!VERDICTS[view.verdict](answer)) return false;
   if (!view.words) return true;
@@ -56,14 +91,15 @@ async function showAnswers(keepLimit = false) {
   if (!file) return emptied("There are no such answers.");
   const isSearch = view.everywhere && view.words !== "";
   const found = [];
-  let total = 0, numRight = 0, numCut = 0, numGroups = 0;
+  let total = 0, numRight = 0, numCut = 0, numLoops = 0, numGroups = 0;
   for (const one of isSearch ? files : [file]) {
     const groups = await groupsOf(one);
+    await noteBefore(groups);
     if (turn !== view.turn) return;
     numGroups += groups.length;
     for (const group of groups) {
       for (const answer of group.responses) {
-        total++; numRight += Boolean(answer.correct); numCut += isCut(answer);
+        total++; numRight += Boolean(answer.correct); numCut += isCut(answer); numLoops += isLoop(answer);
         if (matches(answer) && (!isSearch || found.length < MAX_HITS) && (view.only === null || isSearch || group === view.only)) found.push(answer);
       }
     }
@@ -73,7 +109,7 @@ async function showAnswers(keepLimit = false) {
   const known = new Map();
   for (const one of needed) { known.set(one, await tokensOf(one)); if (turn !== view.turn) return; }
   const of = isSearch ? `Steps ${files[0].step} to ${files.at(-1).step}` : `Step ${file.step}`;
-  const share = total ? `, ${numRight} right (${Number((100 * numRight / total).toFixed(1))} %), ${numCut} cut` : "";
+  const share = total ? `, ${numRight} right (${Number((100 * numRight / total).toFixed(1))} %), ${numCut} cut, ${numLoops} in a loop` : "";
   const most = isSearch && found.length >= MAX_HITS ? ` The first ${MAX_HITS} that match are shown.` : found.length < total ? ` ${found.length} match.` : "";
   byId("status").textContent = `${of}: ${total} answers in ${numGroups} groups${share}.${most}${carriedNote()}`;
   present(found, known);
@@ -124,31 +160,40 @@ function present(found, known) {
 }
 
 function groupCard(group, answers, context) {
-  const right = group.responses.filter((answer) => answer.correct).length;
   const step = view.everywhere && view.words ? `step ${answers[0].file.step} · ` : "";
-  const labels = [element("strong", {}, `${step}${group.uid ?? "group"}`), `${right} of ${group.responses.length} right`];
+  const labels = [element("strong", {}, `${step}${group.uid ?? "group"}`), shareOf(group)];
   if (answers.length < group.responses.length) labels.push(`${answers.length} shown`);
   if (group.data_source) labels.push(group.data_source);
   if (group.ground_truth !== undefined) labels.push(`answer: ${group.ground_truth}`);
   if (group.masked) labels.push("masked: trained on with advantages of 0");
+  const earlier = CHANGES.includes(view.verdict) ? group.before.answers : [];
   const back = view.only ? element("button", { type: "button", onclick: () => showOnly(null) }, "All groups") : null;
   return element("article", { class: "group", "aria-label": `Group ${group.uid ?? ""}` },
     element("header", {}, ...labels.map((label) => typeof label === "string" ? element("span", {}, label) : label), back),
     element("div", { class: "prompt" }, ...marked(group.prompt ?? "")),
-    element("div", { class: "side", tabindex: "0", role: "region", "aria-label": "Answers of the group" }, ...answers.map((answer) => answerCard(answer, context, false))));
+    element("div", { class: "side", tabindex: "0", role: "region", "aria-label": "Answers of the group" },
+      ...[...answers, ...earlier].map((answer) => answerCard(answer, context, false, answer.file !== answers[0].file))));
 }
 
-function answerCard(answer, context, hasPrompt) {
+/** How many answers are right, and were in the first evaluation. */
+function shareOf(group) {
+  const { right, total } = countOf(group);
+  const { before } = group;
+  return `${right} of ${total} right${before ? ` (${before.right} of ${before.total} after step ${before.step})` : ""}`;
+}
+
+function answerCard(answer, context, hasPrompt, isEarlier = false) {
   const tokens = context.tokens(answer);
   const verdict = answer.correct ? ["right", "✓ right"] : ["wrong", "✗ wrong"];
   const figures = [`reward ${shownNumber(answer.reward_, 2)}`, `${answer.num_tokens} tokens`];
-  if (typeof tokens?.advantage === "number") figures.push(`A ${shownNumber(tokens.advantage, 2)}`);
+  if (typeof tokens?.advantage === "number") figures.push(`A\u00a0${shownNumber(tokens.advantage, 2)}`);
   const header = element("header", {},
     element("span", { class: `badge ${verdict[0]}` }, verdict[1]),
     isCut(answer) ? element("span", { class: "badge cut" }, `✂ ${answer.finish_reason}`) : null,
+    isLoop(answer) ? element("span", { class: "badge cut" }, "↻ loop") : null,
     element("span", { class: "figures-of" }, figures.join(" · ")),
     answer.replayed ? element("span", {}, "replayed") : null,
-    hasPrompt && view.everywhere && view.words ? element("span", {}, `step ${answer.file.step}`) : null,
+    isEarlier || (hasPrompt && view.everywhere && view.words) ? element("span", {}, `${isEarlier ? "after " : ""}step ${answer.file.step}`) : null,
     hasPrompt ? element("button", { type: "button", onclick: () => showOnly(answer.group, answer.file) }, "Group") : null);
   const card = element("article", { class: "answer", tabindex: "-1", "aria-label": `${verdict[0]} answer, ${figures.join(", ")}` }, header);
   card.answer = answer;
@@ -194,15 +239,20 @@ function marked(text) {
   return nodes;
 }
 
+function chooseVerdict(verdict) {
+  view.verdict = verdict;
+  document.querySelector(`input[name=verdict][value=${verdict}]`).checked = true;
+}
+
 /** Shows one group with all its answers, or all groups again. */
 function showOnly(group, file) {
   if (group && file && files[view.place] !== file) { view.place = files.indexOf(file); byId("step").value = view.place; }
   view.only = group;
   view.as = group ? "groups" : byId("view").value;
   if (group) {
-    view.verdict = "all"; view.words = "";
+    view.words = "";
     byId("search").value = "";
-    document.querySelector("input[name=verdict][value=all]").checked = true;
+    chooseVerdict("all");
   }
   showAnswers().then(() => { if (group) byId("list").querySelector(".side")?.focus(); });
 }
@@ -223,6 +273,9 @@ function chooseFiles() {
   byId("kind").value = view.kind;
   byId("kind").parentElement.hidden = kinds.size < 2;
   files = run.answers.map(fileOf).filter((file) => file.kind === view.kind);
+  const hasBefore = view.kind === "held-out" && files.length > 1;
+  for (const chip of document.querySelectorAll("#verdict .changed")) chip.hidden = !hasBefore;
+  if (!hasBefore && CHANGES.includes(view.verdict)) chooseVerdict("all");
   const nearest = files.reduce((best, file, place) => Math.abs(file.step - step) < Math.abs(files[best].step - step) ? place : best, 0);
   view.place = step === undefined ? files.length - 1 : nearest;
   byId("step").max = Math.max(0, files.length - 1);
