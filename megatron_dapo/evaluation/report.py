@@ -42,7 +42,8 @@ def table(by_name: Mapping[str, Mapping[str, Estimate | int]]) -> str:
             if isinstance(value, Estimate)
         ]
         lines.append("")
-    lines.append(f"In brackets: {LEVEL:.0%} intervals, bootstrap over prompts. length: tokens per answer.")
+    lines.append(f"In brackets: {LEVEL:.0%} intervals, bootstrap over prompts. avg@n is pass@1.")
+    lines.append("length: tokens per answer.")
     return "\n".join(lines)
 
 

@@ -278,31 +278,39 @@ def test_the_agent_recipe_has_the_published_agent_values_and_plays_alfworld():
     )
 
 
-ROWS = {  # as the published files have them
-    "aime24": {"id": 60, "problem": "Every morning ...", "solution": "...", "answer": "204", "year": "2024"},
-    "aime25": {"question": "Find the sum ...", "answer": "70"},
-    "math500": {"problem": "Convert ...", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
-                "subject": "Precalculus", "level": 2, "unique_id": "test/precalculus/807.json"},
-    "amc23": {"id": 0, "question": "Cities A and B ...", "answer": 9.0, "url": "u"},
+ROWS = {  # as the published files have them: name -> (row, the end of a right response)
+    "aime24": (
+        ({"id": 60, "problem": "Every morning ...", "solution": "...", "answer": "204", "url": "u", "year": "2024"},
+         "Answer: 204"),
+        ({"id": 67, "problem": "There exist ...", "solution": "...", "answer": "025", "url": "u", "year": "2024"},
+         "Answer: 25"),
+    ),
+    "aime25": (
+        ({"question": "Find the sum ...", "answer": "70"}, "Answer: $70$"),
+        ({"question": "Suppose ...", "answer": "336^\\circ"}, "Answer: 336"),
+    ),
+    "math500": (
+        ({"problem": "Convert ...", "solution": "...", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+          "subject": "Precalculus", "level": 2, "unique_id": "test/precalculus/807.json"},
+         "\\boxed{(3, \\frac{\\pi}{2})}"),
+    ),
+    "amc23": (
+        ({"id": "0", "question": "Cities A and B ...", "answer": "27"}, "\\boxed{27}"),
+        ({"id": 0, "question": "Cities A and B ...", "answer": 27.0, "url": "u"}, "\\boxed{27}"),
+    ),
 }  # fmt: skip
-TRUE_ANSWERS = {
-    "aime24": "so\nAnswer: 204",
-    "aime25": "so\nAnswer: $70$",
-    "math500": "so \\boxed{(3, \\frac{\\pi}{2})}",
-    "amc23": "so \\boxed{9}",
-}
 
 
 def test_every_recipe_of_an_evaluation_has_a_published_row():
     assert {path.stem for path in (CONFIGS / "eval").glob("*.yaml")} == ROWS.keys()
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_published_files_are_read_and_scored_as_they_are(name, tmp_path):
+@pytest.mark.parametrize("name, row, answer", [(name, *pair) for name, rows in ROWS.items() for pair in rows])
+def test_published_files_are_read_and_scored_as_they_are(name, row, answer, tmp_path):
     write_files(tmp_path)  # a tokenizer
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_32B))
     file = tmp_path / "file.jsonl"
-    file.write_text(json.dumps(ROWS[name]) + "\n")
+    file.write_text(json.dumps(row) + "\n")
     overrides = [
         f"data.val_files=[{file}]",
         f"actor_rollout_ref.model.path={tmp_path}",
@@ -310,9 +318,9 @@ def test_published_files_are_read_and_scored_as_they_are(name, tmp_path):
     ]
     config = load_for_evaluation(path_of(f"eval/{name}"), overrides)
     (prompt,) = load_prompts(config.data.val_files, config, load_tokenizer(tmp_path))
-    question = ROWS[name].get("problem") or ROWS[name]["question"]
+    question = row.get("problem") or row["question"]
     assert question in prompt.text and prompt.text != question and prompt.data_source == name
-    for response, right in ((TRUE_ANSWERS[name], True), ("so \\boxed{5}\nAnswer: 5", False)):
+    for response, right in ((f"so\n{answer}", True), ("so \\boxed{5}\nAnswer: 5", False)):
         score = score_response(
             config.reward.function, config.reward.kwargs, prompt.data_source, response, prompt.ground_truth, {}
         )
