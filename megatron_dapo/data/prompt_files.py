@@ -56,10 +56,10 @@ def rows_of(batch: "pyarrow.RecordBatch", path: Path, num_before: int) -> list[d
         raise UserError(f"{path}, {rows}: there is text that is not UTF-8 ({error.reason}); write it anew.") from error
 
 
-def no_column(place: str, column: str, columns: list[str]) -> UserError:
-    """Return the error of a file without the prompts' column."""
+def no_column(place: str, column: str, columns: list[str], key: str = "data.prompt_key") -> UserError:
+    """Return the error of a file without the column that a key names."""
     some = ", ".join(columns[:12])
-    return UserError(f"{place}: column {column!r} is missing (columns here: {some}); name yours with data.prompt_key.")
+    return UserError(f"{place}: column {column!r} is missing (columns here: {some}); name yours with {key}.")
 
 
 def _read_jsonl(path: Path, columns: tuple[str, ...], check: ColumnCheck | None) -> Iterator[tuple[int, Any]]:

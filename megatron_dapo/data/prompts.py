@@ -317,7 +317,7 @@ def _ground_truth(row: dict[str, Any], place: str, answer_key: str | None) -> st
     reward_model = row.get("reward_model")
     if answer_key is not None:
         if answer_key not in row:
-            raise no_column(place, answer_key, list(row))
+            raise no_column(place, answer_key, list(row), "data.answer_key")
         column = answer_key
         value = row[answer_key]
     elif isinstance(reward_model, dict):

@@ -21,6 +21,7 @@ from megatron_dapo.config.derived import starts_reward_model, starts_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.planner.validation import load_for_evaluation
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder, make_folder
@@ -139,7 +140,7 @@ class _Evaluation:
         from megatron_dapo.evaluation import answering
         from megatron_dapo.rewards.worker_pool import WorkerLost
         from megatron_dapo.rollout.client import ServerError
-        from megatron_dapo.rollout.errors import RolloutError
+        from megatron_dapo.rollout.errors import RolloutError, ServersMissing
         from megatron_dapo.rollout.supervisor import ServerFailure
 
         step = _step_of(self._named)
@@ -161,6 +162,8 @@ class _Evaluation:
                 else:
                     work = asyncio.run(answering.until_signal(ask(self._config)))
             except (RolloutError, ServerFailure, ServerError, WorkerLost, OSError) as error:
+                if isinstance(error, ServersMissing) and not starts_servers(self._config):
+                    raise _missing(self._config.actor_rollout_ref.rollout) from error
                 why, code = f"The evaluation failed: {error}", FAILED_EXIT_CODE
             except (KeyboardInterrupt, asyncio.CancelledError):
                 why, code = "Stopped", _INTERRUPTED_EXIT_CODE
@@ -235,6 +238,14 @@ class _Evaluation:
         if speed:
             print_line(f"{speed['tokens_per_s']:.0f} tokens/s, since the last start of the command")
         print_line(f"answers: {self._answers.path}\nfigures: {path}")
+
+
+def _missing(rollout: RolloutConfig) -> UserError:
+    """Return the error of servers that others were to start."""
+    return UserError(
+        f"--server names {', '.join(rollout.server_urls) or rollout.server_urls_file}, not all of them healthy within "
+        f"{rollout.server.startup_timeout_s:g} s ({_ROLLOUT}.server.startup_timeout_s); start them, or name others."
+    )
 
 
 def _compare(folders: Sequence[str]) -> int:

@@ -23,6 +23,10 @@ class ServersLost(RolloutError):
     end_kind = EndKind.SERVERS_LOST
 
 
+class ServersMissing(RolloutError):
+    """Servers did not get healthy in time at the start."""
+
+
 class ForeignSamples(RolloutError):
     """Servers wrote what the trainer's weights would not: that batch is not trained on."""
 

@@ -15,7 +15,7 @@ from megatron_dapo.rollout.client import (
     ServerError,
     SGLangClient,
 )
-from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError, ServersLost
+from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError, ServersLost, ServersMissing
 from megatron_dapo.rollout.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.rollout.server import Server, ServerState
 from megatron_dapo.rollout.server_list import ServerList
@@ -88,8 +88,8 @@ class ServerPool:
     async def start(self, timeout_s: float) -> None:
         """Wait until every listed server is healthy, and for a list with a server; then watch them.
 
-        Raises RolloutError naming those that are not healthy after timeout_s, UserError for a list with a mistake, and
-        at once for a key that is refused.
+        Raises ServersMissing naming those that are not healthy after timeout_s, UserError for a list with a mistake,
+        and at once for a key that is refused.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -102,7 +102,7 @@ class ServerPool:
                 limit = f"after {timeout_s:g} s (actor_rollout_ref.rollout.server.startup_timeout_s)"
                 if not self.servers:
                     raise RolloutError(f"{limit} there is no SGLang server: {self._listed}.")
-                raise RolloutError(
+                raise ServersMissing(
                     f"{len(missing)} of {len(self.servers)} SGLang servers are not healthy {limit}: "
                     f"{', '.join(missing)}; see their log files."
                 )

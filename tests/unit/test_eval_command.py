@@ -340,6 +340,9 @@ def test_mistakes_are_one_sentence_each(folder, capsys):
             assert words in sentence(capsys), change
         assert kept(folder) == [], "what has no verdict is asked for again"
         assert main(command(folder, server)) == 0 and len(kept(folder)) == 12
+    absent = ["--server=http://127.0.0.1:9", f"{ROLLOUT}.server.startup_timeout_s=0.3"]
+    assert main(command(folder, None, *absent, output="absent")) == 2
+    assert "--server names http://127.0.0.1:9, not all of them healthy within 0.3 s" in sentence(capsys)
     assert main(["eval", f"--data={folder}/held_out.jsonl"]) == 2
     assert "give --model DIR, or --checkpoint DIR" in sentence(capsys)
 

@@ -458,7 +458,7 @@ def test_columns_and_words_around_the_prompt_are_what_the_config_says(write, tmp
         ("Q: 1+1\n{A}", "2.0", "own"),
         ("Q: 1+2\n{A}", "3.0", "default"),
     ]
-    with pytest.raises(UserError, match="row 1.*'solution'"):
+    with pytest.raises(UserError, match="row 1.*'solution'.*name yours with data.answer_key"):
         load(write(rows), prompt_key="question", answer_key="solution")
     chat = [{"question": [{"role": "user", "content": "1+1"}], "answer": "2"}]
     with pytest.raises(UserError, match="data.prompt_template takes text"):
