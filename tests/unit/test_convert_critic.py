@@ -65,8 +65,8 @@ def test_the_critic_of_a_checkpoint_is_exported_and_read_again(has_own_model, tm
 
     again = load_config(None, [*keys, f"critic.model.path={out}"])
     layout = ParallelLayout.initialize()
-    for ours, theirs in zip(weights_of(Critic(again, layout)), weights_of(critic), strict=True):
-        assert torch.equal(ours, theirs)
+    for loaded, trained in zip(weights_of(Critic(again, layout)), weights_of(critic), strict=True):
+        assert torch.equal(loaded, trained)
 
 
 def test_a_checkpoint_without_a_critic_is_told(tmp_path, layout, capsys):
