@@ -137,13 +137,29 @@ def train(
     return model.eval()
 
 
+def random_model(folder: Path, seed: int) -> Path:
+    """Write the model with random weights, and the tokenizer, as Hugging Face checkpoint; return the folder."""
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(model_config())
+    model.generation_config = generation_config()
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def generation_config():
+    from transformers import GenerationConfig
+
+    return GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
+
+
 def save(model, settings: Settings, folder: Path, measure: Callable[..., dict]) -> dict:
     """Write the Hugging Face checkpoint (bfloat16) and manifest.json, with what `measure(model)` finds out about the
     saved weights; returns the manifest."""
-    from transformers import GenerationConfig
-
     model = model.to(torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=VOCABULARY[EOS], pad_token_id=VOCABULARY[PAD])
+    model.generation_config = generation_config()
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     manifest = {

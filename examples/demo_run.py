@@ -41,7 +41,7 @@ class Demo:
             prepared += prompt_files(*self.files(cache_folder() / Path(self.config).stem))
             config = checked_config(str(config_path(self.config)), [*prepared, *overrides])
             folder = RunFolder.of(config.trainer)
-            _set_aside(folder.path)
+            set_aside(folder.path)
             print_line(f"{self.title}\nrun folder: {folder.path}\n")
             start = time.monotonic()
             exit_code = run_local(config)
@@ -102,7 +102,7 @@ def _report(folder: RunFolder) -> list[str]:
     return [f"report: {folder.report}", "open it in a browser, and look at", *looks, ""]
 
 
-def _set_aside(folder: Path) -> None:
+def set_aside(folder: Path) -> None:
     """Rename the folder of an earlier run to NAME-1, -2 ..., so that each run starts with an empty one."""
     if folder.exists():
         number = 1

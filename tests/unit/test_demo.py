@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from examples.arithmetic import pretrain
+from examples.arithmetic import pretrain, sft
 from examples.arithmetic import problems as sums
 from examples.arithmetic.reward import score
 from examples.calculator import pretrain as calculator
 from examples.calculator import problems as calls
-from examples.character_model import MANIFEST, is_made, save, sha256, tokenizer, train
+from examples.character_model import EOS, MANIFEST, demonstration, is_made, save, sha256, tokenizer, train
 from examples.smollm2 import problems as products
 from examples.smollm2.reward import last_number
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.conversations import ConversationSet
+from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.planner.model_checks import read_model_json
 from megatron_dapo.planner.validation import validate
 
@@ -101,6 +103,28 @@ def test_prompt_files_are_reproducible_and_held_out_problems_are_not_trained_on(
 )
 def test_last_number_is_the_answer(response, reward):
     assert last_number("products", response, "28", {}) == reward
+
+
+def test_the_demonstrations_to_fine_tune_on_are_those_of_the_base_model(tmp_path):
+    """The same every time, in the mixture of pretrain.py, each with the end-of-text token that sampling stops at."""
+    learned, held_out = sums.split()
+    settings = pretrain.SETTINGS
+    paths = [sft.write_demonstrations(tmp_path / name, learned, 400, settings) for name in ("a.jsonl", "b.jsonl")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    prompts = {json.loads(line)["prompt"] for line in paths[0].read_text().splitlines()}
+    assert not prompts & {problem.prompt for problem in held_out}
+
+    files = [f"data.train_files=[{paths[0]}]", f"actor_rollout_ref.model.path={pretrain.BASE}"]
+    config = load_config("configs/sft_demo.yaml", files)
+    validate(config, read_model_json(config))
+    tokenizer = load_tokenizer(pretrain.BASE)
+    loaded = ConversationSet.load(config.data.train_files, config, tokenizer)
+    assert len(loaded.samples) == 400
+    draw = random.Random(settings.seed)
+    for sample in loaded.samples:
+        problem, ((_, response),) = demonstration(settings, pretrain.DEMONSTRATIONS, learned, draw)
+        assert tokenizer.decode(sample.tokens, skip_special_tokens=False) == f"{problem.prompt}{response}{EOS}"
+        assert sample.loss_mask.sum() == len(response) + 1
 
 
 def recipe(name: str, tmp_path, *overrides: str):
