@@ -1,0 +1,1 @@
+"""On-policy distillation: the demo's base model learns from a teacher on its own samples, without a reward."""
