@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.common.errors import UserError
@@ -20,6 +20,7 @@ from megatron_dapo.models.user_buffers import make_user_buffers
 from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.planner.hardware import lack_of_fp8
+from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.platform.device import device, is_gpu, model_dtype
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -66,9 +67,10 @@ def build_model(
     if megatron.tp_comm_overlap:
         assert num_tokens is not None, "buffers have one length"
         make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)
-    config = _transformer_config(spec, layout, megatron, use_te, for_training, fused=fused_head and is_gpu())
+    split = pipeline_split(spec.num_layers, layout.pp, layout.num_model_chunks)
+    config = _transformer_config(spec, layout, megatron, split, use_te, for_training, fused=fused_head and is_gpu())
     chunks = [
-        _build_chunk(spec, layout, config, use_te, stage if layout.vpp else None)
+        _build_chunk(spec, layout, config, split, use_te, stage if layout.vpp else None)
         for stage in range(layout.num_model_chunks)
     ]
     for chunk in chunks:
@@ -150,8 +152,24 @@ def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
     return {}
 
 
+def _megatron_layout(split: PipelineSplit) -> list[list[str]] | None:
+    """Return the split in Megatron's words: of each chunk its layers, embedding and head (loss) included."""
+    if split.num_stages == 1:
+        return None
+    chunks = [["decoder"] * number for number in split.layers]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
+
+
 def _transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, megatron: MegatronConfig, use_te: bool, for_training: bool, fused: bool
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    megatron: MegatronConfig,
+    split: PipelineSplit,
+    use_te: bool,
+    for_training: bool,
+    fused: bool,
 ) -> TransformerConfig:
     dtype = model_dtype(megatron.dtype)
     return TransformerConfig(
@@ -174,6 +192,7 @@ def _transformer_config(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        pipeline_model_parallel_layout=_megatron_layout(split),
         context_parallel_size=layout.cp,  # of Megatron's kinds the first and default: keys and values go round, p2p
         sequence_parallel=layout.sp,
         params_dtype=dtype,
@@ -207,7 +226,7 @@ def _transformer_config(
     )
 
 
-def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, vp_stage: int | None):
+def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_layers: int):
     num_experts = spec.moe.num_experts if spec.moe else None
     if use_te:
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -216,22 +235,26 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, vp_sta
         if num_experts:
             layer.submodules.mlp.submodules.router = Router
         return layer
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, device()))
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 def _build_chunk(
-    spec: ModelSpec, layout: ParallelLayout, config: TransformerConfig, use_te: bool, vp_stage: int | None
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    config: TransformerConfig,
+    split: PipelineSplit,
+    use_te: bool,
+    vp_stage: int | None,
 ) -> ModelChunk:
-    virtual_rank = layout.pp_rank + layout.pp * (vp_stage or 0)
+    number = layout.pp_rank + layout.pp * (vp_stage or 0)
     chunk = ModelChunk(
         config,
-        _block_spec(spec, config, use_te, vp_stage),
+        _block_spec(spec, config, use_te, split.layers[number]),
         vocab_size=spec.padded_vocab_size(layout.tp),
         max_sequence_length=spec.max_positions,
-        pre_process=virtual_rank == 0,
-        post_process=virtual_rank == layout.pp * layout.num_model_chunks - 1,
+        pre_process=number == 0,
+        post_process=number == len(split.layers) - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tied_embeddings,
         position_embedding_type="rope" if use_te else "none",  # our own attention rotates by itself
@@ -239,4 +262,6 @@ def _build_chunk(
     )
     if use_te:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
         chunk.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device())
+    built = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers layers from 1
+    assert built == list(split.numbers(number)), f"Megatron built the layers {built} as chunk {number} of {split}"
     return chunk

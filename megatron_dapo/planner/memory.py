@@ -23,6 +23,7 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.planner.pipeline import split_of
 
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
@@ -113,7 +114,7 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
     is_last = stage == sizes.pp - 1
     if needs_reference(config):
         reference = sum(num_parameters(actor, sizes, stage)) * width
-        reference += _fp8_copies(config, actor) // 2  # its forward pass needs no transposed ones
+        reference += _fp8_copies(config, actor, stage) // 2  # its forward pass needs no transposed ones
         if uses_full_kl(config) and is_last:
             reference += _kept_for_full_kl(config, actor)
     return Parts(
@@ -154,7 +155,7 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     else:
         layer += spec.moe.num_experts * hidden  # the router
         experts = spec.moe.num_experts // sizes.ep * mlp
-    layers = spec.num_layers // sizes.pp
+    layers = split_of(spec, sizes).layers_of(stage)
     vocabulary = spec.padded_vocab_size(tp) // tp * hidden
     shared = layers * layer + (vocabulary if stage == 0 else 0)
     if stage == sizes.pp - 1:
@@ -179,21 +180,21 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
         by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
     optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
     return States(
-        weights=(shared + experts) * width + _fp8_copies(config, spec),
+        weights=(shared + experts) * width + _fp8_copies(config, spec, stage),
         gradients=(shared + experts) * MAIN_GRADIENT,
         optimizer=round(optimizer * (1 - megatron.optimizer_offload_fraction)),
     )
 
 
-def _fp8_copies(config: Config, spec: ModelSpec) -> int:
-    """Return the bytes of the layers' matrices in FP8, which Transformer Engine makes in the first micro-batch after an
+def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
+    """Return the bytes of the matrices of a stage's layers in FP8, which Transformer Engine makes in the first micro-batch after an
     optimizer step and keeps: as they are and transposed, 1 byte each (TE 2.20, pytorch/module/base.py:
     get_weight_workspace). What it keeps of their inputs in FP8 is counted as bfloat16."""
     if config.actor_rollout_ref.actor.megatron.fp8 == "none":
         return 0
     sizes = parallel_sizes(config)
     columns = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.ffn_size
-    return 2 * spec.num_layers // sizes.pp * spec.hidden_size * columns // sizes.tp
+    return 2 * split_of(spec, sizes).layers_of(stage) * spec.hidden_size * columns // sizes.tp
 
 
 def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:
@@ -217,15 +218,17 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
 
     The method is that of arXiv 2205.05198 (section 4: what each operation keeps; 1F1B keeps PP - stage micro-batches;
     with full recompute a layer keeps its input alone), for the layers of this program: RMSNorm with float32 statistics,
-    flash attention, gated MLP, no dropout. tokens: of one micro-batch, on one context-parallel rank.
+    flash attention, gated MLP, no dropout. Chunks of a stage count as its largest one. tokens: of one micro-batch, on
+    one context-parallel rank.
     """
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     megatron = config.actor_rollout_ref.actor.megatron
     part = sizes.tp if megatron.sequence_parallel else 1
-    layers = spec.num_layers // sizes.pp
+    chunks = split_of(spec, sizes).chunks_of(stage)
+    layers = max(chunks) * len(chunks)
     number = megatron.recompute_num_layers
-    recomputed = min(number * (sizes.vpp or 1), layers)  # by the method block: Megatron counts the layers of a chunk
+    recomputed = min(number, max(chunks)) * len(chunks)  # by the method block: Megatron counts the layers of a chunk
     entry = spec.hidden_size * width / part
     attention, mlp, rest = kept_per_token(spec, sizes, width, part)
     whole = attention + mlp + rest

@@ -14,6 +14,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.memory import trainer_memory
+from megatron_dapo.planner.pipeline import split_of
 from megatron_dapo.planner.training_time import recomputed_share
 
 NOTHING = {"recompute_granularity": "none"}
@@ -37,9 +38,9 @@ def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None =
         return trainer_memory(_with(config, keys), actor, critic).total <= available
 
     sizes = parallel_sizes(config)
-    num_layers = actor.num_layers // (sizes.pp * (sizes.vpp or 1))
+    num_layers = split_of(actor, sizes).largest
     if critic is not None:  # its layers are recomputed by the same keys
-        num_layers = min(num_layers, critic.num_layers // (sizes.pp * (sizes.vpp or 1)))
+        num_layers = min(num_layers, split_of(critic, sizes).largest)
     numbers = range(1, num_layers)  # the more, the less memory: all before some number do not fit
     fewest = bisect.bisect_left(numbers, True, key=lambda number: fits(_first_layers(number)))
     choices: list[dict[str, Any]] = [NOTHING, MLP, *map(_first_layers, numbers[fewest : fewest + 1]), ALL_LAYERS]

@@ -7,7 +7,7 @@ activations between pipeline stages, differences between ranks, the host.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.derived import (
@@ -22,6 +22,7 @@ from megatron_dapo.planner.flops import TRAINING_PASSES, attention_flops, forwar
 from megatron_dapo.planner.hardware import FP8_SPEED, Hardware
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import kept_per_token, num_parameters
+from megatron_dapo.planner.pipeline import split_of
 
 NUM_QUANTILES = 400  # lengths that stand for all: the mean of their squares is right to 1 %
 WIDTH = 2  # bytes of bfloat16
@@ -166,8 +167,8 @@ def recomputed_share(config: Config, spec: ModelSpec) -> float:
         return mlp / (mlp + attention) if "mlp" in megatron.recompute_modules else 0.0
     if megatron.recompute_method == "uniform":
         return 1.0
-    sizes = parallel_sizes(config)
-    return min(1.0, megatron.recompute_num_layers * sizes.pp * (sizes.vpp or 1) / spec.num_layers)
+    chunks = split_of(spec, parallel_sizes(config)).layers
+    return sum(min(megatron.recompute_num_layers, layers) for layers in chunks) / spec.num_layers
 
 
 def training_work(config: Config, responses: Lengths, prompt: int) -> TrainingWork:
@@ -186,10 +187,25 @@ def training_time(
 ) -> TrainingTime:
     """Return how long the trainer takes for a rollout step.
 
-    The last pipeline stage has the head besides its layers, so that it is the slowest, and the others wait for it. Of m
-    micro-batches a pipeline of P stages in V chunks takes m + (P - 1) / V times one (arXiv 2104.04473, section 2.2).
+    All pipeline stages wait for the slowest: the last, which has the head besides its layers, or one that has more
+    layers. Of m micro-batches a pipeline of P stages in V chunks takes m + (P - 1) / V times one of the slowest (arXiv
+    2104.04473, section 2.2).
     """
+    split = split_of(spec, layout.sizes)
+    last = layout.sizes.pp - 1
+    largest = max(range(last, -1, -1), key=split.layers_of)
+    times = [_time_of_stage(spec, layout, stage, work, hardware, efficiency) for stage in {last, largest}]
+    slowest = max(times, key=lambda time: time.update)
+    return replace(slowest, score=max(time.score for time in times))
+
+
+def _time_of_stage(
+    spec: ModelSpec, layout: TrainerLayout, stage: int, work: TrainingWork, hardware: Hardware, efficiency: Efficiency
+) -> TrainingTime:
+    """Return how long the trainer takes for a rollout step if this pipeline stage is the slowest."""
     sizes = layout.sizes
+    num_layers = split_of(spec, sizes).layers_of(stage)
+    share = num_layers / spec.num_layers
     multiple = sizes.segment_multiple
     tokens = work.num_padded_tokens(multiple) / sizes.num_copies
     layers_flops, head_flops = work.forward_flops(spec, multiple)
@@ -202,16 +218,18 @@ def training_time(
     if layout.fp8:  # the products of the layers, not attention; what is scaled and cast for them is left out
         products /= FP8_SPEED
     rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
-    products_s = products / sizes.pp / rate
-    layers_s = products_s + attention / sizes.pp / rate + _traffic_s(spec, layout, tokens, hardware, efficiency)
-    head_s = head_flops / rate
-    collective_s = _collective_s(spec, layout, tokens, hardware, efficiency)
+    products_s = products * share / rate
+    traffic_s = num_layers * _traffic_s(spec, layout, tokens, hardware, efficiency)
+    layers_s = products_s + attention * share / rate + traffic_s
+    head_s = head_flops / rate if stage == sizes.pp - 1 else 0.0
+    collective_s = num_layers * _collective_s(spec, layout, tokens, hardware, efficiency)
     if layout.tp_comm_overlap:  # those of a layer go on while the products beside them are computed
         collective_s = max(collective_s - products_s, 0.0)
-    ring_s = _ring_s(spec, layout, tokens, hardware, efficiency)
+    ring_s = num_layers * _ring_s(spec, layout, tokens, hardware, efficiency)
 
     num_micro_batches = max(tokens * sizes.cp / layout.max_tokens, 1.0)
-    weights_s = _weights_s(spec, sizes, WIDTH, hardware, efficiency) * num_micro_batches
+    parameters = sum(num_parameters(spec, sizes, stage))
+    weights_s = _weights_s(parameters, WIDTH, hardware, efficiency) * num_micro_batches
     score_s = layers_s + head_s + collective_s + ring_s + weights_s
     score_s *= 1 + (sizes.pp - 1) / (sizes.vpp or 1) / num_micro_batches
 
@@ -219,12 +237,12 @@ def training_time(
     passes = TRAINING_PASSES + layout.recompute
     tensor_s = collective_s * (2.0 + layout.recompute + (0.5 if layout.sequence_parallel else 0.0))
     tensor_s += ring_s * (TRAINING_PASSES + layout.recompute)  # backward: keys and values, and their gradients
-    weights_s += _weights_s(spec, sizes, WIDTH + 2 * GRADIENT, hardware, efficiency) * num_micro_batches
+    weights_s += _weights_s(parameters, WIDTH + 2 * GRADIENT, hardware, efficiency) * num_micro_batches
     worked_s = passes * layers_s + TRAINING_PASSES * head_s + tensor_s + weights_s
     per_step = max(num_micro_batches / work.mini_batches, 1.0)  # micro-batches of an optimizer step
     micro_batch_s = worked_s / (per_step * work.mini_batches)
     bubble_s = micro_batch_s * (sizes.pp - 1) / (sizes.vpp or 1) * work.mini_batches
-    optimizer_s = _optimizer_s(spec, layout, work, micro_batch_s, hardware, efficiency)
+    optimizer_s = _optimizer_s(parameters, layout, work, micro_batch_s, hardware, efficiency)
     update_s = (worked_s + bubble_s) * work.epochs + optimizer_s
     model_flops = TRAINING_PASSES * sum(work.forward_flops(spec)) * work.epochs
     return TrainingTime(
@@ -245,32 +263,28 @@ def _full_micro_batches(tokens: float, mini_batches: int, max_tokens: int) -> in
 def _traffic_s(
     spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency
 ) -> float:
-    """Return the seconds for which the layers of a stage read and write activations in a forward pass: what backward
-    needs later (arXiv 2205.05198, section 4) is written once, and read once by the next operation."""
+    """Return the seconds for which a layer reads and writes activations in a forward pass: what backward needs later
+    (arXiv 2205.05198, section 4) is written once, and read once by the next operation."""
     part = layout.sizes.tp if layout.sequence_parallel else 1
-    num_bytes = 2 * sum(kept_per_token(spec, layout.sizes, WIDTH, part)) * spec.num_layers / layout.sizes.pp
+    num_bytes = 2 * sum(kept_per_token(spec, layout.sizes, WIDTH, part))
     return tokens * num_bytes / (hardware.memory_bandwidth * efficiency.memory)
 
 
-def _weights_s(
-    spec: ModelSpec, sizes: ParallelSizes, bytes_each: int, hardware: Hardware, efficiency: Efficiency
-) -> float:
+def _weights_s(parameters: int, bytes_each: int, hardware: Hardware, efficiency: Efficiency) -> float:
     """Return the seconds for which a micro-batch reads a rank's weights, or reads and writes their gradients."""
-    num_bytes = sum(num_parameters(spec, sizes, sizes.pp - 1)) * bytes_each
-    return num_bytes / (hardware.memory_bandwidth * efficiency.memory)
+    return parameters * bytes_each / (hardware.memory_bandwidth * efficiency.memory)
 
 
 def _collective_s(
     spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency
 ) -> float:
-    """Return the seconds of the collectives of a stage in a forward pass.
+    """Return the seconds of the collectives of a layer in a forward pass.
 
-    Tensor parallel ranks: two all-reduces per layer, or with sequence parallelism two all-gathers and two
+    Tensor parallel ranks: two all-reduces, or with sequence parallelism two all-gathers and two
     reduce-scatters, which is the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank (arXiv 2205.05198,
     section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls).
     """
     sizes = layout.sizes
-    layers = spec.num_layers / sizes.pp
     wide = spec.hidden_size * WIDTH
     tensor = 4 * (sizes.tp - 1) / sizes.tp * wide / _bandwidth(sizes.tp, layout, hardware)
     experts = 0.0
@@ -278,21 +292,21 @@ def _collective_s(
         copies = spec.moe.experts_per_token * (sizes.ep - 1) / sizes.ep
         part = sizes.tp if layout.sequence_parallel else 1
         experts = 2 * copies * wide / part / _bandwidth(sizes.ep, layout, hardware)
-    return tokens * layers * (tensor + experts) / efficiency.link
+    return tokens * (tensor + experts) / efficiency.link
 
 
 def _ring_s(spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds for which each token's key and value go round the other context-parallel ranks in a forward
-    pass (arXiv 2310.01889). In backward they go round again, beside their gradients (TE 2.20, attention/
+    """Return the seconds for which each token's key and value of a layer go round the other context-parallel ranks in a
+    forward pass (arXiv 2310.01889). In backward they go round again, beside their gradients (TE 2.20, attention/
     dot_product_attention/context_parallel.py). Behind how much attention they hide is left out."""
     sizes = layout.sizes
     ring = 2 * spec.num_kv_heads * spec.head_dim * WIDTH / sizes.tp * (sizes.cp - 1)
     bandwidth = _bandwidth(sizes.tp * sizes.cp, layout, hardware) * efficiency.link
-    return tokens * spec.num_layers / sizes.pp * ring / bandwidth
+    return tokens * ring / bandwidth
 
 
 def _optimizer_s(
-    spec: ModelSpec,
+    parameters: int,
     layout: TrainerLayout,
     work: TrainingWork,
     micro_batch_s: float,
@@ -301,26 +315,26 @@ def _optimizer_s(
 ) -> float:
     """Return the seconds of all optimizer steps of a rollout step. With `overlap_param_gather` the weights of all but
     the last are gathered behind a forward pass; the servers wait for those of the last. micro_batch_s: forward and
-    backward of one, a third and two thirds of it."""
+    backward of one, a third and two thirds of it. parameters: of a rank."""
     forward_s, backward_s = micro_batch_s / 3, micro_batch_s * 2 / 3
-    last_s = optimizer_step_s(spec, layout, backward_s, hardware, efficiency)
-    hidden_s = min(forward_s, _gather_s(spec, layout, hardware, efficiency)) if layout.overlap_param_gather else 0.0
+    last_s = optimizer_step_s(parameters, layout, backward_s, hardware, efficiency)
+    gather_s = _gather_s(parameters, layout, hardware, efficiency)
+    hidden_s = min(forward_s, gather_s) if layout.overlap_param_gather else 0.0
     num_steps = work.mini_batches * work.epochs
     return last_s * num_steps - hidden_s * (num_steps - 1)
 
 
 def optimizer_step_s(
-    spec: ModelSpec, layout: TrainerLayout, backward_s: float, hardware: Hardware, efficiency: Efficiency
+    parameters: int, layout: TrainerLayout, backward_s: float, hardware: Hardware, efficiency: Efficiency
 ) -> float:
     """Return the seconds between the last backward pass of an optimizer step and the next forward pass.
 
     With the distributed optimizer gradients are reduced and scattered in float32, and weights gathered in bfloat16:
     (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7), N = DP x CP. Adam goes over its
-    share in between, at the same time over what is offloaded (`_adam_s`). backward_s: of one micro-batch, behind which
-    the gradients' part hides with `overlap_grad_reduce`.
+    share in between, at the same time over what is offloaded (`_adam_s`). parameters: of a rank. backward_s: of one
+    micro-batch, behind which the gradients' part hides with `overlap_grad_reduce`.
     """
     sizes = layout.sizes
-    parameters = sum(num_parameters(spec, sizes, sizes.pp - 1))
     copies = sizes.num_copies
     bandwidth = _bandwidth(sizes.tp * copies, layout, hardware) * efficiency.link
     share = (copies - 1) / copies
@@ -328,7 +342,7 @@ def optimizer_step_s(
     if layout.overlap_grad_reduce:
         gradients_s = max(0.0, gradients_s - backward_s)
     adam_s = _adam_s(parameters / copies, layout.offloaded, hardware, efficiency)
-    return gradients_s + adam_s + _gather_s(spec, layout, hardware, efficiency)
+    return gradients_s + adam_s + _gather_s(parameters, layout, hardware, efficiency)
 
 
 def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency: Efficiency) -> float:
@@ -341,12 +355,12 @@ def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency:
     return max(on_gpu_s, on_host_s, moved_s)
 
 
-def _gather_s(spec: ModelSpec, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency) -> float:
+def _gather_s(parameters: int, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency) -> float:
     """Return the seconds for which the ranks that share the optimizer's state gather the weights."""
     sizes = layout.sizes
     copies = sizes.num_copies
     bandwidth = _bandwidth(sizes.tp * copies, layout, hardware) * efficiency.link
-    return (copies - 1) / copies * sum(num_parameters(spec, sizes, sizes.pp - 1)) * WIDTH / bandwidth
+    return (copies - 1) / copies * parameters * WIDTH / bandwidth
 
 
 def _bandwidth(num_adjacent: int, layout: TrainerLayout, hardware: Hardware) -> float:
