@@ -19,6 +19,7 @@ from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.errors import JobError, MissingRanksError, UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE, signal_exit_code
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.planner.pipeline import pipeline_split
 
 if TYPE_CHECKING:
     from megatron_dapo.platform.parallel import ParallelLayout
@@ -156,9 +157,9 @@ def _attempt(work: Callable[[], Result]) -> Result:
 
 
 def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | None) -> tuple[int, int]:
-    """Return (tp, pp). Where neither is given: pipeline stages if they divide the layers, which can work apart."""
+    """Return (tp, pp). Where neither is given: pipeline stages, which can work apart, if each has a layer."""
     if tp is None and pp is None:
-        tp = 1 if spec.num_layers % world_size == 0 else world_size
+        tp = 1 if world_size <= spec.num_layers else world_size
     tp = tp or max(1, world_size // (pp or 1))
     pp = pp or max(1, world_size // tp)
     if tp * pp != world_size:
@@ -167,8 +168,8 @@ def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | Non
             f"--tp {tp} x --pp {pp} is {tp * pp} processes, but {started} started; start as many as that, or leave "
             "both out."
         )
-    if spec.num_layers % pp:
-        raise UserError(f"--pp {pp} does not divide the model's {spec.num_layers} layers; choose a divisor.")
+    if pipeline_split(spec.num_layers, pp, 1).has_idle_chunk:
+        raise UserError(f"--pp {pp} is more than the model's {spec.num_layers} layers can fill; lower it.")
     sizes = {"key-value heads": spec.num_kv_heads, "heads": spec.num_heads}
     if spec.moe is None:
         sizes["intermediate_size"] = spec.ffn_size

@@ -12,7 +12,7 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 @dataclass(frozen=True)
 class ParallelSizes:
     """Parallel sizes of the trainer; `dp` is what TP, PP and CP leave of the world. ep: of the TP x CP x DP ranks of a
-    stage."""
+    stage. pipeline_layers: of each chunk, where the config says it; planner/pipeline.py reads it."""
 
     tp: int
     pp: int
@@ -20,6 +20,7 @@ class ParallelSizes:
     world: int
     ep: int = 1
     cp: int = 1
+    pipeline_layers: tuple[int, ...] | None = None
 
     @property
     def dp(self) -> int:
@@ -56,6 +57,7 @@ def parallel_sizes(config: Config) -> ParallelSizes:
         world=world_size(config),
         ep=megatron.expert_model_parallel_size,
         cp=megatron.context_parallel_size,
+        pipeline_layers=None if megatron.pipeline_layers is None else tuple(megatron.pipeline_layers),
     )
 
 

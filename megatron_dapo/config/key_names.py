@@ -23,6 +23,8 @@ POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS_FUNCTION = f"{ACTOR}.loss_function"
 ESTIMATOR = "algorithm.adv_estimator"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
+# what cuts a model's layers into the chunks of a pipeline
+CHUNKS = keys_of(MEGATRON, "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_layers")
 STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 # what `derived.uses_servers` reads
 WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch", "sft.enable")

@@ -67,7 +67,7 @@ def build_model(
     if megatron.tp_comm_overlap:
         assert num_tokens is not None, "buffers have one length"
         make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)
-    split = pipeline_split(spec.num_layers, layout.pp, layout.num_model_chunks)
+    split = pipeline_split(spec.num_layers, layout.pp, layout.num_model_chunks, megatron.pipeline_layers)
     config = _transformer_config(spec, layout, megatron, split, use_te, for_training, fused=fused_head and is_gpu())
     chunks = [
         _build_chunk(spec, layout, config, split, use_te, stage if layout.vpp else None)
@@ -152,7 +152,7 @@ def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
     return {}
 
 
-def _megatron_layout(split: PipelineSplit) -> list[list[str]] | None:
+def megatron_layout(split: PipelineSplit) -> list[list[str]] | None:
     """Return the split in Megatron's words: of each chunk its layers, embedding and head (loss) included."""
     if split.num_stages == 1:
         return None
@@ -192,7 +192,7 @@ def _transformer_config(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
-        pipeline_model_parallel_layout=_megatron_layout(split),
+        pipeline_model_parallel_layout=megatron_layout(split),
         context_parallel_size=layout.cp,  # of Megatron's kinds the first and default: keys and values go round, p2p
         sequence_parallel=layout.sp,
         params_dtype=dtype,
@@ -263,5 +263,5 @@ def _build_chunk(
     if use_te:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
         chunk.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device())
     built = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers layers from 1
-    assert built == list(split.numbers(number)), f"Megatron built the layers {built} as chunk {number} of {split}"
+    assert built == list(split.numbers(number)), f"Megatron built layers {built} as chunk {number} of {split}"
     return chunk

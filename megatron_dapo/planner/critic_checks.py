@@ -9,11 +9,11 @@ from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import num_experts_of
 from megatron_dapo.planner.model_checks import (
-    divisible_by_pp,
     divisible_by_tp,
     experts,
     fp8,
     model_json_of,
+    pipeline,
     positions,
 )
 
@@ -80,7 +80,7 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[Mistake]:
     critic_json = model_json_of(path) if path and uses_critic(config) else None
     if critic_json is None:
         return
-    checks = (divisible_by_tp, divisible_by_pp, positions, fp8)
+    checks = (divisible_by_tp, pipeline, positions, fp8)
     for check in (*checks, experts) if num_experts_of(critic_json) else checks:
         for mistake in check(config, critic_json):
             yield Mistake(("critic.model.path", *mistake.keys), f"critic.model.path {path}: {mistake.text}")

@@ -187,9 +187,9 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
 
 
 def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
-    """Return the bytes of the matrices of a stage's layers in FP8, which Transformer Engine makes in the first micro-batch after an
-    optimizer step and keeps: as they are and transposed, 1 byte each (TE 2.20, pytorch/module/base.py:
-    get_weight_workspace). What it keeps of their inputs in FP8 is counted as bfloat16."""
+    """Return the bytes of the matrices of a stage's layers in FP8, which Transformer Engine makes in the first
+    micro-batch after an optimizer step and keeps: as they are and transposed, 1 byte each (TE 2.20,
+    pytorch/module/base.py: get_weight_workspace). What it keeps of their inputs in FP8 is counted as bfloat16."""
     if config.actor_rollout_ref.actor.megatron.fp8 == "none":
         return 0
     sizes = parallel_sizes(config)

@@ -12,13 +12,12 @@ from megatron_dapo.config.derived import (
     parallel_sizes,
     uses_critic,
 )
-from megatron_dapo.config.key_names import LENGTHS, MEGATRON, ROLLOUT
+from megatron_dapo.config.key_names import CHUNKS, LENGTHS, MEGATRON, ROLLOUT
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec, model_spec, num_experts_of
+from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.storage.model_folder import ModelFolder
-
-CHUNKS = (f"{MEGATRON}.pipeline_model_parallel_size", f"{MEGATRON}.virtual_pipeline_model_parallel_size")
 
 
 def read_model_json(config: Config) -> dict[str, Any] | None:
@@ -72,21 +71,28 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
             )
 
 
-def divisible_by_pp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+def pipeline(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     sizes = parallel_sizes(config)
     layers = _size(model, "num_hidden_layers")
     if not layers:
         return
-    chunks = sizes.pp * (sizes.vpp or 1)
-    if layers % chunks:
+    pipeline_layers = sizes.pipeline_layers
+    split = pipeline_split(layers, sizes.pp, sizes.vpp or 1, pipeline_layers)
+    if pipeline_layers is not None and sum(pipeline_layers) != layers:
+        yield Mistake(
+            CHUNKS,
+            f"{MEGATRON}.pipeline_layers is {list(pipeline_layers)}, {sum(pipeline_layers)} layers together, but the "
+            f"model's num_hidden_layers is {layers}; correct it, or set null.",
+        )
+    elif pipeline_layers is None and split.has_idle_chunk:
         vpp = f" x virtual_pipeline_model_parallel_size {sizes.vpp}" if sizes.vpp else ""
         yield Mistake(
             CHUNKS,
-            f"{MEGATRON}.pipeline_model_parallel_size {sizes.pp}{vpp} does not divide the model's num_hidden_layers "
-            f"{layers}; choose a divisor.",
+            f"{MEGATRON}.pipeline_model_parallel_size {sizes.pp}{vpp} is {len(split.layers)} chunks, more than the "
+            f"model's num_hidden_layers {layers}, its embedding and its head can fill; lower it.",
         )
     else:
-        yield from _recompute(config, layers // chunks)
+        yield from _recompute(config, split)
 
 
 def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
@@ -155,17 +161,22 @@ def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
             )
 
 
-def _recompute(config: Config, layers: int) -> Iterator[Mistake]:
+def _recompute(config: Config, split: PipelineSplit) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.recompute_granularity != "full":
         return
     number = megatron.recompute_num_layers
-    if number > layers or (megatron.recompute_method == "uniform" and layers % number):
-        demand = "divide" if megatron.recompute_method == "uniform" else "be at most"
+    if megatron.recompute_method == "uniform":
+        is_wrong = any(layers % number for layers in split.layers)
+        demand = f"divide the layers of every pipeline chunk ({split})"
+    else:
+        is_wrong = number > split.largest
+        demand = f"be at most {split.largest}, the layers of the largest pipeline chunk"
+    if is_wrong:
         yield Mistake(
             (*CHUNKS, *(f"{MEGATRON}.recompute_{key}" for key in ("granularity", "method", "num_layers"))),
             f"{MEGATRON}.recompute_num_layers is {number}, but with recompute_method {megatron.recompute_method} it "
-            f"must {demand} the {layers} layers of a pipeline stage's chunk.",
+            f"must {demand}; lower it.",
         )
 
 
@@ -189,20 +200,25 @@ def positions(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def servers(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    rollout = config.actor_rollout_ref.rollout
-    tp = rollout.server.tensor_model_parallel_size
-    for name in ("num_attention_heads", *(["moe_intermediate_size"] if num_experts_of(model) else [])):
-        size = _size(model, name)
-        if not has_given_servers(config) and size and size % tp:
-            yield Mistake(
-                (
-                    f"{ROLLOUT}.server.tensor_model_parallel_size",
-                    f"{ROLLOUT}.server_urls",
-                    f"{ROLLOUT}.server_urls_file",
-                ),
-                f"{ROLLOUT}.server.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
-                f"choose a divisor of {size}.",
-            )
+    if has_given_servers(config):
+        return
+    tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    keys = (f"{ROLLOUT}.server.tensor_model_parallel_size", f"{ROLLOUT}.server_urls", f"{ROLLOUT}.server_urls_file")
+    names = ("num_attention_heads", *(["moe_intermediate_size"] if num_experts_of(model) else []))
+    sizes = {name: size for name in names if (size := _size(model, name)) is not None and size % tp}
+    for name, size in sizes.items():
+        yield Mistake(
+            keys,
+            f"{keys[0]} is {tp}, but does not divide the model's {name} {size}; choose a divisor of {size}.",
+        )
+    kv_heads = _size(model, "num_key_value_heads")
+    # ranks that are more than the heads repeat them, all of them as often
+    if kv_heads and not sizes and kv_heads % tp and tp % kv_heads:
+        yield Mistake(
+            keys,
+            f"{keys[0]} is {tp}, but is neither a divisor nor a multiple of the model's num_key_value_heads "
+            f"{kv_heads}; choose one.",
+        )
 
 
 def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
@@ -222,4 +238,4 @@ def _size(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-MODEL_CHECKS = (divisible_by_tp, divisible_by_pp, experts, fp8, positions, servers, vocabulary)
+MODEL_CHECKS = (divisible_by_tp, pipeline, experts, fp8, positions, servers, vocabulary)

@@ -1,6 +1,8 @@
-"""Which layers each chunk of a pipeline has: the one place that knows. The model, its memory and its time all ask here."""
+"""Which layers each chunk of a pipeline has. Only this module knows: the model, its memory and its time ask here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -27,6 +29,11 @@ class PipelineSplit:
     def is_even(self) -> bool:
         return len(set(self.layers)) == 1
 
+    @property
+    def has_idle_chunk(self) -> bool:
+        """Return whether a chunk has nothing to do: no layer, and neither the embedding nor the head."""
+        return 0 in self.layers[1:-1]
+
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """Return the number of layers of each chunk of a stage."""
         return self.layers[stage :: self.num_stages]
@@ -40,14 +47,23 @@ class PipelineSplit:
         first = sum(self.layers[:chunk])
         return range(first, first + self.layers[chunk])
 
+    def __str__(self) -> str:
+        """Return the layers of the chunks, as in "11, 6 x 12, 11"."""
+        runs = [(number, len(list(equal))) for number, equal in groupby(self.layers)]
+        return ", ".join(f"{number}" if length == 1 else f"{length} x {number}" for number, length in runs)
 
-def pipeline_split(num_layers: int, num_stages: int, chunks_per_stage: int) -> PipelineSplit:
-    """Return the split of a model's layers that is as even as possible.
+
+def pipeline_split(
+    num_layers: int, num_stages: int, chunks_per_stage: int, pipeline_layers: Sequence[int] | None = None
+) -> PipelineSplit:
+    """Return the split that the config gives (`pipeline_layers`), or else the one that is as even as possible.
 
     Where the layers do not divide, embedding and head count as one layer each: the stages before the last one have one
-    layer more than the others, so that the first is among these only if it must. The chunks of a stage are cut likewise.
-    So no stage has more of all three together than it must, and its layers do not depend on chunks_per_stage.
+    layer more than the others, and the first stage only if all but the last have. So no stage has more of all three
+    together than it must. A stage's layers, which do not depend on chunks_per_stage, are cut over its chunks likewise.
     """
+    if pipeline_layers is not None:
+        return PipelineSplit(num_stages, tuple(pipeline_layers))
     layers = [0] * (num_stages * chunks_per_stage)
     for stage, number in enumerate(_cut(num_layers, num_stages, has_head=True)):
         layers[stage::num_stages] = _cut(number, chunks_per_stage, has_head=stage == num_stages - 1)
@@ -56,7 +72,7 @@ def pipeline_split(num_layers: int, num_stages: int, chunks_per_stage: int) -> P
 
 def split_of(spec: ModelSpec, sizes: ParallelSizes) -> PipelineSplit:
     """Return the split of a model at parallel sizes."""
-    return pipeline_split(spec.num_layers, sizes.pp, sizes.vpp or 1)
+    return pipeline_split(spec.num_layers, sizes.pp, sizes.vpp or 1, sizes.pipeline_layers)
 
 
 def _cut(num_layers: int, num_parts: int, *, has_head: bool) -> list[int]:

@@ -28,6 +28,7 @@ from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.memory import host_memory, server_memory, trainer_memory
 from megatron_dapo.planner.model_checks import read_model_specs
+from megatron_dapo.planner.pipeline import split_of
 from megatron_dapo.planner.recompute import in_words
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -307,6 +308,9 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     if fraction := config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction:
         on_host = format_gb(host_memory(config, *specs))
         yield f"{on_host} GB of each node's memory: {fraction:.0%} of the optimizer's state, with its gradients"
+    split = split_of(specs[0], parallel_sizes(config))
+    if not split.is_even:
+        yield f"layers of the {len(split.layers)} pipeline chunks: {split}"
     yield f"recomputed in backward: {in_words(config.actor_rollout_ref.actor.megatron)}"
     rollout = config.actor_rollout_ref.rollout
     # a Slurm job names the servers that it starts in a file

@@ -45,6 +45,7 @@ COMMON = [
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 SIZES |= {"cp": "context_parallel_size"}
 SIZES |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size", "sp": "sequence_parallel"}
+SIZES |= {"pipeline_layers": "pipeline_layers"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"  # the optimizer's own copy of a half-precision parameter
 
@@ -197,7 +198,8 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     results = {}
     for case in task["cases"]:
-        layout = ParallelLayout.initialize(**case["sizes"])
+        sizes = {name: size for name, size in case["sizes"].items() if name != "pipeline_layers"}
+        layout = ParallelLayout.initialize(**sizes)
         start = time.monotonic()
         results[case["name"]] = run_case(case, layout)
         if layout.rank == 0:

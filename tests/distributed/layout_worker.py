@@ -72,6 +72,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     names = {
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
         "ep": "expert_model_parallel_size",
         "cp": "context_parallel_size",
     }

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 WRITERS = {"tp2": (2, {"tp": 2}, False), "tp2_cp2": (4, {"tp": 2, "sp": True, "cp": 2}, True)}
 READERS = {
     "pp2": (2, {"pp": 2}, False),
-    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, True),
+    "pp2_vpp2_uneven": (2, {"pp": 2, "vpp": 2, "pipeline_layers": [0, 3, 1, 0]}, True),
     "pp2_dp2": (4, {"pp": 2}, True),
     "tp2_pp2": (4, {"tp": 2, "sp": True, "pp": 2}, False),
     "cp2_dp2": (4, {"cp": 2}, True),  # to a checkpoint the same as DP 4
@@ -38,7 +38,7 @@ MIXTURE_WRITERS = {
     "moe_tp2_dp2_ep2": (4, {"tp": 2, "sp": True, "ep": 2}, True),
 }
 MOE_READERS = {
-    "pp2": (2, {"pp": 2}, False),
+    "pp2_uneven": (2, {"pp": 2, "pipeline_layers": [2, 0]}, False),
     "dp2_ep2": (2, {"ep": 2}, True),
     "tp2": (2, {"tp": 2, "sp": True}, True),
     "dp4_ep4": (4, {"ep": 4}, False),
@@ -47,7 +47,7 @@ MOE_READERS = {
 # the layouts in which three steps, a checkpoint and three steps must equal six steps
 SAME = {
     "tp1": (1, {}, False),
-    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, True),
+    "pp2_vpp2_uneven": (2, {"pp": 2, "vpp": 2, "pipeline_layers": [2, 1, 1, 0]}, True),
     "tp2_dp2": (4, {"tp": 2, "sp": True}, True),
     "dp2_half": (2, {}, True),
     "moe_dp2_ep2": (2, {"ep": 2}, True),
@@ -145,6 +145,8 @@ def cases_of(world: int, folder: Path) -> list[dict]:
     if world == 2:
         half = dict(sizes={"tp": 2}, dtype="bfloat16", load=str(folder / "same_dp2_half_blocking"))
         cases.append(dict(half, name="read/half/tp2", model="other"))
+        even = dict(sizes={"pp": 2}, load=str(folder / "same_pp2_vpp2_uneven_blocking"))
+        cases.append(dict(even, name="read/uneven/pp2", model="other"))
     return cases + (refusals(folder) if world == 1 else [])
 
 
@@ -236,6 +238,12 @@ def test_half_precision_is_the_same_at_another_layout_and_without_a_sharded_opti
     written, loaded = results["blocking/dp2_half"]["tensors"], results["read/half/tp2"]["tensors"]
     assert written.keys() == loaded.keys()
     assert sum(name.startswith("fp32_param.") for name in written) * 4 == len(written)
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in written.items())
+
+
+def test_a_checkpoint_of_uneven_chunks_is_the_same_in_even_ones(results):
+    written, loaded = results["blocking/pp2_vpp2_uneven"]["tensors"], results["read/uneven/pp2"]["tensors"]
+    assert written.keys() == loaded.keys() and len(written) == 3 * 51
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in written.items())
 
 

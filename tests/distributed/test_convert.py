@@ -19,11 +19,11 @@ MODELS = {
     "qwen2_tied_files": dict(family="qwen2", vocab=131, tied=True),
     "qwen3_bf16": dict(family="qwen3", vocab=131),
     "qwen3_tied_bf16_files": dict(family="qwen3", vocab=131, tied=True),
-    "llama_files": dict(family="llama", vocab=131),
+    "llama_files": dict(family="llama", vocab=131, layers=5),  # two stages have 3 and 2
     "llama_tied_bf16": dict(family="llama", vocab=128, tied=True),
     "mistral": dict(family="mistral", vocab=131),
     "qwen3_moe_bf16_files": dict(family="qwen3_moe", vocab=131),
-    "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6),
+    "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6, layers=3),
 }
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
 CHECKED = {"qwen2_bf16_files": "tp2", "qwen3_tied_bf16_files": "pp2", "qwen3_moe_bf16_files": "tp2"}
@@ -34,7 +34,7 @@ ROUTES = {"tp1": "tp2", "tp2": "pp2", "pp2": "tp1"}
 def make_source(folder: Path, name: str, options: dict) -> Path:
     from transformers import AutoModelForCausalLM
 
-    path = make_tiny(folder / name, layers=4, hidden=64, **options)
+    path = make_tiny(folder / name, **{"layers": 4, "hidden": 64, **options})
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     (path / "model.safetensors").unlink()

@@ -49,11 +49,13 @@ SMALL = ["actor_rollout_ref.actor.max_tokens_per_microbatch=96", "critic.max_tok
 PADDED = ["actor_rollout_ref.actor.max_tokens_per_microbatch=128", "actor_rollout_ref.model.use_remove_padding=false"]
 HUBER = ["critic.loss_type=huber", "critic.cliprange_value=null"]
 SHARDED = [*SMALL, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]
-VARIANTS = {"whole": [], "small": SMALL, "padded": PADDED, "sharded": SHARDED}
+UNEVEN = [*SMALL, "actor_rollout_ref.actor.megatron.pipeline_layers=[2,1,1,0]"]  # the last chunk is a head alone
+VARIANTS = {"whole": [], "small": SMALL, "padded": PADDED, "sharded": SHARDED, "uneven": UNEVEN}
 CHOSEN = {
     "tp1": ("whole", "small", "padded"),
     "tp2_sp": ("whole", "small", "padded"),
     "pp2": ("whole", "small", "padded"),
+    "pp2_vpp2": ("uneven",),
     "dp2": ("small", "sharded"),
     "tp2_sp_dp2": ("small", "sharded"),
 }

@@ -117,6 +117,14 @@ RECOMPUTE = {
         "actor_rollout_ref.actor.megatron.recompute_modules=[core_attn, mlp]",
     ],
 }
+# chunks with more layers than others; the embedding, or the head, alone. Layout -> of 4 layers
+LAYERS = "actor_rollout_ref.actor.megatron.pipeline_layers"
+UNEVEN = {
+    "pp2": {"uneven": [f"{LAYERS}=[3,1]"], "uneven_recomputed": [f"{LAYERS}=[0,4]", *RECOMPUTE["recompute_full"]]},
+    "pp2_vpp2": {"uneven": [f"{LAYERS}=[1,2,1,0]"]},
+    "tp2_sp_pp2_vpp2": {"uneven": [f"{LAYERS}=[0,1,2,1]", *DISTRIBUTED_OPTIMIZER]},
+    "pp4": {"uneven": [f"{LAYERS}=[0,1,3,0]"]},
+}
 
 
 ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2")
@@ -170,7 +178,7 @@ def context_variants(layout: str) -> dict[str, list[str]]:
 
 def _extras(layout: str) -> dict[str, list[str]]:
     chosen = {"tp2_sp": {**RECOMPUTE, **HEADS}, "pp2": {**RECOMPUTE, **HEADS}, "tp4_sp": HEADS, "tp2_sp_dp2": OVERLAP}
-    extras = {**chosen.get(layout, {}), **(OVERLAP if layout in ("dp2", "pp2_dp2") else {})}
+    extras = {**chosen.get(layout, {}), **(OVERLAP if layout in ("dp2", "pp2_dp2") else {}), **UNEVEN.get(layout, {})}
     return {f"{name}/small": [*extra, *CUTS["small"]] for name, extra in extras.items()}
 
 
@@ -203,8 +211,9 @@ def tied(tmp_path_factory) -> dict[str, dict]:
     model = make_tiny(folder / "model", "qwen2", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, tied=True)
     one = {"whole": [], **HEADS, "bfloat16": HALF_PRECISION}
     several = {"small": CUTS["small"], **HEADS, "bfloat16": HALF_PRECISION}
+    of_layout = {"tp1": one, "pp2": {**several, "uneven": [f"{LAYERS}=[2,0]"]}}
     layouts = by_world_size(
-        {name: LAYOUTS[name] for name in TIED_LAYOUTS}, WORLD_SIZES, lambda name: one if name == "tp1" else several
+        {name: LAYOUTS[name] for name in TIED_LAYOUTS}, WORLD_SIZES, lambda name: of_layout.get(name, several)
     )
     return run_layouts(folder, model, layouts)
 
@@ -232,7 +241,7 @@ MIXTURE_EXTRAS = {  # the reduction of experts and of the rest, in groups of the
     "tp2_sp_ep2": RECOMPUTED,
     "dp2_ep2": OVERLAPPED | RECOMPUTED,
     "tp2_sp_dp2_ep2": OVERLAPPED,
-    "pp2_dp2_ep2": OVERLAPPED | RECOMPUTED,
+    "pp2_dp2_ep2": OVERLAPPED | RECOMPUTED | {"uneven": [f"{LAYERS}=[0,2]", *DISTRIBUTED_OPTIMIZER]},
 }
 
 
@@ -267,14 +276,16 @@ ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants
 def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, case):
     got = results[case]
     kind = case.split("/")[1]
-    expected = results[f"tp1/{'token-mean' if kind in (*RECOMPUTE, *HEADS, *OVERLAP) else kind}/whole"]
+    of_token_mean = (*RECOMPUTE, *HEADS, *OVERLAP, *UNEVEN["pp2"])
+    expected = results[f"tp1/{'token-mean' if kind in of_token_mean else kind}/whole"]
     assert_same(got, expected)
 
 
 @pytest.mark.parametrize(
     "case",
     ["tp1/composed", "tp1/chunks"]
-    + [f"{layout}/{variant}" for layout in ("tp2_sp", "pp2") for variant in ("small", "chunks", "composed")],
+    + [f"{layout}/{variant}" for layout in ("tp2_sp", "pp2") for variant in ("small", "chunks", "composed")]
+    + ["pp2/uneven"],
 )
 def test_a_tied_model_gets_the_gradients_of_both_uses_of_its_weight(tied, case):
     assert_same(tied[case], tied["tp1/whole"])

@@ -419,7 +419,7 @@ def test_processes_that_do_not_fit_the_model_are_refused(source):
     for world, tp, pp, word in (
         (4, 2, 1, "--tp 2 x --pp 1 is 2 processes, but 4 were"),
         (1, 2, None, "--tp 2 x --pp 1 is 2 processes, but 1 was"),
-        (4, 1, 4, "--pp 4"), (4, 4, None, "key-value heads"),
+        (5, 1, 5, "--pp 5"), (4, 4, None, "key-value heads"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=word):
             choose_sizes(spec, world, tp, pp)

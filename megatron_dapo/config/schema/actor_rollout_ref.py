@@ -59,6 +59,10 @@ class MegatronConfig(Section):
     """Ranks that share the stack of layers (1F1B schedule)."""
     virtual_pipeline_model_parallel_size: MayChangeOnResume[NumProcesses | None] = None
     """Model chunks per pipeline rank (interleaved schedule); null = plain 1F1B."""
+    pipeline_layers: MayChangeOnResume[list[NonNegativeInt] | None] = None
+    """Layers of each of the PP x VPP chunks, in the order in which tokens pass them (chunk c is on pipeline rank c mod
+    PP). The first has the embedding besides, the last the head; these two may have no layer. null = as even as
+    possible, with embedding and head counted as a layer each where the layers do not divide (docs/models.md)."""
     sequence_parallel: MayChangeOnResume[bool] = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
     expert_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
