@@ -18,6 +18,7 @@ from megatron_dapo.planner.server_time import push_s, server_speed
 from megatron_dapo.planner.training_time import Efficiency, TrainerLayout, TrainingWork, training_time
 
 NEMO_05 = "docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html"
+NEMO_06 = "docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
 NEMO_04 = "github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md at 06beed91 (v0.4)"
 VERL = "github.com/verl-project/verl, docs/advance/one_step_off.md"
 
@@ -90,6 +91,14 @@ def _moe(name: str, length: float, step: float, **facts: Any) -> PublishedRun:
     return _nemo(name, "qwen3-30b-a3b", length, step, **{"tp": 1, "ep": 8, "server_tp": 2, **facts})
 
 
+def _large_moe(name: str, length: float, step: float, **facts: Any) -> PublishedRun:
+    """The same of Qwen3-235B-A22B with 16 prompts in one optimizer step, 8192 tokens with the prompt, all layers
+    recomputed (examples/configs/recipes/llm/performance/grpo-qwen3-235b-32n8g-async-1off.yaml beside the page)."""
+    layout = {"tp": 4, "pp": 8, "ep": 16, "recompute": 1.0, "server_tp": 8}
+    work = {"groups": 16, "mini_batches": 1, "longest": 8192 - PROMPT, "max_tokens": 8192}
+    return _nemo(name, "qwen3-235b-a22b", length, step, **{**layout, **work, **facts})
+
+
 def _verl(name: str, **facts: Any) -> PublishedRun:
     """DAPO of verl with Megatron: 512 prompts x 16 responses, 16 optimizer steps, TP 2, PP 2, two samples per
     micro-batch (shell/dapo_7b_math_megatron_colocate.sh beside the page's code, which also says 2 nodes of 8). The page
@@ -134,6 +143,8 @@ RUNS = (
     _qwen("Qwen3 32B, 32 + 32 H100, v0.4", 3207, 215, **_V04, **_nodes(32, 32)),
     _moe("Qwen3 30B-A3B, 16 + 16 H100", 3201, 154, pp=2, **_nodes(16, 16)),
     _moe("Qwen3 30B-A3B, 16 + 16 H100, v0.4", 3158, 244, pp=2, **_V04, **_nodes(16, 16)),
+    _large_moe("Qwen3 235B-A22B, 128 + 128 H100, v0.6", 5721, 231, source=NEMO_06, **_nodes(128, 128)),
+    _large_moe("Qwen3 235B-A22B, 128 + 128 H100, v0.4", 5691, 241, **_V04, **_nodes(128, 128)),
     _llama("Llama 3.1 8B, 4 + 4 GB200", 1107, 71.1, **_GB200, **_nodes(4, 4)),
     _qwen("Qwen3 32B, 16 + 16 GB200", 3258, 210, tp=2, pp=1, server_tp=1, **_GB200, **_nodes(16, 16)),
     _moe("Qwen3 30B-A3B, 16 + 16 GB200", 3204, 136, ep=16, server_tp=1, **_NVL72, **_nodes(16, 16)),

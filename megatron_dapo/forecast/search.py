@@ -167,10 +167,13 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
             continue
         if not all(_divides(spec, tp, pp) for spec in specs):
             continue
+        if num_gpus // pp % config.actor_rollout_ref.actor.megatron.expert_model_parallel_size:
+            continue
         keys = {
             f"{MEGATRON}.tensor_model_parallel_size": tp,
             f"{MEGATRON}.pipeline_model_parallel_size": pp,
             f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
+            f"{MEGATRON}.pipeline_layers": None,
             f"{MEGATRON}.context_parallel_size": cp,
             f"{MEGATRON}.sequence_parallel": tp > 1,
         }
@@ -181,7 +184,7 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
 
 
 def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
-    return not (spec.num_heads % tp or spec.num_kv_heads % tp or spec.num_layers % pp)
+    return pp <= spec.num_layers and not (spec.num_heads % tp or spec.num_kv_heads % tp)
 
 
 def changed_overrides(config: Config, keys: Mapping[str, Any]) -> list[str]:

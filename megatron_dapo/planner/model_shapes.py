@@ -39,6 +39,17 @@ def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tie
     }
 
 
+def _qwen3_moe(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, expert_ffn: int) -> dict[str, Any]:
+    return _qwen3(hidden, layers, heads, kv_heads, ffn) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": expert_ffn,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    }
+
+
 def _llama3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
     return _decoder("LlamaForCausalLM", hidden, layers, heads, kv_heads, ffn) | {
         "vocab_size": 128256,
@@ -75,15 +86,8 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 36, 32, 8, 12288),
     "qwen3-14b": _qwen3(5120, 40, 40, 8, 17408),
     "qwen3-32b": _qwen3(5120, 64, 64, 8, 25600),
-    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 4, 6144)
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 6144, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 12288, 1536),
     # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
     "llama-3.1-8b": _llama3(4096, 32, 32, 8, 14336),
     "llama-3.1-70b": _llama3(8192, 80, 64, 8, 28672),
