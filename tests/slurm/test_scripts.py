@@ -16,6 +16,8 @@ HEADS = {
     "acceptance.sh": "gpu",
     "dapo_32b.sh": "gpu",
     "dapo_7b.sh": "gpu",
+    "dapo_qwen3_235b_a22b.sh": "gpu",
+    "dapo_qwen3_30b_a3b.sh": "gpu",
     "demo.sh": "cpu",
 }  # script -> the tests' partition that has its nodes
 LOCAL_SLURM = "tests/slurm/local_slurm.sh"
@@ -60,7 +62,9 @@ def test_the_script_of_the_acceptance_run_hands_its_words_on():
     assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("environment"), done.stderr
 
 
-@pytest.mark.parametrize(("name", "nodes"), [("dapo_32b", 16), ("dapo_7b", 2)])
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("dapo_32b", 16), ("dapo_7b", 2), ("dapo_qwen3_235b_a22b", 32), ("dapo_qwen3_30b_a3b", 6)]
+)
 def test_a_dry_run_shows_nodes_processes_and_memory_and_then_what_is_missing_here(name, nodes):
     done = run("bash", f"slurm/{name}.sh", DRY_RUN="1")
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("FAILED (2): data.train_files holds")

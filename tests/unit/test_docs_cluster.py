@@ -8,9 +8,11 @@ import pytest
 from launch.slurm import outcome
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.memory import server_memory, trainer_memory
+from megatron_dapo.planner.model_shapes import model_json_named
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
@@ -89,6 +91,22 @@ def test_the_sizing_table_is_the_memory_estimates():
         assert nodes * 8 == tp * pp * dp
         assert round(trainer_memory(config, spec).total / GB) == trainer_gb, size
         assert (round(server.weights / GB), server.num_tokens // 22528) == (weights_gb, num_samples), size
+
+
+@pytest.mark.parametrize("size", ["30B-A3B", "235B-A22B"])
+def test_the_table_of_mixtures_is_their_recipes(size):
+    (line,) = re.findall(rf"^\| {size} \|([ \d|]+)\|$", SECTIONS["How many nodes"], re.MULTILINE)
+    config = load_config(ROOT / "configs" / f"dapo_qwen3_{size.lower().replace('-', '_')}.yaml")
+    spec = model_spec(model_json_named(f"qwen3-{size}"))
+    sizes = parallel_sizes(config)
+    servers = config.actor_rollout_ref.rollout.server
+    server = server_memory(config, spec)
+    assert [int(number) for number in line.split("|")] == [
+        *(config.trainer.nnodes, sizes.tp, sizes.pp, sizes.dp, sizes.ep),
+        round(trainer_memory(config, spec).total / GB),
+        *(servers.nnodes, servers.tensor_model_parallel_size),
+        *(round(server.weights / GB), server.num_tokens // 22528),
+    ]
 
 
 def test_the_readme_leads_here():

@@ -1,10 +1,12 @@
 """Every shipped recipe parses, is free of contradictions, and has on what its name promises."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
@@ -21,7 +23,11 @@ from megatron_dapo.config.recipes import recipe as path_of
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.forecast.simulation import Machines, Recipe, Simulation, random_draws
+from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.memory import server_memory, trainer_memory
+from megatron_dapo.planner.model_shapes import model_json_named
+from megatron_dapo.planner.pipeline import split_of
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import load_for_evaluation, validate
 from megatron_dapo.rewards.registry import score_response
@@ -36,6 +42,8 @@ RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 MODELS = {  # the sizes in the published config.json of each model
     "models/Qwen2.5-32B": QWEN2_5_32B,
     "models/Qwen2.5-7B": QWEN2_5_7B,
+    "models/Qwen3-30B-A3B": model_json_named("qwen3-30b-a3b"),
+    "models/Qwen3-235B-A22B": model_json_named("qwen3-235b-a22b"),
     "models/Qwen2.5-3B-Instruct": {
         "num_hidden_layers": 36,
         "num_attention_heads": 16,
@@ -217,6 +225,32 @@ def test_the_asynchronous_recipe_takes_as_many_optimizer_steps_on_as_many_nodes_
     assert "staleness     max_staleness 0: a step is trained on what its own weights wrote" in process_plan(synchronous)
     assert "64 ranks train (50%), 64 sample" in process_plan(synchronous)
     assert "prompts drawn in waves, a gen batch of 1536 at most" in process_plan(synchronous)
+
+
+# (TP, PP, DP, EP), layers of the chunks, GB of the fullest GPU, samples of full length that a server's cache holds
+MIXTURES = {
+    "dapo_qwen3_30b_a3b.yaml": ((4, 1, 4, 8), "48", 55, 90),
+    "dapo_qwen3_235b_a22b.yaml": ((4, 6, 4, 8), "15, 4 x 16, 15", 72, 10),
+}
+# what a recipe of a mixture has otherwise than dapo_32b.yaml: nothing of the algorithm
+OTHERWISE = re.compile(
+    r"actor_rollout_ref\.(model\.path|actor\.megatron\.\w+_size|rollout\.(max_concurrency|server\.\w+))|trainer\.(experiment_name|nnodes|save_interval)"
+)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_recipes_of_mixtures_have_the_algorithm_of_the_reference_run_and_fit_into_memory(name):
+    reference, config = recipe("dapo_32b.yaml"), recipe(name)
+    other = {key for key, value in values(config.model_dump()).items() if values(reference.model_dump())[key] != value}
+    assert all(OTHERWISE.fullmatch(key) for key in other), other
+    parallel, layers, trainer_gb, num_samples = MIXTURES[name]
+    spec, sizes = model_spec(MODELS[config.actor_rollout_ref.model.path]), parallel_sizes(config)
+    assert (sizes.tp, sizes.pp, sizes.dp, sizes.ep) == parallel and str(split_of(spec, sizes)) == layers
+    server = config.actor_rollout_ref.rollout.server
+    assert server.num_servers * server.tensor_model_parallel_size == 8 * server.nnodes
+    assert round(trainer_memory(config, spec).total / GB) == trainer_gb <= config.trainer.gpu_memory_gb
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert server_memory(config, spec).num_tokens // longest == num_samples
 
 
 @pytest.mark.parametrize("name", RECIPES_OF_GPUS)

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Qwen3-30B-A3B by DAPO (configs/dapo_qwen3_30b_a3b.yaml): 2 trainer and 4 server nodes of 8 GPUs of 80 GB.
+#   sbatch slurm/dapo_qwen3_30b_a3b.sh [key=value ...]         its settings are in slurm/body.sh
+#   DRY_RUN=1 bash slurm/dapo_qwen3_30b_a3b.sh
+#SBATCH --job-name=dapo_qwen3_30b_a3b
+#SBATCH --nodes=6
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+# Where Slurm knows no GPUs (no GRES): sbatch --gpus-per-node=0.
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+# Two hours before the end the run is asked to save: sampling ends then, the update of what is sampled does not. NOTICE_S
+# below says the same, for the plan, which tells whether it is enough.
+#SBATCH --signal=B:USR1@7200
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+[ -f slurm/body.sh ] || cd "$(dirname "$0")/.."
+[ -f slurm/body.sh ] || { echo "FAILED (2): submit this from the folder of the repository" >&2; exit 2; }
+
+export CONFIG=${CONFIG:-configs/dapo_qwen3_30b_a3b.yaml} NOTICE_S=${NOTICE_S:-7200}
+exec bash slurm/body.sh "$@"
