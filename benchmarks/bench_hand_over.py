@@ -39,7 +39,8 @@ def measured(checkout: Path, num_samples: int, num_tokens: int, rounds: int) -> 
 
 
 def compared(now: dict, before: dict | None) -> dict:
-    """Return the figures of one size. ratio: how many times as long the whole hand-over took before."""
+    """Return the figures of one size. ratio: how many times as long the whole hand-over took before; cpu_ratio: in CPU
+    seconds of all processes, which say more where others are at work."""
     result = {
         "num_samples": now["num_samples"],
         "num_tokens": now["num_tokens"],
@@ -49,6 +50,7 @@ def compared(now: dict, before: dict | None) -> dict:
     }
     if before is not None:
         result |= {BEFORE: before, "ratio": seconds(before) / seconds(now)}
+        result["cpu_ratio"] = before["cpu_s"] / now["cpu_s"]
     return result
 
 
@@ -61,7 +63,7 @@ def show(results: Sequence[dict]) -> None:
     """Print a line per size and checkout."""
     columns = (
         *("samples", "share of recipe", "program", "bytes per token", "ms per answer", "to rank 0 s", "to ranks s"),
-        *("(cut s)", "(collate s)", "sum s", "state fetched s", "written s", "read s", "GB"),
+        *("(cut s)", "(collate s)", "sum s", "CPU s", "state fetched s", "written s", "read s", "GB"),
     )
     table = plain_table(f"hand-over at {results[0]['num_tokens']} tokens, TP2 x DP2", columns)
     for result in results:
@@ -72,12 +74,17 @@ def show(results: Sequence[dict]) -> None:
             cells = [f"{result['num_samples']}", f"{result['share_of_recipe']:.3g}", name]
             cells += [f"{figures['bytes_per_token']:.1f}", f"{figures['ms_per_answer']:.1f}"]
             parts = [figures[f"{part}_s"] for part in ("to_rank_0", "to_ranks", "cut", "collate")]
-            parts += [seconds(figures), *(figures[f"state_{part}_s"] for part in ("to_rank_0", "written", "read"))]
+            parts += [
+                seconds(figures),
+                figures["cpu_s"],
+                *(figures[f"state_{part}_s"] for part in ("to_rank_0", "written", "read")),
+            ]
             table.add_row(*cells, *(f"{part:.2f}" for part in parts), f"{figures['state_bytes'] / 1e9:.2f}")
     Console(width=160).print(table)
     for result in results:
         if "ratio" in result:
-            print(f"{result['num_samples']} samples: {result['ratio']:.1f} times as long before")
+            print(f"{result['num_samples']} samples: {result['ratio']:.1f} times as long before, ", end="")
+            print(f"{result['cpu_ratio']:.1f} times the CPU seconds")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict:
@@ -85,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     parser.add_argument("--quick", action="store_true", help="32 samples of 500 tokens: does it run?")
     parser.add_argument("--samples", default="512,1024", help="numbers of samples, with commas between them")
     parser.add_argument("--tokens", type=int, default=6000, help="of each response")
-    parser.add_argument("--rounds", type=int, default=3, help="hand-overs of which the median is taken")
+    parser.add_argument("--rounds", type=int, default=3, help="hand-overs of which the fastest is taken")
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout, measured too")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     options = parser.parse_args(arguments)

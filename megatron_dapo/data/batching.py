@@ -34,7 +34,7 @@ class TrainSample:
     reward: float  # after shaping
     advantage: float  # the same for every token of the response
     correct: bool
-    weight_versions: np.ndarray  # int32, of the weights that wrote token t + 1; 0 where it is not the response's
+    weight_versions: np.ndarray  # int32, of the weights that wrote token t + 1; [1] where one version wrote them all
     exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
     baseline_reward: float | None = None  # the group's, as is `keep`: see SampleReward
     keep: bool = True
@@ -190,6 +190,8 @@ def _train_sample(index: int, sample: Sample, group: Group, advantage: float, fi
     assert len(sample.prompt_tokens), f"sample {sample.uid}: without a prompt nothing predicts the first token"
     num_prompt = len(sample.prompt_tokens)
     num_response = len(sample.response_tokens)
+    versions = sample.weight_versions
+    is_one_version = num_response > 0 and bool((versions == versions[0]).all())
     lengths = {len(sample.loss_mask), len(sample.rollout_log_probs), len(sample.weight_versions)}
     assert lengths == {num_response}, f"sample {sample.uid}: lengths differ"
 
@@ -210,7 +212,8 @@ def _train_sample(index: int, sample: Sample, group: Group, advantage: float, fi
         reward=sample.reward,
         advantage=advantage,
         correct=sample.correct,
-        weight_versions=aligned(sample.weight_versions, VERSION),
+        # a third of the bytes that go to the ranks, and nearly always the same number
+        weight_versions=versions[:1] if is_one_version else aligned(versions, VERSION),
         exp_mask=sample.exp_mask,
         baseline_reward=group.baseline_reward,
         keep=group.keep,

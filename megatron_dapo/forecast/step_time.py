@@ -31,10 +31,10 @@ from megatron_dapo.planner.training_time import (
 )
 from megatron_dapo.rollout.group_filter import by_correctness
 
-# Of the controller's and the ranks' work per token of a step before they train, on the safe side: 0.92 s for 1024
-# answers of 6000 tokens at TP 2, DP 2 on two cores, before the controller and rank 0 shared memory; a third of that
-# since, on faster cores (benchmarks/results/hand_over_cpu.json). The nodes' network is not in it.
-HAND_OVER_S = 0.15e-6
+# Of the controller's and the ranks' work per token of a step before they train: 3.69 s for 8192 answers of 6000 tokens
+# with prompts of 200, at TP 2, DP 2 on two cores (benchmarks/results/hand_over_cpu.json), before the garbage collector
+# paused meanwhile. The nodes' network is not in it.
+HAND_OVER_S = 0.073e-6
 # Requests of a simulated step, about: a larger step is simulated by a part of it with as many of its servers.
 SIMULATED_REQUESTS = 3000
 MEASURED_STEPS = 6

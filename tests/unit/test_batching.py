@@ -15,7 +15,7 @@ from megatron_dapo.data.batching import (
     mini_batches,
     shard_over_data_parallel,
 )
-from megatron_dapo.data.packing import schedule
+from megatron_dapo.data.packing import collate, schedule
 from megatron_dapo.data.types import Group, Prompt, Sample
 
 pytestmark = pytest.mark.unit
@@ -53,6 +53,13 @@ def test_a_sample_is_aligned_to_the_position_that_predicts():
     assert sample.length == 6 and sample.correct and sample.uid == "a"
     dtypes = (sample.tokens.dtype, sample.loss_mask.dtype, sample.weight_versions.dtype)
     assert dtypes == (np.int32, np.uint8, np.int32)
+
+
+def test_one_version_that_wrote_a_whole_response_is_said_once():
+    (sample,) = assemble([make_group("a", [1.0], prompt=(1, 2, 3), weight_versions=(4, 4, 4))])
+    assert sample.weight_versions.tolist() == [4] and sample.weight_versions.dtype == np.int32
+    batch = collate([sample], pad_multiple=8)
+    assert batch.weight_versions[0, batch.loss_mask[0] != 0].tolist() == [4, 4, 4]
 
 
 def test_an_empty_response_counts_for_nothing():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.forecast.published import RUNS, planned
+from benchmarks.compare_published import comparison
 
 pytestmark = pytest.mark.unit
 
@@ -16,16 +16,9 @@ CLAIMED = 0.25
 def table():
     """The rows of docs/plan.md, computed anew: (run, part) -> line."""
     rows = {}
-    for run in RUNS:
-        estimate = planned(run)
-        for part, seconds in run.published.items():
-            if run.total_length is None and part == "score":
-                continue  # the length was chosen so that this part is right
-            ratio = estimate[part] / seconds
-            rows[run.name, part] = (
-                f"| {run.name} | {part} | {seconds:g} | {estimate[part]:.0f} | {ratio:.2f} |",
-                ratio,
-            )
+    for name, part, seconds, estimate in comparison():
+        ratio = estimate / seconds
+        rows[name, part] = (f"| {name} | {part} | {seconds:g} | {estimate:.0f} | {ratio:.2f} |", ratio)
     return rows
 
 

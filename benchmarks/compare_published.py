@@ -1,0 +1,34 @@
+"""Published runs of other programs beside what a plan of time says of them: the table of docs/plan.md.
+
+python -m benchmarks.compare_published
+"""
+
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from benchmarks.report import plain_table
+from megatron_dapo.forecast.published import RUNS, planned
+
+
+def comparison() -> Iterator[tuple[str, str, float, float]]:
+    """Yield (run, part, published seconds, estimated seconds). The part by which a run's lengths were chosen is no
+    check, and left out."""
+    for run in RUNS:
+        estimate = planned(run)
+        for part, seconds in run.published.items():
+            if run.total_length is not None or part != "score":
+                yield run.name, part, seconds, estimate[part]
+
+
+def main() -> int:
+    table = plain_table("published runs", ("run", "part", "published s", "estimate s", "ratio"))
+    for name, part, seconds, estimate in comparison():
+        table.add_row(name, part, f"{seconds:g}", f"{estimate:.0f}", f"{estimate / seconds:.2f}")
+    Console(highlight=False, width=120).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
