@@ -13,7 +13,8 @@ from examples.arithmetic.problems import split
 from examples.character_model import CHARACTERS, PAD, VOCABULARY, model_config, tokenizer
 
 LONGEST = 40  # characters of a response
-STEPS, BATCH_SIZE, LEARNING_RATE = 300, 64, 1e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 200, 32, 2e-3
+NUM_LAYERS = 2
 SEED = 1
 
 
@@ -37,6 +38,8 @@ def train(steps: int = STEPS):
     prompts = [problem.prompt for problem in split()[0]]
     config = model_config()
     config.num_labels = 1
+    config.num_hidden_layers = NUM_LAYERS
+    config.layer_types = config.layer_types[:NUM_LAYERS]
     model = Qwen2ForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for _ in range(steps):
