@@ -1,0 +1,255 @@
+"""How many responses a second each kind of reward scores, all on the same responses in one run: reward functions of
+each form, the tests of programs in their sandbox, a reward model and a judge that real SGLang servers serve.
+
+With --kills the reward model's server is killed (SIGKILL) so often while responses come, and started again by its
+supervisor; it fails where a response goes without its score, or gets another one than before.
+
+python -m benchmarks.bench_rewards [--quick] [--responses N] [--kills N] [--json FILE]
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.report import plain_table, written
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.types import Prompt
+from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rollout.controller import make_scorers
+from megatron_dapo.rollout.run_servers import RunServers
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny, make_tiny_classifier
+
+GROUP_SIZE = 8
+NUM_WORKERS = 2
+QUESTION = "read numbers from one line and print their sum"
+TESTS = json.dumps({"inputs": ["1 2 3\n", "-4 4\n"], "outputs": ["6\n", "0\n"]})
+JUDGE_TOKENS = 8
+MAX_DIFFERENCE = 1e-5  # of two scores of one response, in float32 by batches of other sizes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of reward: its name, the reward function, and keys of the config."""
+
+    name: str
+    function: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Served:
+    """What names the servers in a config, by whom they are asked."""
+
+    model: tuple[str, ...]
+    judge: tuple[str, ...]
+
+
+def responses(number: int) -> list[str]:
+    """Return so many responses, all different: right programs, and every fourth a wrong one."""
+    texts = []
+    for place in range(number):
+        program = "print(6)" if place % 4 == 3 else "print(sum(map(int, input().split())))"
+        texts.append(f"this is answer {place}\n```python\n{program}\n```")
+    return texts
+
+
+def cases(served: Served) -> list[Case]:
+    return [
+        Case("plain function", "benchmarks.reward_functions:plain"),
+        Case("async function", "benchmarks.reward_functions:coroutine"),
+        Case(f"group function, n = {GROUP_SIZE}", "benchmarks.reward_functions:group"),
+        Case("batched function", "benchmarks.reward_functions:batched"),
+        Case("code_tests, 2 tests", "code_tests"),
+        Case("reward model", "none", served.model),
+        Case(f"judge, {JUDGE_TOKENS} tokens", "none", served.judge),
+        Case("plain function + reward model", "benchmarks.reward_functions:plain", served.model),
+    ]
+
+
+async def scored(
+    config: Config, texts: Sequence[str], on_begin: Callable[[], object] = lambda: None
+) -> tuple[list[RewardResult], float]:
+    """Return the verdicts on all responses, asked for at once, and seconds; what has to start has started before
+    `on_begin`."""
+    reward = config.reward
+    pool = RewardPool(reward.function, {}, NUM_WORKERS, 60.0, 4096)
+    scorers = make_scorers(config)
+    await pool.start()
+    await scorers.start(60.0)
+    prompt = Prompt(0, "key", (1,), "", "taco", TESTS, messages=[{"role": "user", "content": QUESTION}])
+
+    async def one(text: str) -> RewardResult:
+        return await scorers.combined(await pool.score("taco", text, TESTS), prompt, text)
+
+    async def of_group(group_texts: Sequence[str]) -> list[RewardResult]:
+        return await pool.score_group("taco", group_texts, TESTS)
+
+    try:
+        on_begin()
+        began = time.perf_counter()
+        if pool.scores_groups:
+            groups = (of_group(texts[start : start + GROUP_SIZE]) for start in range(0, len(texts), GROUP_SIZE))
+            results = [result for results in await asyncio.gather(*groups) for result in results]
+        else:
+            results = await asyncio.gather(*map(one, texts))
+        return results, time.perf_counter() - began
+    finally:
+        await pool.close()
+        await scorers.close()
+
+
+def measured(folder: Path, served: Served, number: int) -> list[dict]:
+    """Return a row per kind of reward; each scores at least `number` responses, the slow ones fewer."""
+    rows: list[dict] = []
+    for case in cases(served):
+        is_slow = case.name.startswith(("code_tests", "judge"))
+        texts = responses(number // 8 if is_slow else number)
+        config = load_config(None, [f"trainer.run_dir={folder}/run", f"reward.function={case.function}", *case.keys])
+        results, seconds = asyncio.run(scored(config, texts))
+        rows.append(
+            {
+                "reward": case.name,
+                "num_responses": len(texts),
+                "num_errors": sum(result.error is not None for result in results),
+                "seconds": seconds,
+                "per_s": len(texts) / seconds,
+                "of_plain": len(texts) / seconds / (rows[0]["per_s"] if rows else len(texts) / seconds),
+            }
+        )
+        print(f"{case.name}: {rows[-1]['per_s']:.0f} responses/s", file=sys.stderr)
+    return rows
+
+
+async def through_kills(servers: RunServers, config: Config, texts: Sequence[str], kills: int) -> dict:
+    """Return the account of as many rounds of responses as kills, of which each has one in it."""
+    before, seconds_before = await scored(config, texts)
+    looking = asyncio.create_task(_kept_alive(servers))
+    began = time.perf_counter()
+    num_scored = num_lost = num_changed = 0
+    loop = asyncio.get_running_loop()
+    try:
+        for _ in range(kills):
+            *_, pid = servers.pids()
+
+            def kill_in_the_middle(victim: int = pid) -> None:
+                loop.call_later(seconds_before / 2, os.kill, victim, signal.SIGKILL)
+
+            results, _ = await scored(config, texts, kill_in_the_middle)
+            num_scored += len(results)
+            num_lost += sum(result.error is not None for result in results)
+            pairs = zip(results, before, strict=True)
+            num_changed += sum(abs(result.score - earlier.score) > MAX_DIFFERENCE for result, earlier in pairs)
+    finally:
+        looking.cancel()
+    return {
+        "num_kills": kills,
+        "num_responses": num_scored,
+        "num_without_score": num_lost,
+        "num_other_scores": num_changed,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+async def _kept_alive(servers: RunServers) -> None:
+    while True:
+        await asyncio.to_thread(servers.check)
+        await asyncio.sleep(0.2)
+
+
+@contextmanager
+def serving(folder: Path, kills: int) -> Iterator[tuple[RunServers, Served]]:
+    """Yield servers of a tiny reward model and of a tiny judge, and what names them."""
+    judge = make_tiny(folder / "judge", "qwen2")
+    (judge / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    model = make_tiny_classifier(folder / "model", "qwen2")
+    rollout = "actor_rollout_ref.rollout"
+    keys = [
+        f"trainer.run_dir={folder}/run",
+        f"actor_rollout_ref.model.path={judge}",
+        f"reward.model.path={model}",
+        f"{rollout}.server.startup_timeout_s=300.0",
+        f"{rollout}.server.max_restarts={kills + 1}",
+    ]
+    servers = RunServers.of(load_config(None, keys), folder)
+    servers.start()
+    try:
+        while not servers.check():
+            time.sleep(0.2)
+        url, _ = servers.urls
+        of_model = [
+            f"reward.model.path={model}",
+            *servers.overrides()[-2:],
+            f"{rollout}.server.startup_timeout_s=300.0",
+        ]
+        of_judge = [
+            f"reward.judge.url={url}/v1",
+            f"reward.judge.api_key_file={servers.key_file}",
+            f"reward.judge.max_tokens={JUDGE_TOKENS}",
+            "reward.judge.prompt={response}",
+            r"reward.judge.pattern=(\d)",
+        ]
+        yield servers, Served(tuple(of_model), tuple(of_judge))
+    finally:
+        servers.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_rewards", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few responses")
+    parser.add_argument("--responses", type=int, default=4096, metavar="N", help="of the fast kinds (4096)")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="of the reward model's server, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.ERROR)  # a random judge gives few scores
+    number = 128 if arguments.quick else arguments.responses
+    with (
+        tempfile.TemporaryDirectory(prefix="rewards-") as name,
+        serving(Path(name), arguments.kills) as (servers, served),
+    ):
+        rows = measured(Path(name), served, number)
+        account = {}
+        if arguments.kills:
+            config = load_config(None, [f"trainer.run_dir={name}/run", "reward.function=none", *served.model])
+
+            account = asyncio.run(through_kills(servers, config, responses(number // 4), arguments.kills))
+    show(rows, account)
+    written("rewards", torch.device("cpu"), rows, arguments.json, **({"kills": account} if account else {}))
+
+
+def show(rows: Sequence[dict], account: dict) -> None:
+    """Print a line for each kind of reward, and what became of the kills."""
+    table = plain_table("one run", ("reward", "responses", "no verdict", "per second", "of the plain function's"))
+    for row in rows:
+        table.add_row(
+            row["reward"],
+            str(row["num_responses"]),
+            str(row["num_errors"]),
+            f"{row['per_s']:.0f}",
+            f"{row['of_plain']:.3f}",
+        )
+    Console(width=110).print(table)
+    if account:
+        print(
+            f"{account['num_kills']} kills of the reward model's server in {account['seconds']:.0f} s: "
+            f"{account['num_responses']} responses, {account['num_without_score']} without a score, "
+            f"{account['num_other_scores']} with another than before"
+        )
+
+
+if __name__ == "__main__":
+    main()
