@@ -15,7 +15,7 @@ from megatron_dapo.common.errors import JobError, RunStopped, UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Group
+from megatron_dapo.data.types import Group, drop_experts
 from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.planner.flops import TRAINING_PASSES
 from megatron_dapo.planner.hardware import peak_flops
@@ -77,7 +77,8 @@ class Job:
         self.policy = Policy(config, layout, weight_loader(start, "model"))
         self.reference = make_reference(config, layout, load_weights, telemetry.phase)
         self.critic = make_critic(config, layout, weight_loader(start, "critic"), telemetry.phase)
-        self.distributor = StepDistributor(config, layout, self.policy.model.spec)
+        model = self.policy.model
+        self.distributor = StepDistributor(config, layout, model.spec, model.routed_layers)
         self.weights = self._weight_sync() if uses_servers(config) else NoServers()
         self._num_rejoins = 0  # of servers, in pushes between two steps
         self._num_optimizer_steps = 0  # of the last step
@@ -120,10 +121,14 @@ class Job:
         return (list(batch.groups), batch.metrics) if batch else (None, {})
 
     def distribute(self, step: int, groups: list[Group] | None) -> StepShard:
+        """Return this rank's shard of the step. The groups, on rank 0, are without routed experts from then on."""
         self._poll_save()
         self._groups = groups
         with self.telemetry.phase("distribute"):
-            return self.distributor(step, groups)
+            shard = self.distributor(step, groups)
+            if groups is not None:
+                drop_experts(groups)
+        return shard
 
     def score(self, step: int, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
         """Return the shard with the log-probs and advantages that its loss needs, and metrics of them."""

@@ -3,6 +3,9 @@
 import random
 from dataclasses import replace
 
+import numpy as np
+
+from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.types import Group, Prompt, Sample
 
 
@@ -38,6 +41,19 @@ def with_older(groups: list[Group]) -> list[Group]:
         return replace(sample, weight_versions=(-1,) * (length // 2) + (0,) * (length - length // 2))
 
     return [replace(group, samples=tuple(changed(sample) for sample in group.samples)) for group in groups]
+
+
+def with_experts(groups: list[Group], shape: RouterShape, seed: int = 0) -> list[Group]:
+    """The same with the experts of a server whose routers draw lots."""
+    generator = np.random.default_rng(seed)
+    moe = shape.moe
+
+    def changed(sample: Sample) -> Sample:
+        scores = generator.random(((sample.num_tokens - 1) * shape.num_layers, moe.num_experts))
+        experts = scores.argsort(1)[:, : moe.experts_per_token]
+        return replace(sample, routed_experts=experts.flatten().astype(shape.dtype))
+
+    return [replace(group, samples=tuple(map(changed, group.samples))) for group in groups]
 
 
 def _sample(rng: random.Random, uid: str, prompt: tuple[int, ...], vocab_size: int, max_response: int) -> Sample:

@@ -20,7 +20,7 @@ SUFFIX = ".safetensors"
 OLD_SUFFIX = ".json.gz"  # of a program that wrote lists
 
 _ARRAY = "__array__"
-_DTYPES = ("float32", "int32", "uint8")
+_DTYPES = ("float32", "int32", "uint8", "uint16")
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ def to_bytes(state: dict[str, Any]) -> bytes:
     """Return plain data as the content of a file. The same data give the same bytes.
 
     What JSON cannot hold, such as bytes in a prompt's extra_info, is a TypeError and not changed; so is an array that
-    is not of one dimension, or not float32, int32 or uint8.
+    is not of one dimension, or of another dtype than these are written in.
     """
     key = _ARRAY
     text, arrays = _taken_apart(state, key)

@@ -11,6 +11,7 @@ from megatron_dapo.config.derived import (
     clip_keys,
     effective_clip,
     gen_batch_size,
+    needs_old_log_probs,
     needs_reference,
     uses_dynamic_sampling,
     uses_filter_mode,
@@ -25,8 +26,10 @@ from megatron_dapo.config.key_names import (
     LOSS_FUNCTION,
     OVERLONG,
     POLICY_LOSS,
+    READ_FOR_OLD_LOG_PROBS,
     REPLAY,
     ROLLOUT,
+    ROUTER_REPLAY,
     SAMPLING,
     SAMPLING_SWITCHES,
     USE_DAPO,
@@ -365,6 +368,28 @@ _TERMS_OF_OURS = {
 }
 
 
+def router_replay(config: Config) -> Iterator[Mistake]:
+    mode = config.actor_rollout_ref.actor.router_replay
+    if mode == "rollout" and config.trainer.synthetic_batch:
+        yield Mistake(
+            (ROUTER_REPLAY, "trainer.synthetic_batch"),
+            f"{ROUTER_REPLAY} is rollout, but with trainer.synthetic_batch there are no servers whose experts could be "
+            f"replayed; set it to old or off.",
+        )
+    if mode == "old" and not needs_old_log_probs(config):
+        yield Mistake(
+            (ROUTER_REPLAY, *READ_FOR_OLD_LOG_PROBS),
+            f"{ROUTER_REPLAY} is old, but there is no pass for old log-probs whose experts could be replayed: "
+            f"{_why_none(config)}; set it to rollout or off.",
+        )
+
+
+def _why_none(config: Config) -> str:
+    if config.algorithm.rollout_correction.bypass_mode:
+        return f"with {CORRECTION}.bypass_mode the servers' log-probs are the old ones"
+    return "with one optimizer step per rollout step they are the current ones"
+
+
 def loss_function(config: Config) -> Iterator[Mistake]:
     """Yield the mistakes of `actor.loss_function` with the keys that it cannot be combined with."""
     path = config.actor_rollout_ref.actor.loss_function
@@ -401,5 +426,6 @@ ALGORITHM_CHECKS = (
     estimators,
     experience_replay,
     kl,
+    router_replay,
     loss_function,
 )

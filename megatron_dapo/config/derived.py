@@ -236,6 +236,11 @@ def uses_experience_replay(config: Config) -> bool:
     return config.exp_manager.experience_replay.enable
 
 
+def replays_servers_experts(config: Config) -> bool:
+    """Return whether the servers tell which experts their routers chose, for the trainer's to take them."""
+    return config.actor_rollout_ref.actor.router_replay == "rollout"
+
+
 def uses_kl_loss(config: Config) -> bool:
     actor = config.actor_rollout_ref.actor
     return actor.use_kl_loss and actor.kl_loss_coef != 0.0

@@ -21,6 +21,7 @@ USE_DAPO = f"{ACTOR}.use_dapo"
 N = f"{ROLLOUT}.n"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS_FUNCTION = f"{ACTOR}.loss_function"
+ROUTER_REPLAY = f"{ACTOR}.router_replay"
 ESTIMATOR = "algorithm.adv_estimator"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
 # what cuts a model's layers into the chunks of a pipeline
@@ -36,3 +37,14 @@ PADDING = keys_of(
 # what `derived.uses_filter_mode` and `derived.uses_dynamic_sampling` read
 FILTER_MODE = ("algorithm.dapo.enable", f"{SAMPLING}.enable", f"{SAMPLING}.filter_mode")
 SAMPLING_SWITCHES = (*FILTER_MODE, f"{GROUPS}.enable")
+# what `derived.needs_old_log_probs` reads
+READ_FOR_OLD_LOG_PROBS = (
+    "data.train_batch_size",
+    *keys_of(ACTOR, "ppo_mini_batch_size", "ppo_epochs"),
+    *keys_of(CORRECTION, "bypass_mode", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "max_mismatch"),
+    *keys_of(KL_CTRL, "kl_coef"),
+    "algorithm.use_kl_in_reward",
+    ESTIMATOR,
+    f"{REPLAY}.enable",
+    "trainer.synthetic_batch",
+)

@@ -3,7 +3,8 @@
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapreplace
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,13 +15,13 @@ import torch
 from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
-from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, Dtype, joined
+from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, Dtype, joined, nothing
 from megatron_dapo.data.types import Group, Sample
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSample:
-    """One sequence, prompt and response, as the trainer needs it. L tokens; all arrays are [L].
+    """One sequence, prompt and response, as the trainer needs it. L tokens; all arrays but routed_experts are [L].
 
     Everything but `tokens` is aligned to the position that predicts: entry t belongs to token t + 1, so the entry of
     the last token is always 0, and `loss_mask[t] == 1` says that token t + 1 was written by the model and counts.
@@ -38,6 +39,8 @@ class TrainSample:
     exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
     baseline_reward: float | None = None  # the group's, as is `keep`: see SampleReward
     keep: bool = True
+    # of the tokens but the last one, each in its own place (data/routed_experts.py); empty where nobody knows them
+    routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
     @property
     def length(self) -> int:
@@ -217,4 +220,5 @@ def _train_sample(index: int, sample: Sample, group: Group, advantage: float, fi
         exp_mask=sample.exp_mask,
         baseline_reward=group.baseline_reward,
         keep=group.keep,
+        routed_experts=sample.routed_experts,
     )

@@ -13,6 +13,7 @@ TOKEN = np.int32
 LOG_PROB = np.float32
 MASK = np.uint8
 VERSION = np.int32
+EXPERT = np.uint8
 
 Dtype: TypeAlias = type[np.generic]
 TokenIds: TypeAlias = Sequence[int] | np.ndarray
@@ -26,6 +27,7 @@ _NAMES = {
     "rollout_log_probs": "log-prob",
     "loss_mask": "loss mask",
     "weight_versions": "weight version",
+    "routed_experts": "routed expert",
 }
 _KINDS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}}  # of a dtype -> what JSON may hold for it
 _WORDS = {"i": "no whole number", "u": "no whole number", "f": "no number"}

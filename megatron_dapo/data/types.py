@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, Dtype, TokenRecord
+from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, Dtype, TokenRecord, nothing
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Prompt:
 class Sample(TokenRecord):
     """One response, or one trajectory: turns of the model with an environment's tokens between them.
 
-    Arrays are [L], the response's length, but for prompt_tokens.
+    Arrays are [L], the response's length, but for prompt_tokens, and for routed_experts, which are of prompt and
+    response (`data.routed_experts`).
     """
 
     ARRAYS: ClassVar[Mapping[str, Dtype]] = {
@@ -37,6 +39,7 @@ class Sample(TokenRecord):
         "rollout_log_probs": LOG_PROB,
         "loss_mask": MASK,
         "weight_versions": VERSION,
+        "routed_experts": EXPERT,
     }
 
     uid: str  # the group's
@@ -57,6 +60,8 @@ class Sample(TokenRecord):
     servers: tuple[str, ...] = ()  # URLs of those that wrote its turns
     reward_error: str | None = None  # why the verifier gave no answer, if it did not
     answer: str | None = None  # what it answers, for a vote among responses; None = nothing
+    # the servers', where the trainer is to replay them; empty = not asked for, or unknown
+    routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
     @property
     def num_response_tokens(self) -> int:
@@ -78,6 +83,12 @@ class Sample(TokenRecord):
         bare = copy(self)
         object.__setattr__(bare, "response_text", "")
         return bare
+
+    def without_experts(self) -> "Sample":
+        """Return the same without routed experts, with arrays of its own: memory that holds many samples together is
+        free when nobody has an array there."""
+        arrays = {name: getattr(self, name).copy() for name in self.ARRAYS}
+        return replace(self, **arrays | {"routed_experts": nothing(EXPERT)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +122,14 @@ class Group:
     keep: bool = True
     version: int = 0
     partials: tuple[PartialResponse, ...] = ()
+
+
+def drop_experts(groups: list[Group]) -> None:
+    """Put in the place of groups whose samples have routed experts, which take most of their memory, the same groups
+    without."""
+    for number, group in enumerate(groups):
+        if any(len(sample.routed_experts) for sample in group.samples):
+            groups[number] = replace(group, samples=tuple(sample.without_experts() for sample in group.samples))
 
 
 @dataclass(frozen=True)

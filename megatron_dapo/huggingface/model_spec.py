@@ -23,6 +23,11 @@ class MoEConfig:
     experts_per_token: int
     norm_topk_prob: bool
 
+    @property
+    def bytes_per_choice(self) -> int:
+        """Return how many bytes hold the number of an expert."""
+        return 1 if self.num_experts <= 256 else 2
+
 
 @dataclass(frozen=True)
 class ModelSpec:

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
@@ -16,6 +18,7 @@ from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
+from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.user_buffers import make_user_buffers
 from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
@@ -35,6 +38,11 @@ class ModelParts:
     uses_transformer_engine: bool
 
     @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Return the numbers, from 0, of this rank's layers with experts, chunk after chunk."""
+        return tuple(layer.layer_number - 1 for chunk in self.chunks for layer in layers_with_experts(chunk))
+
+    @property
     def head(self) -> LogProbHead | ValueHead | None:
         """Return what answers, on the last pipeline stage."""
         last = self.chunks[-1]
@@ -50,6 +58,7 @@ def build_model(
     fused_head: bool = True,
     for_training: bool = True,
     num_tokens: int | None = None,
+    replay_routers: bool = False,
 ) -> ModelParts:
     """Build this rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a
     critic's spec: with a value head, which is 0.
@@ -57,6 +66,7 @@ def build_model(
     fused_head: kernels that are compiled on the machine work here; on a GPU the activation is one of them then, too.
     for_training: false saves time and memory where there will be no gradients.
     num_tokens: of each micro-batch, where all have as many (tp_comm_overlap).
+    replay_routers: a mixture's routers take the experts that come with a micro-batch.
     """
     use_te = _use_transformer_engine(megatron)
     if layout.cp > 1 and is_gpu() and not use_te:
@@ -81,7 +91,22 @@ def build_model(
         if is_gpu():
             chunk.cuda()
         _mark_experts(chunk)
+    if replay_routers:
+        _replay_routers(chunks)
     return ModelParts(chunks, config, spec, use_te)
+
+
+def _replay_routers(chunks: list[ModelChunk]) -> None:
+    first = 0
+    for chunk in chunks:
+        routers = [layer.mlp.router for layer in layers_with_experts(chunk)]
+        chunk.router_replay = ChunkReplay(routers, first)
+        first += len(routers)
+
+
+def layers_with_experts(chunk: ModelChunk) -> list[TransformerLayer]:
+    """Return a chunk's layers whose MLP is a mixture of experts, in their order."""
+    return [layer for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
 
 
 def _use_transformer_engine(megatron: MegatronConfig) -> bool:

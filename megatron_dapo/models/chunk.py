@@ -1,14 +1,22 @@
 """One rank's part of a model: Megatron's GPTModel, whose last stage answers a task in place of giving logits."""
 
+from contextlib import nullcontext
+
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_dapo.models.log_prob_head import HeadLoss, LossTask, Scores, ScoreTask
+from megatron_dapo.models.router_replay import ChunkReplay, RouterPass
 
 
 class ModelChunk(GPTModel):
-    """Megatron's layers as they are. On the last stage a head of ours is in the place of `output_layer`."""
+    """Megatron's layers as they are. On the last stage a head of ours is in the place of `output_layer`.
+
+    router_replay: of its routers, where their choices are replayed.
+    """
+
+    router_replay: ChunkReplay | None = None
 
     def forward(
         self,
@@ -16,6 +24,7 @@ class ModelChunk(GPTModel):
         *,
         packed_seq_params: PackedSeqParams | None = None,
         task: ScoreTask | LossTask | None = None,
+        router_pass: RouterPass | None = None,
     ) -> Tensor | Scores | HeadLoss:
         """Run this part of the model on one micro-batch.
 
@@ -24,11 +33,13 @@ class ModelChunk(GPTModel):
                 `set_input_tensor`.
             packed_seq_params: where the segments of a packed micro-batch begin.
             task: what the last stage's log-prob head is asked; a critic's head and the other stages take none.
+            router_pass: what the routers do with the micro-batch; a model without `router_replay` does not look at it.
 
         Returns:
             What the head answers; before the last stage the hidden states [S (/ tp), B, H] for the next one.
         """
-        hidden = super().forward(tokens, None, None, packed_seq_params=packed_seq_params)  # rotary: no ids
+        with nullcontext() if self.router_replay is None else self.router_replay.during(router_pass):
+            hidden = super().forward(tokens, None, None, packed_seq_params=packed_seq_params)  # rotary: no ids
         if not self.post_process:
             return hidden
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

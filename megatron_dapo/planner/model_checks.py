@@ -12,7 +12,7 @@ from megatron_dapo.config.derived import (
     parallel_sizes,
     uses_critic,
 )
-from megatron_dapo.config.key_names import CHUNKS, LENGTHS, MEGATRON, ROLLOUT
+from megatron_dapo.config.key_names import CHUNKS, LENGTHS, MEGATRON, ROLLOUT, ROUTER_REPLAY
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec, model_spec, num_experts_of
@@ -105,6 +105,11 @@ def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
                 (f"{MEGATRON}.expert_model_parallel_size",),
                 f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but the model has no experts "
                 f"({_architecture(model)}); set it to 1.",
+            )
+        if (mode := config.actor_rollout_ref.actor.router_replay) != "off":
+            yield Mistake(
+                (ROUTER_REPLAY,),
+                f"{ROUTER_REPLAY} is {mode}, but the model has no experts ({_architecture(model)}); set it to off.",
             )
         return
     if isinstance(num_experts, int) and num_experts % sizes.ep:

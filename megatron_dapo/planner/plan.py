@@ -13,6 +13,7 @@ from megatron_dapo.config.derived import (
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     parallel_sizes,
+    replays_servers_experts,
     samples_per_rollout_step,
     servers_per_node,
     starts_servers,
@@ -187,7 +188,7 @@ def _rollout(config: Config) -> list[tuple[str, list[str]]]:
     return [
         ("staleness", list(_staleness(config))),
         ("servers", list(_servers(config))),
-        ("controller", ["1 process beside rank 0"]),
+        ("controller", ["1 process beside rank 0", *_routed_experts(config)]),
         ("rewards", [f"{_count(reward.num_workers, 'process', 'processes')}, {reward.timeout_s:g} s per answer"]),
         *_scorers(reward),
         *_environments(config),
@@ -203,6 +204,19 @@ def _scorers(reward: RewardConfig) -> Iterator[tuple[str, list[str]]]:
         yield "reward model", [f"{model.path}: {f'at {model.url}' if model.url else server}"]
     if judge.url:
         yield "judge", [f"{judge.model} at {judge.url}, {_count(judge.max_concurrency, 'question')} at once"]
+
+
+def _routed_experts(config: Config) -> Iterator[str]:
+    """Yield the memory that the servers' experts take until they are distributed."""
+    specs = read_model_specs(config)
+    if not replays_servers_experts(config) or specs is None or specs[0].moe is None:
+        return
+    moe = specs[0].moe
+    per_token = specs[0].num_layers * moe.experts_per_token * moe.bytes_per_choice
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    of_step = samples_per_rollout_step(config) * longest * per_token
+    yield f"routed experts: {per_token} bytes per token, of a step of samples of full length {format_gb(of_step)} GB;"
+    yield "the controller holds those of all groups that wait, rank 0 those of a step twice while it distributes them"
 
 
 def _environments(config: Config) -> Iterator[tuple[str, list[str]]]:

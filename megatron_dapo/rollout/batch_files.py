@@ -9,7 +9,8 @@ import numpy as np
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import whole_file
-from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.data.routed_experts import as_text
+from megatron_dapo.data.types import Group, RolloutBatch
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.storage.run_folder import batch_file, batch_steps
 
@@ -23,7 +24,7 @@ def write_batch(folder: str | Path, step: int, batch: RolloutBatch) -> None:
     with whole_file(batch_file(folder, step)) as file, gzip.GzipFile("", "wb", _FAST, file, mtime=0) as packed:
         packed.write(f'{json.dumps(head)[:-1]}, "groups": ['.encode())
         for number, group in enumerate(batch.groups):
-            packed.write(f"{',' if number else ''}\n{json.dumps(group_to_plain(group), default=_for_json)}".encode())
+            packed.write(f"{',' if number else ''}\n{json.dumps(_plain(group), default=_for_json)}".encode())
         packed.write(b"\n]}\n")
 
 
@@ -41,6 +42,16 @@ def read_batch(folder: str | Path, step: int) -> RolloutBatch:
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"Batch {path} cannot be read ({reason}); dump it again, or replay other batches.") from error
+
+
+def _plain(group: Group) -> dict:
+    """Return a group as plain data, with the routed experts as text: as a list they would take hundreds of times as
+    long as everything else."""
+    plain = group_to_plain(group)
+    for sample in plain["samples"]:
+        if "routed_experts" in sample:
+            sample["routed_experts"] = as_text(sample["routed_experts"])
+    return plain
 
 
 def _for_json(value: object) -> list | str:

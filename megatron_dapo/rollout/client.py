@@ -4,7 +4,8 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import aiohttp
@@ -13,7 +14,18 @@ import numpy as np
 import orjson
 
 from megatron_dapo.common.server_health import UNAVAILABLE, HealthCheck
-from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, VERSION, Dtype, TokenIds, TokenRecord, token_array
+from megatron_dapo.data.routed_experts import RouterShape
+from megatron_dapo.data.token_arrays import (
+    EXPERT,
+    LOG_PROB,
+    TOKEN,
+    VERSION,
+    Dtype,
+    TokenIds,
+    TokenRecord,
+    nothing,
+    token_array,
+)
 from megatron_dapo.rollout.request_pipeline import RequestPipeline
 from megatron_dapo.storage.server_key import CURE, key_header
 
@@ -71,10 +83,16 @@ class Generation(TokenRecord):
 
     log_probs: at the sampling temperature, before top-p and top-k cut the distribution.
     weight_versions: of the weights that wrote each token; FOREIGN_VERSION where it is not an integer.
-    server: the URL of the server.
+    server: the URL of the server. routed_experts: the answer to an `ExpertQuestion`, of another length; empty where
+    there is none.
     """
 
-    ARRAYS: ClassVar[Mapping[str, Dtype]] = {"tokens": TOKEN, "log_probs": LOG_PROB, "weight_versions": VERSION}
+    ARRAYS: ClassVar[Mapping[str, Dtype]] = {
+        "tokens": TOKEN,
+        "log_probs": LOG_PROB,
+        "weight_versions": VERSION,
+        "routed_experts": EXPERT,
+    }
 
     tokens: np.ndarray
     log_probs: np.ndarray
@@ -83,6 +101,19 @@ class Generation(TokenRecord):
     num_retractions: int = 0
     num_cached_tokens: int = 0
     server: str = ""
+    routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
+
+
+@dataclass(frozen=True)
+class ExpertQuestion:
+    """Asks a server for the experts that its routers chose, of the tokens from `start` on but the last one.
+
+    Of a token that it read again, in a cache that was lost or recomputed after a push, they are those of the last time:
+    what the tokens behind it were written with.
+    """
+
+    shape: RouterShape
+    start: int = 0
 
 
 class SGLangClient:
@@ -121,6 +152,7 @@ class SGLangClient:
         timeout_s: float,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        experts: ExpertQuestion | None = None,
     ) -> Generation:
         """Return one response to a prompt of token ids.
 
@@ -133,10 +165,16 @@ class SGLangClient:
             "return_logprob": True,
             **({"rid": request_id} if request_id else {}),
             **({"cache_salt": cache_salt} if cache_salt else {}),
+            **({"return_routed_experts": True, "routed_experts_start_len": experts.start} if experts else {}),
         }
         answer = await self.post("/generate", request, timeout_s)
         try:
-            return replace(generation_of(answer), server=self.url)
+            generation = replace(generation_of(answer), server=self.url)
+            text = answer["meta_info"].pop("routed_experts", None)
+            if experts is None or text is None or generation.finish_reason == "abort":
+                return generation
+            num_rows = len(prompt_tokens) + len(generation.tokens) - 1 - experts.start
+            return replace(generation, routed_experts=experts.shape.decode(text, num_rows))
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(self.url, "/generate", 200, f"{error!r} in {json.dumps(answer)}") from error
 

@@ -13,13 +13,19 @@ from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.derived import has_given_servers, uses_dynamic_sampling, uses_overlong_shaping
+from megatron_dapo.config.derived import (
+    has_given_servers,
+    replays_servers_experts,
+    uses_dynamic_sampling,
+    uses_overlong_shaping,
+)
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.data.types import Group, PartialResponse, Prompt, RolloutBatch, Sample
 from megatron_dapo.envs.pool import EnvironmentPool
-from megatron_dapo.huggingface.model_spec import read_vocab_size
+from megatron_dapo.huggingface.model_spec import read_model_spec, read_vocab_size
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.registry import check_ground_truths, check_reward
@@ -85,7 +91,8 @@ class Controller:
         scoring = (self._rewards, tokenizer, self._environments, self._scorers)
         sampler = partial(make_sampler, config, self._servers, *scoring)
         greedy_baseline = config.algorithm.adv_estimator == "remax"
-        self._sampler = sampler(greedy_baseline=greedy_baseline, exact=not rollout.max_staleness)
+        routers = router_shape(config) if replays_servers_experts(config) else None
+        self._sampler = sampler(greedy_baseline=greedy_baseline, exact=not rollout.max_staleness, routers=routers)
         val_sampler = sampler(exact=True)  # a second one: its retries are not the step's
         self._validation = Validation(self._val_prompts, config, val_sampler, self._servers, self._rewards, tokenizer)
         self._params = SamplingParams(
@@ -365,6 +372,7 @@ def make_sampler(
     scorers: Scorers,
     greedy_baseline: bool = False,
     exact: bool = False,
+    routers: RouterShape | None = None,
 ) -> Sampler:
     """Return the way from prompts to groups. The arguments behind the config are the sampler's own."""
     rollout = config.actor_rollout_ref.rollout
@@ -373,7 +381,12 @@ def make_sampler(
     multi_turn: MultiTurn | None = None
     if environments is not None:
         multi_turn = MultiTurn(environments, tokenizer, config.data.apply_chat_template, turn_limits(config))
-    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact, scorers)
+    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact, scorers, routers)
+
+
+def router_shape(config: Config) -> RouterShape:
+    """Return what the routers of the model choose. Raises UserError."""
+    return RouterShape.of(read_model_spec(config.actor_rollout_ref.model.path))
 
 
 def make_scorers(config: Config) -> Scorers:

@@ -1,6 +1,7 @@
 """Groups as plain data (dicts, lists, tuples, numbers, strings, arrays of a value per token) and back: what goes into a
 state or a file. Where a file held lists in place of arrays, they become arrays."""
 
+from megatron_dapo.data.routed_experts import from_text
 from megatron_dapo.data.types import Group, PartialResponse, Prompt, Sample
 
 UNKNOWN_VERSION = -1  # of a group that was saved by a program that did not note the version of its draw
@@ -20,12 +21,19 @@ def prompt_from_plain(plain: dict) -> Prompt:
 
 def sample_to_plain(sample: Sample) -> dict:
     """Return a sample as plain data."""
-    return dict(vars(sample))
+    plain = dict(vars(sample))
+    if not len(sample.routed_experts):
+        del plain["routed_experts"]
+    return plain
 
 
 def sample_from_plain(plain: dict) -> Sample:
-    """Return what `sample_to_plain` described. Raises ValueError, the end of a sentence, for what no token can have."""
-    return Sample(**{**plain, "servers": tuple(plain.get("servers", ()))})
+    """Return what `sample_to_plain` described, or a batch file. Raises ValueError, the end of a sentence, for what no
+    token can have."""
+    values = {**plain, "servers": tuple(plain.get("servers", ()))}
+    if isinstance(experts := plain.get("routed_experts"), str):
+        values["routed_experts"] = from_text(experts)
+    return Sample(**values)
 
 
 def group_to_plain(group: Group) -> dict:

@@ -137,6 +137,6 @@ def _of_reward_model(config: Config) -> Config:
     sections = config.actor_rollout_ref
     rollout = sections.rollout.model_copy(update={"server": server})
     served = sections.model.model_copy(update={"path": str(folder)})
-    return config.model_copy(
-        update={"actor_rollout_ref": sections.model_copy(update={"rollout": rollout, "model": served})}
-    )
+    actor = sections.actor.model_copy(update={"router_replay": "off"})
+    changed = {"rollout": rollout, "model": served, "actor": actor}
+    return config.model_copy(update={"actor_rollout_ref": sections.model_copy(update=changed)})

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.key_names import ROUTER_REPLAY
+from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.token_arrays import TOKEN, TokenIds, token_array
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import Group, PartialResponse, Sample
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.shaping import OverlongShaping, shape
 from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
+from megatron_dapo.rollout.client import ExpertQuestion, Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.scorers import Scorers
@@ -58,7 +61,8 @@ class Sampler:
     multi_turn: plays the samples with an environment; none = one turn each. greedy_baseline: one greedy answer per
     prompt beside its samples, whose shaped reward is the group's baseline. exact: every token has to be written by the
     weight version that the server pool expects; else by that of the group's draw or a later one, so that a response may
-    go on while weights are pushed. scorers: of responses, beside the rewards; none = they alone do.
+    go on while weights are pushed. scorers: of responses, beside the rewards; none = they alone do. routers: of the
+    model, where the samples are to have the experts that the servers chose.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Sampler:
         greedy_baseline: bool = False,
         exact: bool = False,
         scorers: Scorers | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
         self._servers = servers
         self._rewards = rewards
@@ -82,6 +87,7 @@ class Sampler:
         self._greedy_baseline = greedy_baseline
         self._exact = exact
         self._scorers = scorers
+        self._routers = routers
         # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
         # cache put back, "cached_tokens": of prompts that were still in the cache
         self.counts: Counter[str] = Counter()
@@ -196,8 +202,9 @@ class Sampler:
         """Return what follows the tokens, by the server that the budget names where that one can take it.
 
         While the pool aborts requests what there is of an answer is one too, with the reason "abort".
-        Raises NeedsSync, RolloutError, OutOfTime, Aborted.
+        Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError where a server does not tell its experts.
         """
+        experts = None if self._routers is None else ExpertQuestion(self._routers, budget.num_routed)
         failures: dict[str, str] = {}  # url -> what went wrong there last
         num_failures = 0
         while True:
@@ -213,6 +220,7 @@ class Sampler:
                             self._retry.request_timeout_s,
                             self._oldest_allowed(group),
                             budget.cache_salt,
+                            experts,
                         )
                     self.counts["retractions"] += generation.num_retractions
                     self.counts["cached_tokens"] += generation.num_cached_tokens
@@ -225,6 +233,8 @@ class Sampler:
                 versions = generation.weight_versions
                 is_refused = ~self._accepts(group, versions)
                 if not is_refused.any():
+                    if experts is not None:
+                        _require_experts(generation)
                     return generation
                 reason = f"it answered with version {versions[is_refused][-1]}"
                 if is_refused[-1]:  # no failure of the request, which is not counted:
@@ -264,6 +274,14 @@ class Sampler:
         return self._servers.version
 
 
+def _require_experts(generation: Generation) -> None:
+    if len(generation.tokens) and not len(generation.routed_experts) and generation.finish_reason != "abort":
+        raise UserError(
+            f"Server {generation.server} does not return the experts of its routers, which {ROUTER_REPLAY} rollout "
+            f"replays; start it with --enable-return-routed-experts, or set router_replay to old or off."
+        )
+
+
 def _to_sample(
     uid: str, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: OverlongShaping | None
 ) -> Sample:
@@ -288,4 +306,5 @@ def _to_sample(
         servers=tuple(trajectory.servers),
         reward_error=verdict.error,
         answer=verdict.answer,
+        routed_experts=trajectory.routed_experts,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_dapo.data.token_arrays import TokenIds
-from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError, SGLangClient
+from megatron_dapo.rollout.client import ExpertQuestion, Generation, SamplingParams, ServerError, SGLangClient
 
 
 class ServerState(Enum):
@@ -53,11 +53,13 @@ class Server:
         timeout_s: float,
         oldest_allowed: int,
         cache_salt: str | None = None,
+        experts: ExpertQuestion | None = None,
     ) -> Generation:
         """Return the client's answer; raise ServerError at once where the server is found to be lost meanwhile, or to
         hold weights older than the oldest allowed version."""
         request_id = uuid.uuid4().hex
-        answer = asyncio.create_task(self.client.generate(tokens, params, timeout_s, request_id, cache_salt))
+        asking = self.client.generate(tokens, params, timeout_s, request_id, cache_salt, experts)
+        answer = asyncio.create_task(asking)
         self._requests[request_id] = Request(answer, oldest_allowed)
         try:
             await asyncio.wait({answer})

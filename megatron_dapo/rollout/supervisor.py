@@ -16,7 +16,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import exit_phrase
 from megatron_dapo.common.log_lines import last_error
 from megatron_dapo.common.server_health import HTTP_OK, HealthCheck, health_status
-from megatron_dapo.config.derived import servers_per_node
+from megatron_dapo.config.derived import replays_servers_experts, servers_per_node
 from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.child_process import TAIL_PREFIX, ChildProcess
 from megatron_dapo.rollout.server_files import ServerFiles
@@ -293,6 +293,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         *("--dtype", dtype),
         *("--log-level-http", "warning"),  # else one line per request
     ]
+    if replays_servers_experts(config):
+        arguments.append("--enable-return-routed-experts")
     if model.megatron:  # only the trainer reads such weights; its first push comes before the first sample
         arguments += ("--load-format", "dummy")
     if is_gpu():

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing
+from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import PartialResponse, Prompt
 from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
@@ -37,11 +37,13 @@ class Budget:
 
     Waiting for a place at a server costs nothing, nor does a request that fails: the model is not to blame.
     cache_salt: under which its requests share what was read of their beginnings, with those alone that have it too.
+    num_routed: tokens, from the first on, whose routed experts an earlier request of the trajectory was answered with.
     """
 
     seconds_left: float = math.inf
     server_url: str | None = None
     cache_salt: str | None = None
+    num_routed: int = 0
 
     @contextmanager
     def charge(self) -> Iterator[None]:
@@ -81,6 +83,8 @@ class Trajectory:
     log_probs: np.ndarray = field(default_factory=partial(nothing, LOG_PROB))
     loss_mask: np.ndarray = field(default_factory=partial(nothing, MASK))
     weight_versions: np.ndarray = field(default_factory=partial(nothing, VERSION))
+    # of prompt and response but the last token, where the servers were asked for them (`data.routed_experts`)
+    routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
     num_turns: int = 0
     servers: list[str] = field(default_factory=list)  # URLs of those that wrote turns
     finish_reason: str = "stop"
@@ -90,6 +94,8 @@ class Trajectory:
     def add_model_turn(self, generation: Generation) -> None:
         """Add what the model wrote."""
         self._add(generation.tokens, generation.log_probs, 1, generation.weight_versions)
+        # those of an environment's tokens before it are among them
+        self.routed_experts = np.concatenate([self.routed_experts, generation.routed_experts])
         self.num_turns += 1
         if generation.server not in self.servers:
             self.servers.append(generation.server)
@@ -105,7 +111,8 @@ class Trajectory:
         self.servers += begun.servers
 
     def partial(self) -> PartialResponse:
-        """Return what there is of a response of one turn that goes on later.
+        """Return what there is of a response of one turn that goes on later. The request that goes on with it reads it
+        again, and is answered with the experts of all of it.
 
         Without its last token, whichever that is: it may be the one that ends the response, also where SGLang says
         "abort", and nothing may be written behind such a one.
@@ -237,6 +244,7 @@ class MultiTurn:
                 raise Aborted
             trajectory.add_environment_turn(environment_tokens)
             trajectory.add_model_turn(generation)
+            budget.num_routed = len(so_far) + len(generation.tokens) - 1
             if generation.finish_reason == "length" and turn.max_new_tokens == room:
                 return "length"
             with budget.charge():  # without an end: the pool's own limit ends a step

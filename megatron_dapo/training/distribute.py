@@ -18,6 +18,7 @@ from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.cutting import Cutter
+from megatron_dapo.training.router_replay import ExpertCut
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,12 @@ class StepShard:
 class StepDistributor:
     """Collective over all ranks: rank 0 brings the groups, every rank leaves with its shard and nothing more."""
 
-    def __init__(self, config: Config, layout: ParallelLayout, spec: ModelSpec) -> None:
+    def __init__(
+        self, config: Config, layout: ParallelLayout, spec: ModelSpec, routed_layers: tuple[int, ...] = ()
+    ) -> None:
+        """routed_layers: this rank's layers with experts, where their routing is replayed."""
         self._config = config
+        self._experts = ExpertCut.make(config, spec, routed_layers, layout)
         self._layout = layout
         self._cutter = Cutter(config, layout, spec)
 
@@ -50,7 +55,10 @@ class StepDistributor:
         """Return this rank's shard of the step. groups: those of the rollout step on rank 0, None on other ranks."""
         outgoing = self._layout.agreement.each(f"cutting the batch of step {step}", self._parts, step, groups)
         actors, critics, rewards = from_flat_pickle(self._layout.hand_out(outgoing))
-        return StepShard(self._collated(actors), rewards, self._collated(critics))
+        mini_batches = self._collated(actors)
+        if self._experts is not None:
+            mini_batches = self._experts.added(actors, mini_batches)
+        return StepShard(mini_batches, rewards, self._collated(critics))
 
     def _parts(self, step: int, groups: Sequence[Group] | None) -> list[np.ndarray] | None:
         """Return on rank 0, which has the groups, what goes to each data-parallel rank."""
@@ -71,6 +79,8 @@ class StepDistributor:
             filter_truncated=config.algorithm.dapo.enable and shaping.enable and shaping.filter_truncated,
         )
         actor = config.actor_rollout_ref.actor
+        if self._experts is not None:
+            self._experts.check(step, samples)
         seed = f"{config.trainer.seed}:{step}" if actor.shuffle else None
         schedules = [self._cutter.schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
         waits = uses_kl_in_reward(config) or config.algorithm.adv_estimator in TOKEN_ESTIMATORS

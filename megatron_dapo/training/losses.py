@@ -35,7 +35,7 @@ from megatron_dapo.training.mismatch import all_mismatch_sums, compared, stale
 from megatron_dapo.training.schedule import kl_reference
 
 # what `Policy.update` adds to the metrics of the loss
-_OF_THE_UPDATE = ("actor/grad_norm", "actor/lr", "actor/num_optimizer_steps")
+_OF_THE_UPDATE = ("actor/grad_norm", "actor/lr", "actor/num_optimizer_steps", "actor/router_mismatch")
 
 
 class MicroBatchLoss(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithms.metrics import stack_sums, token_mean
@@ -19,6 +20,7 @@ from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.log_prob_head import Scores
+from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
@@ -55,12 +57,14 @@ class Policy:
         path = config.actor_rollout_ref.model.path
         self.layout = layout
         spec = read_model_spec(path)
+        replay = actor.router_replay
         self.model = build_model(
             spec,
             layout,
             actor.megatron,
             **head_options(config, layout, spec),
             num_tokens=tokens_multiple(config, layout.sequence_multiple),
+            replay_routers=replay != "off",
         )
         load(self.model, path, layout)
         num_steps = config.trainer.total_training_steps - config.trainer.critic_warmup
@@ -72,6 +76,7 @@ class Policy:
         self._correction = correction_per_step(config)
         self._checks_stale = self.loss_config.report_stale  # as the algorithm's `max_mismatch` does
         self._full_kl_in_reward = uses_full_kl_in_reward(config)
+        self._records_experts = replay == "old"
         self._num_epochs = actor.ppo_epochs
         self._is_fine_tuning = config.sft.enable
 
@@ -86,7 +91,8 @@ class Policy:
         With the KL over the whole vocabulary in the reward, that too, to the reference that scored before. With a
         rollout correction, what the policy loss of each token is multiplied by. Left as they are where nothing needs
         old log-probs: with one optimizer step per rollout step the old policy is the current one, with bypass_mode the
-        servers' log-probs are taken for old.
+        servers' log-probs are taken for old. With router_replay "old" the experts that this pass chooses are written
+        into the mini-batches, on every stage.
         """
         if not self._needs_old:
             return list(mini_batches)
@@ -96,7 +102,8 @@ class Policy:
             batch = batch if self._correction is None else corrected(batch, self._correction)
             return batch if self.loss_config.use_full_kl else replace(batch, ref_hidden=None, ref_weight=None)
 
-        return with_scores(self._schedule, mini_batches, fill, full_kl=self._full_kl_in_reward)
+        asked = dict(full_kl=self._full_kl_in_reward, record_experts=self._records_experts)
+        return with_scores(self._schedule, mini_batches, fill, **asked)
 
     def mean_mismatch(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> float:
         """Return the mean of |old - server's log-prob| over the tokens that weights of this version wrote, and with
@@ -126,6 +133,9 @@ class Policy:
         has changed, the `mean_mismatch` of the first mini-batch, and may raise, on all ranks.
         """
         loss = replace(self._loss, weight_version=weight_version)
+        replays = [chunk.router_replay for chunk in self.model.chunks if chunk.router_replay is not None]
+        for chunk_replay in replays:
+            chunk_replay.differences = None
         parts: list[MetricSums | None] = []
         norms: list[float] = []
         for _ in range(self._num_epochs):
@@ -142,6 +152,8 @@ class Policy:
         metrics["actor/grad_norm"] = sum(norms) / len(norms)
         metrics["actor/lr"] = self.state.lr
         metrics["actor/num_optimizer_steps"] = float(len(norms))
+        if replays:
+            metrics["actor/router_mismatch"] = self._router_mismatch(replays)
         if self.layout.rank == 0:
             for warning in filter(None, (few_effective_tokens(metrics), mostly_rejected(metrics))):
                 log.warning("Step %d: %s", weight_version + 1, warning)
@@ -156,6 +168,18 @@ class Policy:
         self.state.zero_gradients()
         parts = run_micro_batches(self.state.stages, mini_batch, loss.finish, task=loss.task, forward_only=False)
         return MetricSums.merge(parts)
+
+    def _router_mismatch(self, replays: Sequence[ChunkReplay]) -> float:
+        """Return in which share of all (token, layer) that were replayed since the last update began the routers would
+        have chosen other experts. Collective over all ranks, each of which has layers and tokens of its own."""
+        counts = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for replay in replays:
+            replay.assert_recomputed()
+            if replay.differences is not None:
+                counts += replay.differences
+        dist.all_reduce(counts)
+        num_different, number = counts.tolist()
+        return num_different / number if number else 0.0
 
     @property
     def _device(self) -> torch.device:

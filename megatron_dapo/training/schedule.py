@@ -15,6 +15,7 @@ from megatron_dapo.kernels.fused_head import KLReference
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.context_parallel import ContextCut
 from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
+from megatron_dapo.models.router_replay import RouterPass
 from megatron_dapo.platform import watchdog
 
 
@@ -34,7 +35,12 @@ class Schedule:
 
     @torch.no_grad()
     def scores(
-        self, batches: Sequence[MicroBatch], *, full_kl: bool = False, keep_hidden: bool = False
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        full_kl: bool = False,
+        keep_hidden: bool = False,
+        record_experts: bool = False,
     ) -> list[Scores] | None:
         """Score every micro-batch without gradients.
 
@@ -42,6 +48,7 @@ class Schedule:
             batches: this rank's micro-batches.
             full_kl: also the KL to the reference whose hidden states the batches have.
             keep_hidden: keep the hidden states that the head met, to be such a reference.
+            record_experts: write the experts that the routers choose into the batches, on every stage.
 
         Returns:
             One entry per micro-batch on the last stage; None elsewhere.
@@ -56,7 +63,14 @@ class Schedule:
                 keep_hidden=keep_hidden,
             )
 
-        answers = run_micro_batches(self.stages, batches, lambda scores, batch: scores, task=task, forward_only=True)
+        answers = run_micro_batches(
+            self.stages,
+            batches,
+            lambda scores, batch: scores,
+            task=task,
+            forward_only=True,
+            record_experts=record_experts,
+        )
         return answers if self.model.head is not None else None
 
 
@@ -73,6 +87,7 @@ def run_micro_batches(
     *,
     forward_only: bool,
     task: Callable[[MicroBatch], ScoreTask | LossTask] | None = None,
+    record_experts: bool = False,
 ) -> list:
     """Run micro-batches through the model, forward, and backward unless forward_only. Collective over all ranks.
 
@@ -83,6 +98,8 @@ def run_micro_batches(
             result). The gradient, divided by the global count, is added to the parameters' main_grad.
         forward_only: whether gradients are not wanted.
         task: what a log-prob head is asked of a micro-batch; a critic's head is asked nothing.
+        record_experts: the routers write the experts that they choose into micro-batches that have room for them, in
+            place of taking those that are there.
 
     Returns:
         The results of the micro-batches in order, on the last stage; an empty list elsewhere.
@@ -103,7 +120,10 @@ def run_micro_batches(
             tokens = cut.part(tokens)
         packed = packed_seq_params(batch, is_cut=cut is not None)
         own = cut.task(asked) if cut is not None and asked is not None else asked
-        answer = stage(tokens, packed_seq_params=packed, task=own)
+        router_pass = None
+        if batch.experts is not None:
+            router_pass = RouterPass(batch.experts, records=record_experts, has_backward=not forward_only)
+        answer = stage(tokens, packed_seq_params=packed, task=own, router_pass=router_pass)
         # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
         output = answer if isinstance(answer, Tensor) else answer.log_probs
 

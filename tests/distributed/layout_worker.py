@@ -19,10 +19,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.kl import FixedKLController
-from megatron_dapo.config.derived import needs_reference, uses_critic, uses_experience_replay
+from megatron_dapo.config.derived import (
+    needs_reference,
+    replays_servers_experts,
+    uses_critic,
+    uses_experience_replay,
+)
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.data.types import Group
 from megatron_dapo.models.weight_map import expert_parameters
@@ -40,7 +46,7 @@ from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import Reference
 from megatron_dapo.training.token_dumps import TokenDumps
 from tests.distributed.process_groups import leave
-from tests.synthetic import synthetic_groups, with_older, with_replayed
+from tests.synthetic import synthetic_groups, with_experts, with_older, with_replayed
 
 COMMON = [
     "data.train_batch_size=8",
@@ -85,7 +91,9 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
         groups = with_replayed(groups)
     if groups and config.actor_rollout_ref.rollout.max_staleness:
         groups = with_older(groups)
-    shard = StepDistributor(config, layout, policy.model.spec)(0, groups)
+    if groups and replays_servers_experts(config):
+        groups = with_experts(groups, RouterShape.of(policy.model.spec))
+    shard = StepDistributor(config, layout, policy.model.spec, policy.model.routed_layers)(0, groups)
     scored = shard.mini_batches
     if needs_reference(config):
         scored = Reference(config, layout).score(scored)

@@ -245,6 +245,10 @@ MIXTURE_CONTRADICTIONS = [
     ("trainer.n_procs_per_node=2 tp=2", ["sequence_parallel is false", "tensor_model_parallel_size 2", "Qwen3Moe"]),
     ("megatron.fp8=hybrid", ["fp8 is hybrid", "Qwen3MoeForCausalLM", "fp8 to none"]),
     ("rollout.server.tensor_model_parallel_size=3", ["server.tensor_model_parallel_size is 3", "moe_intermediate"]),
+    ("actor.router_replay=old", ["router_replay is old", "one optimizer step per rollout step", "rollout or off"]),
+    ("actor.router_replay=old data.train_batch_size=1024 algorithm.rollout_correction.bypass_mode=true",
+     ["router_replay is old", "with algorithm.rollout_correction.bypass_mode the servers'"]),
+    ("actor.router_replay=rollout trainer.synthetic_batch=true", ["router_replay is rollout", "synthetic_batch"]),
 ]  # fmt: skip
 
 
@@ -261,6 +265,10 @@ def test_experts_are_spread_over_tensor_and_data_parallel_ranks(num_experts):
         del model["num_experts"]
     for text in ("", "tp=2 megatron.sequence_parallel=true ep=8", "pp=2 ep=4", "ep=2"):
         assert mistakes(f"trainer.n_procs_per_node=8 {text}", model_json=model) == []
+    for text in ("rollout", "old data.train_batch_size=1024"):
+        assert mistakes(f"actor.router_replay={text}", model_json=model) == []
+        (sentence,) = mistakes(f"actor.router_replay={text}")
+        assert "router_replay is" in sentence and "no experts (Qwen2ForCausalLM); set it to off" in sentence
     (sentence,) = mistakes("trainer.n_procs_per_node=2 ep=2")
     assert "expert_model_parallel_size is 2" in sentence and "no experts (Qwen2ForCausalLM)" in sentence
 

@@ -62,6 +62,8 @@ def test_a_step_is_cut_and_collated_without_a_look_at_its_objects():
     seen = []
     agreement = SimpleNamespace(each=lambda *_: seen.append(gc.isenabled()))
     layout = SimpleNamespace(agreement=agreement, hand_out=lambda _: flat_pickle(([], [], {})))
-    distributor = SimpleNamespace(_layout=layout, _parts=None, _collated=lambda _: seen.append(gc.isenabled()))
+    distributor = SimpleNamespace(
+        _layout=layout, _parts=None, _experts=None, _collated=lambda _: seen.append(gc.isenabled())
+    )
     StepDistributor.__call__(distributor, 1, None)  # type: ignore[arg-type]
     assert seen == [False] * 3 and gc.isenabled()

@@ -161,6 +161,9 @@ class ActorConfig(Section):
         ActsIf(Is("off_policy_shaping_mode", "dapo_clip_higher")),
     ] = None
     """Upper clip range of replayed tokens with dapo_clip_higher; null = that of new ones."""
+    router_replay: Literal["off", "rollout", "old"] = "off"
+    """Which experts the routers of a mixture take in training: their own choice (off); those that the servers chose
+    (rollout); in the update those of the pass for old log-probs (old). See docs/models.md."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     use_kl_loss: bool = False

@@ -10,6 +10,8 @@ What is adapted, all of it in `site/`, which stands first on the PYTHONPATH of t
       the dist-info, SGLang's public way)     with 64 requests in flight
     forked_processes (plug-in)              spawned, as CUDA needs them, the scheduler and the detokenizer import all
                                               again: a start then takes 28 s of CPU, forked 10
+    host_memory (plug-in)                   the experts that routers chose are kept in memory that is registered with
+                                              CUDA, which raises where there is none
     prompt_end (plug-in)                    told to end, a server without requests waits up to 5 s; nothing on a CPU
                                               needs that time
 

@@ -1,0 +1,79 @@
+"""The experts that a server's routers chose: one array of small numbers per response, token by token, layer by layer.
+
+A response of T tokens, its prompt included, has T - 1 rows: of the last token nobody asks what comes next, so no model
+has read it. A row has the experts of every layer, the first layer's first.
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dapo.data.token_arrays import EXPERT, Dtype
+from megatron_dapo.huggingface.model_spec import ModelSpec, MoEConfig
+
+_SENT = np.dtype("<i4")  # as SGLang sends them
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """The sizes of what a model's routers choose: experts for each token in each of num_layers."""
+
+    num_layers: int
+    moe: MoEConfig
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "RouterShape":
+        """Return those of a model with experts."""
+        assert spec.moe is not None, "the model has no experts"
+        return cls(spec.num_layers, spec.moe)
+
+    @property
+    def per_token(self) -> int:
+        """Return the number of experts of a token, in all layers together."""
+        return self.num_layers * self.moe.experts_per_token
+
+    @property
+    def dtype(self) -> Dtype:
+        """Return what holds the number of an expert."""
+        return EXPERT if self.moe.bytes_per_choice == 1 else np.uint16
+
+    def decode(self, text: str, num_rows: int) -> np.ndarray:
+        """Return [num_rows * per_token] of what a server sent. Raises ValueError, the end of a sentence."""
+        try:
+            sent = np.frombuffer(base64.b64decode(text, validate=True), dtype=_SENT)
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise ValueError(f"has routed experts that cannot be read ({error})") from error
+        if len(sent) != num_rows * self.per_token:
+            raise ValueError(
+                f"has {len(sent)} routed experts for {num_rows} tokens, but the model has {self.per_token} per token "
+                f"({self.num_layers} layers x {self.moe.experts_per_token})"
+            )
+        is_outside = (sent < 0) | (sent >= self.moe.num_experts)
+        if is_outside.any():
+            raise ValueError(
+                f"has the routed expert {sent[is_outside][0]}, but the model has {self.moe.num_experts} per layer"
+            )
+        return sent.astype(self.dtype)
+
+    def rows(self, experts: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+        """Return [rows, len(layers), experts_per_token] of some layers, of the array of a response."""
+        return experts.reshape(-1, self.num_layers, self.moe.experts_per_token)[:, list(layers)]
+
+
+def as_text(experts: np.ndarray) -> str:
+    """Return an array as text, for a file of JSON."""
+    return f"{experts.dtype.name} {base64.b64encode(experts.tobytes()).decode()}"
+
+
+def from_text(text: str) -> np.ndarray:
+    """Return what `as_text` was given. Raises ValueError, the end of a sentence."""
+    name, _, content = text.partition(" ")
+    if name not in ("uint8", "uint16"):
+        raise ValueError(f"has routed experts of type {name!r}")
+    try:
+        return np.frombuffer(base64.b64decode(content, validate=True), dtype=name)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"has routed experts that cannot be read ({error})") from error

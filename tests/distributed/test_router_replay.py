@@ -1,0 +1,79 @@
+"""Loss, metrics, gradients and weights of replayed routing do not depend on how a rollout step was cut.
+
+The servers' experts are drawn by lot, so that a rank that takes those of another token, layer or micro-batch computes
+something else. The layouts have several micro-batches under way together, and compute them again in backward.
+"""
+
+import pytest
+
+from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts
+from tests.distributed.test_layouts import CUTS, RECOMPUTE
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.distributed
+
+REPLAYED = {mode: [f"actor_rollout_ref.actor.router_replay={mode}"] for mode in ("rollout", "old")}
+ROLLOUT = [*REPLAYED["rollout"], *CUTS["small"]]
+OLD = [*REPLAYED["old"], *CUTS["small"]]
+LAYOUTS: Layouts = {
+    1: {
+        "tp1": (
+            {},
+            {
+                "rollout/whole": REPLAYED["rollout"],
+                "old/whole": REPLAYED["old"],
+                "off/whole": [],
+                "rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_full"]],
+            },
+        )
+    },
+    2: {
+        "tp2_sp_ep2": (
+            {"tp": 2, "sp": True, "ep": 2},
+            {"rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]], "old/small": OLD},
+        ),
+        "cp2_ep2": ({"cp": 2, "ep": 2}, {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]}),
+        "pp2_vpp2": (
+            {"pp": 2, "vpp": 2},
+            {
+                "rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_full"]],
+                "rollout/uneven": [*ROLLOUT, "actor_rollout_ref.actor.megatron.pipeline_layers=[0, 2, 1, 1]"],
+                "old/small": OLD,
+            },
+        ),
+    },
+    4: {
+        "tp2_sp_pp2_ep2": (
+            {"tp": 2, "sp": True, "pp": 2, "ep": 2},
+            {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]},
+        ),
+        "pp2_dp2_ep2": (
+            {"pp": 2, "ep": 2},
+            {"old/recomputed": [*OLD, *RECOMPUTE["recompute_full"]], "rollout/small": ROLLOUT},
+        ),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    """ "layout/mode/cut" -> what the run gave."""
+    folder = tmp_path_factory.mktemp("routed")
+    model = make_tiny(folder / "model", "qwen3_moe", vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
+    return run_layouts(folder, model, LAYOUTS)
+
+
+@pytest.mark.parametrize("case", cases_of(LAYOUTS))
+def test_replayed_routing_gives_what_one_process_gives(results, case):
+    mode = case.split("/")[1]
+    assert_same(results[case], results[f"tp1/{mode}/whole"])
+    assert results[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
+
+
+def test_lots_are_other_experts_than_the_routers_choose_and_recorded_ones_are_the_same(results):
+    """Of 8 experts two are drawn: 27 of 28 pairs are others. The second of two mini-batches meets moved weights."""
+    assert results["tp1/rollout/whole"]["metrics"]["actor/router_mismatch"] > 0.9
+    assert 0.0 < results["tp1/old/whole"]["metrics"]["actor/router_mismatch"] < 0.1
+    assert "actor/router_mismatch" not in results["tp1/off/whole"]["metrics"]
+    losses = {mode: results[f"tp1/{mode}/whole"]["metrics"]["actor/entropy"] for mode in ("rollout", "old", "off")}
+    assert abs(losses["rollout"] - losses["off"]) > 1e-3 and losses["old"] == pytest.approx(losses["off"], rel=1e-3)
