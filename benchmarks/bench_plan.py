@@ -3,7 +3,8 @@
 python -m benchmarks.bench_plan [--quick] [--runs FOLDER] [--json FILE]
 
 Lengths and acceptance are inputs of a plan, so each run's own are given. What is foretold are the seconds of a step: by
-the run's own speeds (whether the parts are put together rightly), and by those of the demo as it is.
+the run's own speeds (whether the parts are put together rightly), and by those of the demo as it is. Before that the
+demo's server answers batches of requests: what it takes for a token, for a request and for both.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks import server_seconds
 from benchmarks.report import plain_table, written
 from megatron_dapo.config.derived import replaces_groups
 from megatron_dapo.forecast.measured import MeasuredRun
@@ -34,6 +36,7 @@ VARIANTS = {
     "32 requests at once": ["actor_rollout_ref.rollout.max_concurrency=32"],
 }
 STEPS, QUICK_STEPS = 20, 5
+SERVER_ROUNDS = 5
 HARDWARE = hardware_named("cpu")
 
 
@@ -101,9 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="plan-") as temporary:
+        batches = server_seconds.measured(Path(temporary), 1 if options.quick else SERVER_ROUNDS)
         rows = measured(options.runs or Path(temporary), QUICK_STEPS if options.quick else STEPS)
+    server = {"batches": batches, "fit": server_seconds.fitted(batches)}
     Console(highlight=False, width=120).print(table(rows))
-    written("plan", torch.device("cpu"), rows, options.json)
+    print("a server's own work: " + ", ".join(f"{name} {value:.3g}" for name, value in server["fit"].items()))
+    written("plan", torch.device("cpu"), rows, options.json, server=server)
     return 0
 
 

@@ -1,0 +1,39 @@
+"""The server's own work in the plan of a CPU is what a server was measured to take, and how that is read."""
+
+import json
+
+import pytest
+
+from benchmarks.server_seconds import fitted
+from megatron_dapo.planner.hardware import hardware_named
+from tests.helpers import REPOSITORY
+
+pytestmark = pytest.mark.unit
+
+FILES = REPOSITORY / "benchmarks" / "results"
+
+
+def test_what_a_token_and_a_request_take_is_read_from_batches_of_both():
+    """3 ms a token of all, 0.1 ms for each request's, 2 ms for a request."""
+    rows = [
+        {"num_requests": r, "length": length, "seconds": (3e-3 + 1e-4 * r) * length + 2e-3 * r}
+        for r in (4, 16, 64)
+        for length in (5, 20)
+    ]
+    fit = fitted(rows)
+    assert fit["token_s"] == pytest.approx(3e-3) and fit["request_token_s"] == pytest.approx(1e-4)
+    assert fit["request_s"] == pytest.approx(2e-3) and fit["largest_error"] < 1e-9
+
+
+def test_the_plan_takes_what_was_measured():
+    fit = json.loads((FILES / "plan_cpu.json").read_text())["server"]["fit"]
+    hardware = hardware_named("cpu")
+    assert hardware.host_token_s == pytest.approx(fit["token_s"], rel=0.02)
+    assert hardware.host_request_token_s == pytest.approx(fit["request_token_s"], rel=0.02)
+    assert hardware.host_request_s == pytest.approx(fit["request_s"], rel=0.02)
+    assert fit["largest_error"] < 0.1
+
+
+def test_the_demo_is_planned_within_a_fifth():
+    for row in json.loads((FILES / "plan_cpu.json").read_text())["results"]:
+        assert abs(row["ratio_by_the_demo"] - 1) <= 0.2, row["run"]
