@@ -80,6 +80,18 @@ def _move_to_host(original: Callable) -> Callable:
     return move
 
 
+def _nothing_where_alone(original: Callable) -> Callable:
+    """Wrap the collective on flat buffers: on a group of one rank, in place, it has nothing to do."""
+
+    def collective(output, input, *args, group=None, async_op=False, **kwargs):
+        in_place = output.data_ptr() == input.data_ptr()
+        if group is not None and group.size() == 1 and in_place and not async_op:
+            return None
+        return original(output, input, *args, group=group, async_op=async_op, **kwargs)
+
+    return collective
+
+
 # fmt: off
 ADAPTATIONS = (
     Adaptation("torch.cuda.current_device", "tensor factories: device=torch.cuda.current_device()",
@@ -111,6 +123,10 @@ ADAPTATIONS = (
                "upstream warns on every use that the CPU generator changed: here it should", _fork_cpu_generator),
     Adaptation("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
                "counts become the numbers that an all-to-all takes only on their way from a GPU", _move_to_host),
+    Adaptation("megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func",
+               "on a group of one rank gloo copies all gradients to and fro; NCCL does nothing", _nothing_where_alone),
+    Adaptation("megatron.core.distributed.param_and_grad_buffer.dist_all_gather_func",
+               "the same for the weights after each optimizer step", _nothing_where_alone),
 )
 # fmt: on
 

@@ -25,6 +25,32 @@ def test_every_adaptation_names_its_target_once_and_says_why():
     assert all(len(row.why) > 15 for row in megatron_cpu.ADAPTATIONS)
 
 
+class Ranks:
+    """A process group, as far as it is asked for its size."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def size(self) -> int:
+        return self._number
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "in_place", "async_op", "is_done"),
+    [(1, True, False, False), (2, True, False, True), (1, False, False, True), (1, True, True, True)],
+)
+def test_gradients_of_a_rank_alone_are_not_copied(num_ranks, in_place, async_op, is_done):
+    """Only where nothing would change, and nobody waits for a handle."""
+    target = "megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func"
+    (row,) = (row for row in megatron_cpu.ADAPTATIONS if row.target == target)
+    calls = []
+    collective = row.make(lambda output, input, **options: calls.append(options))
+    buffer, group = torch.zeros(4), Ranks(num_ranks)
+    shard = buffer[:4] if in_place else torch.zeros(4)
+    collective(shard, buffer, op="sum", group=group, async_op=async_op)
+    assert calls == ([{"op": "sum", "group": group, "async_op": async_op}] if is_done else [])
+
+
 def test_it_is_refused_after_megatron_was_imported(monkeypatch):
     monkeypatch.setattr(megatron_cpu, "_applied", False)
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
