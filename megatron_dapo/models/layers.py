@@ -49,8 +49,9 @@ class PackedAttention(MegatronModule):
     [T, heads, dim].
 
     Packed, on a GPU, in half precision: torch's variable-length flash attention in one launch, and nothing is read back
-    to the host. Elsewhere: one scaled_dot_product_attention for all segments of one length, which gives each of them
-    the bits that it would have alone. Segments padded to one length would not.
+    to the host. Elsewhere: one scaled_dot_product_attention for all segments of like length, each padded to a length
+    that follows from its own, which gives it the bits that it would have alone. No token looks at the padding to its
+    right.
 
     Context-parallel ranks attend from their own tokens to the gathered keys and values of all.
     """
@@ -99,7 +100,7 @@ class PackedAttention(MegatronModule):
             )
         if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
-        segments = segments_by_length(tuple(packed_seq_params.cu_seqlens_q.tolist()), query.device)
+        segments = segments_by_length(tuple(packed_seq_params.cu_seqlens_q.tolist()), query.device, padded=True)
         batches = [segments.batches(t.index_select(0, segments.order)) for t in (query, key, value)]
         attended = [
             self._causal(*(t.transpose(1, 2) for t in batch)).transpose(1, 2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The segments of a packed row, put together by length: those of one length are a batch without padding."""
+"""The segments of a packed row, put together by length: those of one length are a batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,13 +8,16 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from megatron_dapo.common.sizes import round_up
+
 
 @dataclass(frozen=True, eq=False)
 class SegmentsByLength:
     """An order of a row's T tokens in which segments of one length stand one after the other.
 
-    order, inverse: [T] int64; row[order] is sorted, sorted[inverse] is the row again.
-    shapes: (number of segments, their length), by rising length.
+    order: [P] int64, P >= T: row[order] is sorted; a segment that is padded ends with its last token several times.
+    inverse: [T] int64: sorted[inverse] is the row again.
+    shapes: (number of segments, their length with padding), by rising length.
     """
 
     order: Tensor
@@ -30,13 +33,29 @@ class SegmentsByLength:
 
 # The layers of a model ask one after the other; in a pipeline a few micro-batches take turns.
 @lru_cache(maxsize=16)
-def segments_by_length(bounds: tuple[int, ...], device: torch.device) -> SegmentsByLength:
-    """Return the order for segments between neighbouring bounds, from 0 to T. Empty segments hold no token."""
+def segments_by_length(bounds: tuple[int, ...], device: torch.device, *, padded: bool = False) -> SegmentsByLength:
+    """Return the order for segments between neighbouring bounds, from 0 to T. Empty segments hold no token.
+
+    padded: round lengths up, so that more segments share a batch. What a segment is padded to depends on its own length
+    alone, so that it is computed like any other of this length, whatever stands beside it.
+    """
     spans = sorted((pair for pair in pairwise(bounds) if pair[0] < pair[1]), key=_length)
-    order = torch.cat([torch.arange(start, end) for start, end in spans]).to(device)
-    shapes = tuple((len(list(same)), length) for length, same in groupby(spans, key=_length))
-    return SegmentsByLength(order, order.argsort(), shapes)
+    widths = [_padded(_length(span)) if padded else _length(span) for span in spans]
+    inverse = torch.empty(bounds[-1], dtype=torch.int64)
+    order = []
+    place = 0
+    for (start, end), width in zip(spans, widths, strict=True):
+        order.append(torch.arange(start, start + width).clamp(max=end - 1))
+        inverse[start:end] = torch.arange(place, place + end - start)
+        place += width
+    shapes = tuple((len(list(same)), width) for width, same in groupby(widths))
+    return SegmentsByLength(torch.cat(order).to(device), inverse.to(device), shapes)
 
 
 def _length(span: tuple[int, int]) -> int:
     return span[1] - span[0]
+
+
+def _padded(length: int) -> int:
+    """Return the next multiple of 8 up to 128; of 16 up to 256, and so on: at most an eighth more."""
+    return round_up(length, max(8, 2 ** (length.bit_length() - 4)))

@@ -105,8 +105,11 @@ def test_the_kept_tables_are_those_of_the_micro_batch_at_hand():
     assert shared(query[:6], key[:6], None)[0].shape == (6, HEADS, DIM)
 
 
-@pytest.mark.parametrize("lengths", [[7, 12], [5, 9, 5, 1, 9, 5]], ids=["pair", "equal lengths"])
+@pytest.mark.parametrize(
+    "lengths", [[7, 12], [5, 9, 5, 1, 9, 5], [8, 3, 150, 145, 16]], ids=["pair", "equal lengths", "like lengths"]
+)
 def test_packed_segments_are_single_runs_bit_for_bit(lengths):
+    """And those of an unpacked run, which is not padded, within float32's rounding."""
     packed = query_key_value(sum(lengths))
     out = attention()(*packed, packed_seq_params=packing(lengths))
     out.square().sum().backward()
@@ -114,21 +117,27 @@ def test_packed_segments_are_single_runs_bit_for_bit(lengths):
     for length in lengths:
         part = slice(start, start + length)
         alone = [t.detach()[part].clone().requires_grad_() for t in packed]
-        single = attention()(*(t[:, None] for t in alone))  # [S, 1, heads, dim]: an unpacked run
+        single = attention()(*alone, packed_seq_params=packing([length]))
         single.square().sum().backward()
-        assert torch.equal(out[part], single[:, 0])
+        assert torch.equal(out[part], single)
         assert all(torch.equal(a.grad[part], b.grad) for a, b in zip(packed, alone, strict=True))
+        unpacked = [t.detach().clone().requires_grad_() for t in alone]
+        rectangle = attention()(*(t[:, None] for t in unpacked))  # [S, 1, heads, dim]
+        rectangle.square().sum().backward()
+        torch.testing.assert_close(single, rectangle[:, 0])
+        for a, b in zip(alone, unpacked, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
         start += length
 
 
-def test_segments_of_one_length_share_an_attention_call(monkeypatch):
-    """What the batch saves: three lengths are three calls, whatever the number of segments."""
+def test_segments_of_like_length_share_an_attention_call(monkeypatch):
+    """What the batch saves: three lengths are two calls, whatever the number of segments."""
     layer, shapes = attention(), []
     causal = layer._causal
     monkeypatch.setattr(layer, "_causal", lambda *qkv: shapes.append(qkv[0].shape) or causal(*qkv))
     lengths = [5, 9, 5, 1, 9, 5]
     layer(*query_key_value(sum(lengths)), packed_seq_params=packing(lengths))
-    assert shapes == [(1, HEADS, 1, DIM), (3, HEADS, 5, DIM), (2, HEADS, 9, DIM)]
+    assert shapes == [(4, HEADS, 8, DIM), (2, HEADS, 16, DIM)]
 
 
 @settings(max_examples=50)
@@ -141,6 +150,20 @@ def test_segments_stand_together_by_length_and_find_their_way_back(lengths):
     by_length = sorted((row[a:b].tolist() for a, b in pairwise(bounds) if a < b), key=len)
     assert [segment for batch in batches for segment in batch.tolist()] == by_length
     assert [batch.size(1) for batch in batches] == sorted(set(lengths) - {0})
+    assert torch.equal(row[segments.order][segments.inverse], row)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=12).filter(any))
+def test_padded_segments_end_with_their_last_token_and_find_their_way_back(lengths):
+    bounds = tuple(offsets(lengths).tolist())
+    segments = segments_by_length(bounds, torch.device("cpu"), padded=True)
+    row = torch.arange(sum(lengths))
+    padded = [segment for batch in segments.batches(row[segments.order]) for segment in batch.tolist()]
+    by_length = sorted((row[a:b].tolist() for a, b in pairwise(bounds) if a < b), key=len)
+    for own, whole in zip(by_length, padded, strict=True):
+        assert whole == own + [own[-1]] * (len(whole) - len(own))
+        assert len(whole) <= max(-(-len(own) // 8) * 8, len(own) * 9 / 8)
     assert torch.equal(row[segments.order][segments.inverse], row)
 
 
