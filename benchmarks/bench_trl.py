@@ -1,6 +1,7 @@
 """CPU seconds per sample of our trainer and of TRL's GRPOTrainer: the same model, prompts, samples per step, longest
 answers, loss and optimizer steps, one thread per process. Ours samples with an SGLang server, TRL with transformers'
-`generate` in the trainer's own process. Both learn the arithmetic demo's sums; the larger model is made up.
+`generate` in the trainer's own process, both all answers of a step at once. Both learn the arithmetic demo's sums; the
+larger model is made up. Beside them stand the matrix products alone.
 
 Beside what TRL needs of .venv, TRL goes into a folder of its own:
 
@@ -24,6 +25,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.cpu_watch import Reading, between, watched
+from benchmarks.product_floor import Products, Step, floor
 from benchmarks.report import plain_table, written
 from benchmarks.synthetic_model import ModelSize, write_model
 from examples.arithmetic.pretrain import BASE
@@ -56,6 +58,8 @@ class Case:
         return self.prompts_per_step * self.samples_per_prompt
 
 
+PRODUCTS = "products alone"
+PROMPT_LENGTH = 6  # "45+38="
 WHOLE = (SAMPLING, TRAINING, REST)
 COLUMNS = (SAMPLING, TRAINING, "all")
 LARGE = ModelSize(hidden=768, ffn=2048, layers=12, vocab=16384, heads=12)
@@ -101,8 +105,8 @@ def part_of_ours(command: Sequence[str], parent: str | None) -> str:
     return TRAINING if "-m megatron_dapo train" in line else parent or REST
 
 
-def ours(case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading, list[float]]:
-    """Return what the steps after the warm-up used, and the mean reward of each step."""
+def ours(case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading, list[dict]]:
+    """Return what the steps after the warm-up used, and the metrics of all steps."""
 
     def steps() -> list[dict]:
         file = folder / "metrics.jsonl"
@@ -112,11 +116,11 @@ def ours(case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading,
     readings = watched(command, os.environ | ONE_THREAD, lambda: len(steps()), part_of_ours)
     used = between(readings, case.warm_up, case.num_steps)
     sampling = sum(used.cpu_s.get(part, 0.0) for part in (SCHEDULER, HTTP, CONTROLLER))
-    return replace(used, cpu_s=used.cpu_s | {SAMPLING: sampling}), [row["reward/mean"] for row in steps()]
+    return replace(used, cpu_s=used.cpu_s | {SAMPLING: sampling}), steps()
 
 
-def trl(packages: Path, case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading, list[float]]:
-    """Return what the steps after the warm-up used, and the mean reward of each step."""
+def trl(packages: Path, case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading, list[dict]]:
+    """Return what the steps after the warm-up used, and the row of each step."""
     rows = folder / "rows.jsonl"
     folder.mkdir()
 
@@ -134,7 +138,7 @@ def trl(packages: Path, case: Case, model: Path, prompts: Path, folder: Path) ->
     used, done = between(readings, case.warm_up, case.num_steps), steps()
     sampling = done[case.num_steps - 1]["sampling_s"] - done[case.warm_up - 1]["sampling_s"]
     apart = {SAMPLING: sampling, TRAINING: used.cpu_s[TRAINING] - sampling}
-    return Reading(used.num_steps, used.seconds, apart), [row["reward/mean"] for row in done]
+    return Reading(used.num_steps, used.seconds, apart), done
 
 
 def model_of(case: Case, folder: Path) -> Path:
@@ -147,7 +151,7 @@ def model_of(case: Case, folder: Path) -> Path:
     return folder
 
 
-def row_of(case: Case, name: str, used: Reading, rewards: Sequence[float]) -> dict:
+def row_of(case: Case, name: str, used: Reading, steps: Sequence[dict]) -> dict:
     samples = used.num_steps * case.samples_per_step
     milliseconds = {part: 1e3 * seconds / samples for part, seconds in used.cpu_s.items()}
     return {
@@ -156,22 +160,36 @@ def row_of(case: Case, name: str, used: Reading, rewards: Sequence[float]) -> di
         "num_samples": samples,
         "cpu_ms_per_sample": milliseconds | {"all": sum(milliseconds.get(part, 0.0) for part in WHOLE)},
         "seconds": used.seconds,
-        "last_reward": fmean(rewards[-NUM_LAST:]),
+        "last_reward": fmean(step["reward/mean"] for step in steps[-NUM_LAST:]),
     }
 
 
+def floor_row(case: Case, model: Path, response_length: float) -> dict:
+    """Return what the matrix products of a step cost alone, with responses of this mean length."""
+    tokens = (PROMPT_LENGTH + response_length) * case.samples_per_step / case.mini_batches
+    step = Step(case.samples_per_step, PROMPT_LENGTH, response_length, round(tokens))
+    milliseconds = {part: 1e3 * seconds for part, seconds in floor(Products.of_model(model), step).items()}
+    training = milliseconds.pop("old log-probs") + milliseconds.pop("update")
+    whole = {SAMPLING: milliseconds[SAMPLING], TRAINING: training, "all": milliseconds[SAMPLING] + training}
+    return {"case": case.name, "trainer": PRODUCTS, "cpu_ms_per_sample": whole, "response_length": response_length}
+
+
 def measured(case: Case, packages: Path | None) -> list[dict]:
-    """Return a row per trainer. packages: the folder that TRL is in; none = ours alone."""
+    """Return a row per trainer, and one of the products alone. packages: the folder that TRL is in; none = ours
+    alone."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as temporary:
         folder = Path(temporary)
         model = model_of(case, folder / "model")
         prompts, _ = write_files(folder)
-        rows = [row_of(case, "ours", *ours(case, model, prompts, folder / "ours"))]
+        used, steps = ours(case, model, prompts, folder / "ours")
+        rows = [row_of(case, "ours", used, steps)]
         if packages:
             rows.append(row_of(case, "TRL", *trl(packages, case, model, prompts, folder / "trl")))
             of_trl = rows[1]["cpu_ms_per_sample"]
             rows[0]["ratios"] = {part: rows[0]["cpu_ms_per_sample"][part] / of_trl[part] for part in COLUMNS}
-        return rows
+        mean_length = fmean(step["response_length/mean"] for step in steps[case.warm_up :])
+        return [*rows, floor_row(case, model, mean_length)]
 
 
 def table(rows: Sequence[dict]):
@@ -182,7 +200,9 @@ def table(rows: Sequence[dict]):
     for row in rows:
         used = row["cpu_ms_per_sample"]
         cells = [f"{used[part]:.2f}" if part in used else "-" for part in parts]
-        cells += [f"{row['seconds']:.1f}", f"{row['last_reward']:.3f}"]
+        cells += [
+            f"{row[name]:.{digits}f}" if name in row else "-" for name, digits in (("seconds", 1), ("last_reward", 3))
+        ]
         lines.add_row(f"{row['case']}: {row['trainer']}", *cells)
     for row in rows:
         if "ratios" in row:

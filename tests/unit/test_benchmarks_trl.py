@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from benchmarks import product_floor
 from benchmarks.bench_trl import (
     CASES,
     CONTROLLER,
@@ -15,11 +16,14 @@ from benchmarks.bench_trl import (
     SAMPLING,
     SCHEDULER,
     TRAINING,
+    floor_row,
     our_overrides,
     part_of_ours,
     row_of,
 )
 from benchmarks.cpu_watch import ProcessTree, Reading, between, watched
+from benchmarks.product_floor import Products, Step, floor
+from examples.arithmetic.pretrain import BASE
 from examples.arithmetic.problems import write_files
 from examples.demo_run import config_path, prompt_files
 from launch.trainer_ranks import trainer_command
@@ -99,7 +103,32 @@ def test_what_makes_the_demo_equal_to_trls_run_is_a_valid_config(case, tmp_path)
 def test_seconds_are_per_sample_and_the_whole_is_the_sum_of_its_parts():
     case = CASES[0]
     used = Reading(10, 20.0, {SAMPLING: 12.8, SCHEDULER: 10.0, HTTP: 2.8, TRAINING: 6.4, REST: 1.28})
-    row = row_of(case, "ours", used, [0.0] * 10 + [1.0] * 5)
+    row = row_of(case, "ours", used, [{"reward/mean": 0.0}] * 10 + [{"reward/mean": 1.0}] * 5)
     assert row["num_samples"] == 10 * 128 and row["last_reward"] == 1.0
     assert row["cpu_ms_per_sample"][SAMPLING] == pytest.approx(10.0)
     assert row["cpu_ms_per_sample"]["all"] == pytest.approx(16.0)
+
+
+def test_the_products_are_those_of_the_model_and_each_counts_for_its_rows(monkeypatch):
+    """By hand, at one second per row and weight: the demo's four layers and head."""
+
+    def timed(work, rows, weight):
+        return len(rows) * weight.numel() * (1 if work.__name__ == "_forward" else 3)
+
+    monkeypatch.setattr(product_floor, "_timed", timed)
+    products = Products.of_model(BASE)
+    layers = 4 * (256 * 128 + 128 * 128 + 512 * 128 + 128 * 256)
+    head = 64 * 128
+    assert sum(outputs * inputs for outputs, inputs in products.layers) == layers
+    assert floor(products, Step(128, 6, 10, 1024)) == {
+        "sampling": 16 * layers + 10 * head,
+        "old log-probs": 16 * layers + 10 * head,
+        "update": 3 * (16 * layers + 10 * head),
+    }
+
+
+def test_the_row_of_the_products_has_the_columns_of_the_trainers():
+    row = floor_row(CASES[0], BASE, response_length=10.0)
+    used = row["cpu_ms_per_sample"]
+    assert used["all"] == pytest.approx(used[SAMPLING] + used[TRAINING])
+    assert 0 < used[SAMPLING] < used[TRAINING]
