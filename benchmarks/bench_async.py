@@ -61,7 +61,10 @@ class SlotCount:
         self._since = now
 
 
-def bench_config(folder: Path, servers: Sequence[SleepingServer], machines: Machines, recipe: Recipe) -> Config:
+def bench_config(
+    folder: Path, servers: Sequence[SleepingServer], machines: Machines, recipe: Recipe, *overrides: str
+) -> Config:
+    """Return the config of a controller with these servers; its files are those of `write_files`."""
     rollout = "actor_rollout_ref.rollout"
     return make_config(
         folder,
@@ -77,6 +80,7 @@ def bench_config(folder: Path, servers: Sequence[SleepingServer], machines: Mach
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.dapo.dynamic_sampling.max_num_gen_batches=1000",
         f"trainer.total_training_steps={MANY_STEPS}",
+        *overrides,
     )
 
 
