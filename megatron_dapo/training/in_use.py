@@ -25,7 +25,7 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
         yield "layers of our own (no Transformer Engine)"
         is_half = config.params_dtype in (torch.float16, torch.bfloat16)
         attention = (
-            "variable-length flash attention" if is_gpu() and is_half else "attention, segments of one length at once"
+            "variable-length flash attention" if is_gpu() and is_half else "attention, segments of like length at once"
         )
         yield f"torch's {attention}"
     yield "fused SwiGLU" if config.bias_activation_fusion else "plain SwiGLU"

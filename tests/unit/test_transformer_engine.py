@@ -56,7 +56,7 @@ def test_a_run_says_which_layers_attention_and_optimizer_it_uses(layout, model_p
     sentence = in_use(model, state)
     for part in (
         "layers of our own",
-        "attention, segments of one length at once",
+        "attention, segments of like length at once",
         "fused log-prob head",
         "float32",
         "torch AdamW",
