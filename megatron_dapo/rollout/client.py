@@ -35,6 +35,9 @@ FOREIGN_VERSION = -1
 BODY_HEAD = 600
 CALL_TIMEOUT_S = 600.0  # checksums and weights of a large model take minutes; who can wait less says so
 POLL_INTERVAL_S = 0.25
+# A server closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). Ours ends before, also where this
+# process hears of it late: else a request meets one that is just closed, and fails.
+IDLE_CONNECTION_S = 2.0
 _LOADS = "/v1/loads?include=core"
 
 
@@ -368,7 +371,8 @@ class SGLangClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0),  # the controller bounds what is in flight
+                # the controller bounds what is in flight
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:

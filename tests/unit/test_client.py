@@ -2,13 +2,17 @@
 
 import asyncio
 import pickle
+import re
 from collections.abc import Callable
+from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.rollout import client as client_module
 from megatron_dapo.rollout.client import FOREIGN_VERSION, SamplingParams, ServerError, SGLangClient, generation_of
 
 pytestmark = pytest.mark.unit
@@ -273,3 +277,26 @@ def test_a_weight_update_names_its_tensors_and_its_version_as_text():
         "flush_cache": True,
         "weight_version": "7",
     }
+
+
+def test_a_connection_that_was_idle_is_used_no_more_before_a_server_closes_it(monkeypatch):
+    monkeypatch.setattr(client_module, "IDLE_CONNECTION_S", 0.1)
+    ports = []
+
+    async def info(request: web.Request) -> web.Response:
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return await json_answer({"weight_version": "3"})
+
+    async def ask_with_pauses(client: SGLangClient) -> None:
+        for pause_s in (0.0, 0.0, 0.3):
+            await asyncio.sleep(pause_s)
+            await client.weight_version()
+
+    ask({"GET /model_info": info}, ask_with_pauses)
+    assert ports[0] == ports[1] != ports[2]
+
+
+def test_a_server_keeps_idle_connections_for_longer_than_a_client():
+    settings = Path(distribution("sglang").locate_file("sglang/srt/environ.py")).read_text()  # to import it takes 5 s
+    (of_server_s,) = re.findall(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", settings)
+    assert client_module.IDLE_CONNECTION_S < float(of_server_s) / 2
