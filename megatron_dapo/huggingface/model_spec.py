@@ -40,6 +40,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # the first of a head's dimensions, which are rotated
     vocab_size: int
     max_positions: int
     norm_eps: float
@@ -48,6 +49,8 @@ class ModelSpec:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    rotary_interleaved: bool = False  # a rotated pair is two neighbours, in place of one of each half
+    output_norms: bool = False  # an RMSNorm of what attention and MLP add to the hidden states
     moe: MoEConfig | None = None  # none = dense
     value_head: bool = False  # a critic: one number per position in the place of the log-probs
 
@@ -76,7 +79,6 @@ DECODER: NeutralValues = {
     "mlp_bias": lambda value: not value,
     "use_sliding_window": lambda value: not value,
     "attention_dropout": lambda value: not value,
-    "partial_rotary_factor": lambda value: value in (None, 1.0),
     "pretraining_tp": lambda value: value in (None, 1),
     "quantization_config": lambda value: value is None,
     "logits_soft_cap": lambda value: value is None,
@@ -101,17 +103,22 @@ MIXTURE: NeutralValues = {  # every layer has experts
 class Family:
     """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings, no biases).
 
-    qkv_bias: biases of query, key and value. qk_norm: an RMSNorm per query and key head, before the rotation. is_moe:
-    experts in place of every MLP, as in Qwen3-MoE. neutral: the fields of its config.json that change the computation,
-    each with the values under which it does not; any other value is refused. A family whose fields differ has a table
-    of its own, made from DENSE or MIXTURE, so that what one family ignores or takes is not ignored or taken for others.
-    defaults: what transformers takes for a field that is absent, where it is not what other families take.
+    qkv_bias: biases of query, key and value; none = as attention_bias of config.json says. qk_norm: an RMSNorm per
+    query and key head, before the rotation. is_moe: experts in place of every MLP, as in Qwen3-MoE. partial_rotary:
+    config.json says which share of a head's dimensions is rotated. rotary_interleaved, output_norms: see `ModelSpec`.
+    neutral: the fields of its config.json that change the computation, each with the values under which it does not;
+    any other value is refused. A family whose fields differ has a table of its own, made from DENSE or MIXTURE, so that
+    what one family ignores or takes is not ignored or taken for others. defaults: what transformers takes for a field
+    that is absent, where it is not what other families take.
     """
 
-    qkv_bias: bool
+    qkv_bias: bool | None
     qk_norm: bool
     neutral: NeutralValues
     is_moe: bool = False
+    partial_rotary: bool = False
+    rotary_interleaved: bool = False
+    output_norms: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -128,6 +135,20 @@ FAMILIES = {
         qk_norm=False,
         neutral={**DENSE, "sliding_window": lambda value: value is None},
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    "Glm4ForCausalLM": Family(
+        qkv_bias=None,
+        qk_norm=False,
+        partial_rotary=True,
+        rotary_interleaved=True,
+        output_norms=True,
+        neutral={name: rule for name, rule in DENSE.items() if name != "attention_bias"},
+        defaults={
+            "attention_bias": True,
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+        },
     ),
     "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, neutral=MIXTURE, is_moe=True),
 }
@@ -193,12 +214,13 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         for key, is_neutral in family.neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
-    rope_theta, rope_scaling, rope_problems = read_rope(hf, source)
+    rope, rope_problems = read_rope(hf, source, partial=family.partial_rotary)
     missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if hf.get(key) is None]
     missing += moe_problems
     if wrong_types or wrong or rope_problems or missing:
         raise UserError(wrong_types + wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     return ModelSpec(
         family=architecture,
         num_layers=hf["num_hidden_layers"],
@@ -206,15 +228,18 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         ffn_size=hf[family.ffn_key],
         num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * rope.share),
         vocab_size=hf["vocab_size"],
         max_positions=hf["max_position_embeddings"],
         norm_eps=hf["rms_norm_eps"],
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         tied_embeddings=bool(hf.get("tie_word_embeddings")),
-        qkv_bias=family.qkv_bias,
+        qkv_bias=bool(hf["attention_bias"]) if family.qkv_bias is None else family.qkv_bias,
         qk_norm=family.qk_norm,
+        rotary_interleaved=family.rotary_interleaved,
+        output_norms=family.output_norms,
         moe=moe,
     )
 
@@ -226,7 +251,7 @@ _SIZES = (
     *REQUIRED[:-1], "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok",
 )  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta")
-_SWITCHES = ("tie_word_embeddings", "norm_topk_prob")
+_SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias")
 
 
 def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:

@@ -29,28 +29,49 @@ class RopeScaling:
     attention_factor: float = 1.0
 
 
-def read_rope(hf: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None, list[str]]:
-    """Return the base of the frequencies, their scaling (none = plain), and what is wrong; then the two mean nothing.
+@dataclass(frozen=True)
+class Rope:
+    """The rotary settings of a model.
 
-    The settings of config.json are under their new name (rope_parameters) or their old one (rope_scaling).
+    theta: the base of the frequencies. scaling: none = plain. share: of a head's dimensions, which is rotated.
+    """
+
+    theta: float = DEFAULT_THETA
+    scaling: RopeScaling | None = None
+    share: float = 1.0
+
+
+def read_rope(hf: Mapping[str, Any], source: str, *, partial: bool = False) -> tuple[Rope, list[str]]:
+    """Return the rotary settings, and what is wrong; then they mean nothing.
+
+    The settings of config.json are under their new name (rope_parameters) or their old one (rope_scaling). partial: the
+    family may rotate a part of a head's dimensions.
     """
     rope, wrong = _block(hf, source)
+    if rope.get("partial_rotary_factor") is None:
+        rope = rope | {"partial_rotary_factor": hf.get("partial_rotary_factor")}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
         wrong = [f"{source}: rope type `{kind}` is not supported; supported are {', '.join(_KINDS)}"]
     if wrong:
-        return DEFAULT_THETA, None, wrong
+        return Rope(), wrong
     rules, make = _KINDS[kind]
+    rules = _EVERY_KIND | ({"partial_rotary_factor": _SHARE} if partial else {}) | rules
     wrong = [
         f"{source}: {kind} rope `{key}: {json.dumps(rope.get(key))}` is not supported; it must be {what}"
-        for key, (what, is_good) in (_EVERY_KIND | rules).items()
+        for key, (what, is_good) in rules.items()
         if not is_good(rope.get(key))
     ]
     if kind == "llama3" and not wrong and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         wrong = [f"{source}: llama3 rope `high_freq_factor: {rope['high_freq_factor']}` is not above low_freq_factor"]
     if wrong:
-        return DEFAULT_THETA, None, wrong
-    return rope.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA, make(rope), []
+        return Rope(), wrong
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA
+    scaling, share = make(rope), rope["partial_rotary_factor"] or 1.0
+    if scaling is not None and scaling.attention_factor != 1 and share < 1:
+        # the factor multiplies the rotated dimensions alone, so that it is no scale of the attention
+        return Rope(), [f"{source}: {kind} rope with `partial_rotary_factor: {share}` is not supported"]
+    return Rope(theta, scaling, share), []
 
 
 def _block(hf: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
@@ -71,6 +92,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -85,6 +110,7 @@ _NUMBER = ("a number above 0", _is_number)
 _NUMBER_OR_ABSENT = ("a number above 0, or absent", _or_absent(_is_number))
 _POSITIONS = ("a whole number above 0", _is_size)
 
+_SHARE = ("above 0 and at most 1, or absent", _or_absent(_is_share))
 _EVERY_KIND: _Rules = {
     "rope_theta": ("a number above 0", _or_absent(_is_number)),
     "partial_rotary_factor": ("1", lambda value: value in (None, 1.0)),

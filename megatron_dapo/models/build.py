@@ -15,7 +15,7 @@ from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
-from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark
+from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark, norm_outputs
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
 from megatron_dapo.models.router_replay import ChunkReplay
@@ -259,8 +259,12 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_la
         )
         if num_experts:
             layer.submodules.mlp.submodules.router = Router
+        if spec.output_norms:
+            norm_outputs(layer, config)
         return layer
     layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, device()))
+    if spec.output_norms:
+        norm_outputs(layer, config)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
@@ -283,6 +287,7 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tied_embeddings,
         position_embedding_type="rope" if use_te else "none",  # our own attention rotates by itself
+        rotary_percent=spec.rotary_dim / spec.head_dim,
         vp_stage=vp_stage,
     )
     if use_te:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings

@@ -71,8 +71,11 @@ def _is_new(name: str, folder: SafetensorsFolder) -> bool:
 def _read_entry(folder: SafetensorsFolder, entry: Entry, model: ModelParts, layout: ParallelLayout) -> Tensor:
     is_vocab = entry.hf_names[0] in (EMBEDDING, LM_HEAD)
     padded = model.spec.padded_vocab_size(layout.tp) if is_vocab else None
-    parts = [folder.read(name, entry.transform.dim, layout.tp_rank, layout.tp, padded) for name in entry.hf_names]
-    return entry.transform.join(parts, model.spec)
+    transform = entry.transform
+    parts = [
+        folder.read(name, transform.dim, layout.tp_rank, layout.tp, padded, transform.blocks) for name in entry.hf_names
+    ]
+    return transform.join(parts, model.spec)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The parts of a layer that Megatron has only through Transformer Engine: RMSNorm, packed attention, the router."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -42,6 +44,27 @@ class RMSNorm(torch.nn.Module):
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+class OutputNorm(RMSNorm):
+    """Norms what a block of a layer, attention or MLP, adds to the hidden states: Megatron's bias_dropout_add, with
+    neither a bias nor dropout."""
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:  # type: ignore[override]
+        """Return what adds, as Megatron asks for it in each pass."""
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_with_bias
+        assert bias is None and dropout == 0.0
+        return residual + super().forward(output)
+
+
+def norm_outputs(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Put the norm of its output behind both blocks of Megatron's layer."""
+    sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+    norm = ModuleSpec(OutputNorm, params=sizes)
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = norm
 
 
 class PackedAttention(MegatronModule):

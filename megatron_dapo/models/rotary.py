@@ -57,16 +57,19 @@ def positions(places: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x with each pair rotated. The two halves of the last axis are the two coordinates of each pair."""
-    half = x.size(-1) // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    """Return x with each pair rotated. The two halves of the tables' last axis, and of as many dimensions of x, are the
+    two coordinates of each pair; what x has besides stays as it is."""
+    rotated, rest = x.split([cos.size(-1), x.size(-1) - cos.size(-1)], dim=-1)
+    half = rotated.size(-1) // 2
+    turned = rotated * cos + torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:
-    """Return the angle per position of each pair of a head's dimensions, [head_dim / 2] float32: theta^(-2i/d), scaled
+    """Return the angle per position of each pair of rotated dimensions, [rotary_dim / 2] float32: theta^(-2i/d), scaled
     as config.json says. In the order of operations of transformers and SGLang, so that no bit differs: at position
     100 000 the last bit of a frequency is a hundredth of a radian."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
     positions_per_radian = spec.rope_theta**exponents
     if spec.rope_scaling is None:
         return 1.0 / positions_per_radian
@@ -102,10 +105,10 @@ def _yarn(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -
     last = _pair_that_turns(scaling.beta_slow, scaling, spec)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, spec.head_dim - 1)
+    first, last = max(first, 0), min(last, spec.rotary_dim - 1)
     if first == last:
         last += 0.001
-    pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
     kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
     divided = 1.0 / (scaling.factor * positions_per_radian)
     return divided * (1 - kept) + (1.0 / positions_per_radian) * kept
@@ -113,7 +116,7 @@ def _yarn(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -
 
 def _pair_that_turns(times: float, scaling: RopeScaling, spec: ModelSpec) -> float:
     """Return which pair, as a fraction, turns so many times in the original positions."""
-    return (spec.head_dim * math.log(scaling.original_positions / (times * 2 * math.pi))) / (
+    return (spec.rotary_dim * math.log(scaling.original_positions / (times * 2 * math.pi))) / (
         2 * math.log(spec.rope_theta)
     )
 

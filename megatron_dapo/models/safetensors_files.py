@@ -183,7 +183,13 @@ class SafetensorsFolder:
             )
 
     def read(
-        self, name: str, dim: int | None = None, rank: int = 0, size: int = 1, padded: int | None = None
+        self,
+        name: str,
+        dim: int | None = None,
+        rank: int = 0,
+        size: int = 1,
+        padded: int | None = None,
+        blocks: int = 1,
     ) -> Tensor:
         """Read a rank's share of a tensor, on the CPU. Raises OSError.
 
@@ -191,9 +197,14 @@ class SafetensorsFolder:
             dim: axis of the cut (0 or 1); none: all of the tensor.
             size: number of the ranks that share it.
             padded: the length along dim of which the rank has its share; what exceeds the file's is zero.
+            blocks: so many tensors stand in it one below the other, each of which is cut along its rows.
         """
         if dim is None:
             return self._rows(name, 0, None)
+        if blocks > 1:
+            rows = self.tensor(name).shape[0] // blocks
+            starts = [block * rows + rank * (rows // size) for block in range(blocks)]
+            return torch.cat([self._rows(name, start, start + rows // size) for start in starts])
         length = self.tensor(name).shape[dim]
         share = (padded or length) // size
         start = min(rank * share, length)

@@ -4,8 +4,8 @@ Loading a checkpoint, exporting one and sending weights to the servers all go th
 
 A row's transform knows three things: along which axis tensor-parallel ranks hold slices of the HF tensors (`dim`; None:
 everybody holds all), how a rank's slices are joined into its Megatron shard, and how the shard is split into them.
-So a full HF tensor is always the concatenation of the ranks' slices along `dim`. An expert is whole on the
-expert-parallel rank that has it, and absent on the others.
+So a full HF tensor is always the concatenation of the ranks' slices along `dim`, block by block where it has several
+(`Transform.whole`). An expert is whole on the expert-parallel rank that has it, and absent on the others.
 """
 
 import re
@@ -23,17 +23,34 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 class Transform:
     """How slices of Hugging Face tensors make a Megatron shard.
 
-    dim: axis of the cut. join: slices of the HF tensors, in row order -> Megatron shard. split: the inverse.
+    dim: axis of the cut. join: slices of the HF tensors, in row order -> Megatron shard. split: the inverse. blocks:
+    several tensors of one size stand in an HF tensor one below the other; a rank's slice has its slice of each.
     """
 
     dim: int | None
     join: Callable[[list[Tensor], ModelSpec], Tensor]
     split: Callable[[Tensor, ModelSpec], list[Tensor]]
+    blocks: int = 1
+
+    def whole(self, slices: list[Tensor]) -> Tensor:
+        """Return the HF tensor that the ranks, in their order, hold these slices of."""
+        assert self.dim is not None, "what is not cut has no slices"
+        if self.blocks == 1:
+            return torch.cat(slices, dim=self.dim)
+        of_ranks = [part.chunk(self.blocks) for part in slices]
+        return torch.cat([part for block in zip(*of_ranks, strict=True) for part in block])
 
 
 def _join_qkv(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """Put q, k, v rows into Megatron's order: [group][q heads of the group, k, v][head_dim] rows."""
+    """Put q, k, v rows into Megatron's order: [group][q heads of the group, k, v][head_dim] rows.
+
+    The rows of a head of q and k are put such that the two halves of the rotated ones are the two coordinates of each
+    pair, in all families. Products of q and k do not depend on the order of the dimensions.
+    """
     q, k, v = (part.unflatten(0, (-1, spec.head_dim)) for part in parts)
+    if spec.rotary_interleaved:
+        order = _halves(spec)
+        q, k = q[:, order], k[:, order]
     q = q.unflatten(0, (k.size(0), -1))
     return torch.cat([q, k[:, None], v[:, None]], dim=1).flatten(0, 2)
 
@@ -42,7 +59,16 @@ def _split_qkv(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
     heads_per_group = spec.num_heads // spec.num_kv_heads
     grouped = shard.unflatten(0, (-1, heads_per_group + 2, spec.head_dim))
     q, k, v = grouped.split([heads_per_group, 1, 1], dim=1)
+    if spec.rotary_interleaved:
+        order = torch.tensor(_halves(spec)).argsort()
+        q, k = q[:, :, order], k[:, :, order]
     return [part.flatten(0, 2) for part in (q, k, v)]
+
+
+def _halves(spec: ModelSpec) -> list[int]:
+    """Return the places in a checkpoint of a head's rows in Megatron's order, where rotated pairs are neighbours."""
+    rotated = range(spec.rotary_dim)
+    return [*rotated[::2], *rotated[1::2], *range(spec.rotary_dim, spec.head_dim)]
 
 
 REPLICATED = Transform(None, lambda parts, spec: parts[0], lambda shard, spec: [shard])
@@ -51,6 +77,7 @@ COLUMNS = Transform(1, REPLICATED.join, REPLICATED.split)
 QKV = Transform(0, _join_qkv, _split_qkv)
 GATE_UP = Transform(0, lambda parts, spec: torch.cat(parts), lambda shard, spec: list(shard.chunk(2)))
 WHOLE_GATE_UP = Transform(None, GATE_UP.join, GATE_UP.split)
+FUSED_GATE_UP = Transform(0, REPLICATED.join, REPLICATED.split, blocks=2)  # one HF tensor, as in Megatron
 
 
 Shapes = Callable[[ModelSpec], list[tuple[int, ...]]]
@@ -162,11 +189,38 @@ DECODER = (
 )
 # fmt: on
 
+
+def _changed(rows: tuple[Row, ...], *changes: Row) -> tuple[Row, ...]:
+    """Return the rows with those of `changes` in the place of the row for the same Megatron parameter; those for a
+    parameter that has none stand behind the last row of a layer."""
+    by_name = {row.megatron: row for row in changes}
+    new = [row for row in changes if all(row.megatron != other.megatron for other in rows)]
+    kept = [by_name.get(row.megatron, row) for row in rows]
+    end = max(number for number, row in enumerate(rows) if "{l}" in row.megatron) + 1
+    return (*kept[:end], *new, *kept[end:])
+
+
+def _output_norms(attention: str, mlp: str) -> tuple[Row, Row]:
+    """Return the rows of the norms of what a layer's two blocks add to the hidden states (`layers.OutputNorm`)."""
+    return (
+        Row("decoder.layers.{l}.self_attn_bda.weight", (f"{_HF_LAYER}{attention}.weight",), REPLICATED, _norm),
+        Row("decoder.layers.{l}.mlp_bda.weight", (f"{_HF_LAYER}{mlp}.weight",), REPLICATED, _norm),
+    )
+
+
+GLM4 = _changed(
+    DECODER,
+    Row("decoder.layers.{l}.mlp.linear_fc1.weight", (_HF_LAYER + "mlp.gate_up_proj.weight",), FUSED_GATE_UP,
+        lambda m: [(2 * m.ffn_size, m.hidden_size)]),
+    *_output_norms("post_self_attn_layernorm", "post_mlp_layernorm"),
+)  # fmt: skip
+
 WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
     "LlamaForCausalLM": DECODER,
     "MistralForCausalLM": DECODER,
+    "Glm4ForCausalLM": GLM4,
     "Qwen3MoeForCausalLM": DECODER,
 }
 

@@ -85,10 +85,10 @@ class WeightSource:
         split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
         full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
         if layout.tp > 1 and layout.copy_rank == 0:
-            dims = {i: slot.entry.transform.dim for i, slot in enumerate(slots)}
-            cut = {i: dim for i, dim in dims.items() if dim is not None}
+            transforms = {i: slot.entry.transform for i, slot in enumerate(slots)}
+            cut = [i for i, transform in transforms.items() if transform.dim is not None]
             for i, slices in zip(cut, self._exchange([full[i] for i in cut]), strict=True):
-                full[i] = torch.cat(slices, dim=cut[i])
+                full[i] = transforms[i].whole(slices)
         if layout.ep > 1 and layout.stage_rank < layout.ep:
             experts = [i for i, slot in enumerate(slots) if slot.owner is not None]
             full |= self._fetch({i: slots[i] for i in experts}, full)

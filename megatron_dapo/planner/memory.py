@@ -148,6 +148,7 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     layer = (hidden * qkv + spec.num_heads * dim * hidden) // tp + 2 * hidden
     layer += qkv // tp if spec.qkv_bias else 0
     layer += 2 * dim if spec.qk_norm else 0
+    layer += 2 * hidden if spec.output_norms else 0
     mlp = 3 * hidden * spec.ffn_size
     experts = 0
     if spec.moe is None:
@@ -261,8 +262,8 @@ def kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int)
         mlp = 4 * spec.ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
     else:  # tokens are evenly spread over the experts; each is copied once per expert
         mlp = (4 * spec.active_ffn_size + spec.moe.experts_per_token * spec.hidden_size) * width / part
-    # twice: float32 input and normed output of the norm, input of the product
-    rest = 2 * spec.hidden_size * (4 + 2 * width) / part
+    # of each norm: float32 input and normed output, input of the product; an output's, of what follows
+    rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part
     return attention, mlp, rest
 
 

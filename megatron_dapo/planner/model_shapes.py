@@ -88,6 +88,17 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-32b": _qwen3(5120, 64, 64, 8, 25600),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 6144, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 12288, 1536),
+    # zai-org/GLM-4-9B-0414: defaults of transformers' Glm4Config
+    "glm-4-9b": _decoder("Glm4ForCausalLM", 4096, 40, 32, 2, 13696)
+    | {
+        "attention_bias": True,
+        "head_dim": 128,
+        "vocab_size": 151552,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+    },
     # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
     "llama-3.1-8b": _llama3(4096, 32, 32, 8, 14336),
     "llama-3.1-70b": _llama3(8192, 80, 64, 8, 28672),

@@ -40,6 +40,9 @@ CUT = {
 }
 """Module -> the axis that a server's tensor parallelism cuts; modules not named are whole on every rank."""
 
+STACKED = {"gate_up_proj": 2}
+"""Module -> how many tensors of one size stand in its weight one below the other, each of which is cut by rows."""
+
 PADDED = ("embed_tokens", "lm_head")
 KEY_VALUE = ("k_proj", "v_proj")
 
@@ -82,6 +85,8 @@ def server_tensor(
 
 def _slice(name: str, tensor: Tensor, tp_rank: int, tp_size: int, num_kv_heads: int | None) -> Tensor:
     module = name.split(".")[-2]
+    if module in STACKED:
+        return torch.cat([part.chunk(tp_size)[tp_rank] for part in tensor.chunk(STACKED[module])])
     axis = CUT.get(module)
     if axis is None or axis >= tensor.dim():  # a bias of a row-parallel layer is whole
         return tensor

@@ -268,6 +268,41 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
     return run_layouts(folder, model, layouts)
 
 
+# families whose layers differ, all in one start; what is not named is data parallelism
+FAMILIES = ("glm4",)
+FAMILY_LAYOUTS = {"tp1": {}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
+FAMILY_VARIANTS = {"small": CUTS["small"], "padded": CUTS["padded"]}
+
+
+def family_variants(layout: str) -> dict[str, list[str]]:
+    extra = {"tp1": {"whole": [], **RECOMPUTED}, "tp2_sp": {"sharded": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}}
+    return {"small": CUTS["small"]} if layout == "cp2" else FAMILY_VARIANTS | extra.get(layout, {})
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> dict[str, dict]:
+    """As `results`, under "layout/family/variant"."""
+    folder = tmp_path_factory.mktemp("families")
+    shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
+    models = {family: str(make_tiny(folder / family, family, **shape)) for family in FAMILIES}
+
+    def variants(layout: str) -> dict[str, list[str]]:
+        return {
+            f"{family}/{name}": [f"actor_rollout_ref.model.path={path}", *overrides]
+            for family, path in models.items()
+            for name, overrides in family_variants(layout).items()
+        }
+
+    layouts = by_world_size(FAMILY_LAYOUTS, {name: 1 if name == "tp1" else 2 for name in FAMILY_LAYOUTS}, variants)
+    return run_layouts(folder, folder / FAMILIES[0], layouts)
+
+
+FAMILY_CASES = [
+    f"{layout}/{family}/{variant}"
+    for layout in FAMILY_LAYOUTS
+    for family in FAMILIES
+    for variant in family_variants(layout)
+]
 MIXTURE_CASES = [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in mixture_variants(layout)]
 ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants(layout)]
 
@@ -297,6 +332,13 @@ def test_a_mixture_of_experts_gets_the_gradients_of_all_tokens_wherever_its_expe
     assert mixture[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
 
 
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_layers_of_other_families_give_the_same_in_every_layout(families, case):
+    family = case.split("/")[1]
+    assert_same(families[case], families[f"tp1/{family}/whole"])
+    assert families[case]["first"]["actor/ratio_max"] == 1.0
+
+
 @pytest.mark.parametrize("case", MIXTURE_CASES)
 def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, case):
     errors = mixture[case]["errors"]
@@ -304,9 +346,11 @@ def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, 
     assert all("gradient norm of a mini-batch is nan" in error for error in errors), errors
 
 
-def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactly(results, tied, mixture):
+def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactly(results, tied, mixture, families):
     """Of each rank; the optimizer's state over the ranks of a stage, which need not share it evenly."""
-    cases = [(name, case["states"]) for by_layout in (results, tied, mixture) for name, case in by_layout.items()]
+    cases = [
+        (name, case["states"]) for by_layout in (results, tied, mixture, families) for name, case in by_layout.items()
+    ]
     assert any("bfloat16" in name for name, _ in cases) and any("distributed_optimizer" in name for name, _ in cases)
     for name, ranks in cases:
         for _, counted, estimated in ranks:

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe", vocab=65, layers=2)
 
 
-@pytest.fixture(scope="module")
-def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSupervisor]:
-    rollout, logs = "actor_rollout_ref.rollout.server", tmp_path_factory.mktemp("logs")
+@contextmanager
+def served(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
+    rollout = "actor_rollout_ref.rollout.server"
     config = load_config(
         None,
         [
@@ -49,6 +50,12 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield supervisor
     finally:
         supervisor.stop()
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSupervisor]:
+    with served(model_path, tmp_path_factory.mktemp("logs")) as supervisor:
+        yield supervisor
 
 
 async def generate(server: ServerSupervisor):

@@ -169,6 +169,44 @@ def test_a_field_that_mistral_leaves_out_is_what_transformers_takes_for_it():
     assert model_spec(fewer).num_kv_heads == 8
 
 
+GLM4 = {
+    "architectures": ["Glm4ForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13696, "max_position_embeddings": 32768,
+    "model_type": "glm4", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "vocab_size": 151552,
+}  # fmt: skip
+
+
+def test_glm_4_9b_is_read_whole():
+    """9.4 billion parameters. Fields that are absent are what transformers takes for them, which are its own."""
+    spec = model_spec(GLM4)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rotary_dim) == (32, 2, 128, 64)
+    assert spec.qkv_bias and spec.output_norms and spec.rotary_interleaved and not spec.qk_norm
+    assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 9_400_279_040
+    in_block = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}
+    assert model_spec({k: v for k, v in GLM4.items() if k != "partial_rotary_factor"} | in_block) == spec
+    left_out = ("attention_bias", "head_dim", "num_key_value_heads", "partial_rotary_factor")
+    assert model_spec({key: value for key, value in GLM4.items() if key not in left_out}) == spec
+    assert not model_spec(GLM4 | {"attention_bias": False}).qkv_bias
+    assert model_spec(GLM4 | {"partial_rotary_factor": 1.0}).rotary_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"partial_rotary_factor": 1.5}, "`partial_rotary_factor: 1.5` is not supported; it must be above 0"),
+        ({"attention_bias": "no"}, '`attention_bias: "no"` is not true or false'),
+        ({"rope_scaling": YARN}, "yarn rope with `partial_rotary_factor: 0.5` is not supported"),
+    ],
+)
+def test_what_is_not_supported_of_glm_4_is_named(change, named):
+    with pytest.raises(UserError) as error:
+        model_spec(GLM4 | change)
+    (sentence,) = error.value.sentences
+    assert named in sentence
+
+
 def test_what_one_family_takes_or_refuses_holds_for_that_family_alone(monkeypatch):
     """As Mistral: `sliding_window` acts by itself, where Qwen2 reads it with use_sliding_window alone."""
     own = {**DENSE, "sliding_window": lambda value: value is None, "attention_bias": lambda value: True}

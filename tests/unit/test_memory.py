@@ -1,6 +1,7 @@
 """The memory estimate: published sizes are met, the cluster recipes fit their GPUs, and what does not fit is said."""
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from megatron_dapo.__main__ import main
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, model_spec
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from megatron_dapo.planner.memory import (
     GB,
     activation_bytes,
@@ -44,6 +46,17 @@ def recipe(name: str, *overrides: str):
 def test_the_parameters_are_as_many_as_the_published_checkpoints_have(sizes, num_bytes):
     """total_size in model.safetensors.index.json of Qwen/Qwen2.5-32B and -7B: bytes of bfloat16."""
     assert 2 * sum(num_parameters(model_spec(sizes), ONE_RANK, stage=0)) == num_bytes
+
+
+@pytest.mark.parametrize("architecture", sorted(WEIGHT_MAPS))
+def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
+    sizes = MODEL_JSON | {"architectures": [architecture], "head_dim": 8}
+    sizes |= {"moe_intermediate_size": 64, "num_experts_per_tok": 2} if FAMILIES[architecture].is_moe else {}
+    sizes |= {"num_experts": 8} if FAMILIES[architecture].is_moe else {}
+    sizes |= {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
+    spec = model_spec(sizes)
+    expected = sum(math.prod(shape) for shape in hf_tensors(spec).values())
+    assert sum(num_parameters(spec, ONE_RANK, stage=0)) == expected
 
 
 def test_the_32b_recipe_by_hand():

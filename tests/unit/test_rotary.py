@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import Glm4Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
@@ -55,6 +56,15 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(rope, theta,
     assert torch.equal(rotary_frequencies(spec), frequencies)
     # cosines and sines, which both query and key are multiplied by, have the factor there
     assert attention_scale(spec) == pytest.approx(factor**2 / math.sqrt(head_dim), rel=1e-12)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}])
+def test_frequencies_of_a_part_of_the_dimensions_are_those_of_transformers(rope):
+    rope = rope | {"rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    spec = model_spec(MODEL_JSON | {"architectures": ["Glm4ForCausalLM"], "head_dim": 64, "rope_parameters": rope})
+    config = Glm4Config(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=dict(rope))
+    assert len(rotary_frequencies(spec)) == 16
+    assert torch.equal(rotary_frequencies(spec), Glm4RotaryEmbedding(config).inv_freq)
 
 
 def test_frequencies_without_scaling_by_hand():

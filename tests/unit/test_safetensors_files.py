@@ -11,7 +11,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.file_plan import FilePlan
 from megatron_dapo.models.safetensors_files import FileWriter, SafetensorsFolder, StoredFile, TensorSpec, file_order
-from megatron_dapo.models.weight_map import hf_tensors
+from megatron_dapo.models.weight_map import FUSED_GATE_UP, hf_tensors
 
 pytestmark = pytest.mark.unit
 
@@ -56,6 +56,16 @@ def test_slices_are_those_of_the_tensor(tmp_path, name, dim, size):
     assert torch.equal(joined.narrow(dim, 0, whole.shape[dim]), whole)
     assert not joined.narrow(dim, whole.shape[dim], joined.shape[dim] - whole.shape[dim]).any()
     assert torch.equal(folder.read(name, None), whole)
+
+
+def test_a_slice_of_several_tensors_in_one_is_that_of_each(tmp_path):
+    """As gate and up of GLM-4; and all slices are the whole tensor again."""
+    gate, up = torch.arange(8).view(4, 2).float(), torch.arange(8, 16).view(4, 2).float()
+    save_file({"gate_up": torch.cat([gate, up])}, tmp_path / "model.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    slices = [folder.read("gate_up", 0, rank, 2, None, 2) for rank in range(2)]
+    assert torch.equal(slices[1], torch.cat([gate[2:], up[2:]]))
+    assert torch.equal(FUSED_GATE_UP.whole(slices), torch.cat([gate, up]))
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -137,7 +147,7 @@ def test_a_damaged_index_is_named(tmp_path, content):
 
 def spec(**changes) -> ModelSpec:
     sizes = dict(num_layers=2, hidden_size=8, ffn_size=12, num_heads=4, num_kv_heads=2, head_dim=4, vocab_size=11)
-    rest = dict(max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied_embeddings=False)
+    rest = dict(rotary_dim=4, max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied_embeddings=False)
     return ModelSpec(**{"family": "Qwen2ForCausalLM", "qkv_bias": True, "qk_norm": False, **sizes, **rest, **changes})
 
 

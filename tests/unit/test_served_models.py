@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.huggingface.model_spec import FAMILIES
+from megatron_dapo.models.weight_map import DECODER, WEIGHT_MAPS
 from megatron_dapo.rollout.keyed_sglang import SERVED_MODELS
 
 pytestmark = pytest.mark.unit
@@ -27,8 +28,8 @@ def test_every_family_is_imported_by_a_server_and_nothing_else():
     assert imported | own == {element.id for element in entries.value.elts} == FAMILIES.keys()
 
 
-def test_every_dense_family_has_a_classifier_for_reward_models():
-    """Under the name that Hugging Face gives it; a mixture's classifier SGLang does not have."""
+def test_every_plain_decoder_has_a_classifier_for_reward_models():
+    """Under the name that Hugging Face gives it; of the other families SGLang has none."""
     classes = {node.name for node in _module("classifiers").body if isinstance(node, ast.ClassDef)}
-    dense = {name for name in FAMILIES if "Moe" not in name}
-    assert classes == {name.replace("ForCausalLM", "ForSequenceClassification") for name in dense}
+    plain = {name for name, rows in WEIGHT_MAPS.items() if rows is DECODER and not FAMILIES[name].is_moe}
+    assert classes == {name.replace("ForCausalLM", "ForSequenceClassification") for name in plain}

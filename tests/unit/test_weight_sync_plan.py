@@ -146,6 +146,13 @@ def test_server_ranks_hold_slices_that_make_up_the_whole():
     assert held(tensors, p + "input_layernorm.weight", 1, 2).shape == (6,)
 
 
+def test_gate_and_up_that_come_in_one_tensor_are_cut_each():
+    """As those of GLM-4."""
+    name, whole = "model.layers.0.mlp.gate_up_proj.weight", torch.randn(8, 3)
+    assert torch.equal(held({name: whole}, name, 1, 2), whole[[2, 3, 6, 7]])
+    assert torch.equal(held({name: whole}, name, 0, 1), whole)
+
+
 def test_experts_are_stacked_in_their_order_and_cut_within_each_on_the_server():
     p, order = "model.layers.0.mlp.experts.", (1, 10, 0, *range(2, 10), 11)  # as ranks with some of them each give them
     shapes = {"down_proj": (6, 8), "up_proj": (8, 6), "gate_proj": (8, 6)}

@@ -4,6 +4,7 @@ SGLang imports all of its two hundred models otherwise, image and speech models 
 that lacks a package. It still does so for an architecture that is not in this list.
 """
 
+from sglang.srt.models.glm4 import Glm4ForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -14,4 +15,11 @@ class MistralForCausalLM(LlamaForCausalLM):
     """As in SGLang, whose module of it imports models of images too."""
 
 
-EntryClass = [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM]
+EntryClass = [
+    Glm4ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+]
