@@ -15,7 +15,7 @@ from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
-from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark, norm_outputs
+from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark, moe_parts, norm_outputs
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
 from megatron_dapo.models.router_replay import ChunkReplay
@@ -258,7 +258,7 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_la
             num_experts=num_experts, moe_grouped_gemm=bool(num_experts), qk_layernorm=spec.qk_norm
         )
         if num_experts:
-            layer.submodules.mlp.submodules.router = Router
+            moe_parts(layer.submodules).router = Router
         if spec.output_norms:
             norm_outputs(layer, config)
         return layer

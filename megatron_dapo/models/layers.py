@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -10,9 +11,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -199,13 +202,19 @@ class Router(TopKRouter):
         return F.linear(input, self.weight).float()
 
 
+def moe_parts(layer: TransformerLayerSubmodules) -> MoESubmodules:
+    """Return what a layer's mixture is made of. Megatron-core 0.16 names it in a ModuleSpec, 0.19 in a partial."""
+    mixture = layer.mlp
+    return mixture.keywords["submodules"] if isinstance(mixture, partial) else mixture.submodules
+
+
 def local_layer_spec(qk_norm: bool, num_experts: int | None, rotary: Rotary) -> ModuleSpec:
     """Return Megatron's layer without Transformer Engine, with the parts above in their places. The attention rotates
     by itself: the model around it is built without position embeddings. num_experts: none = dense."""
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     if num_experts:
-        layer.mlp.submodules.router = Router
+        moe_parts(layer).router = Router
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary})

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.checkpointing.torch_dist.loading import OptimizerParamScheduler, restore_schedule
-from megatron_dapo.checkpointing.torch_dist.slices import Region, rectangles
+from megatron_dapo.checkpointing.torch_dist.slices import Region, model_regions, rectangles
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import build_model
+from megatron_dapo.platform.parallel import ParallelLayout
+from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
 
@@ -66,6 +71,45 @@ def test_what_lies_outside_of_a_region_is_left_out():
     up = Region("up", (2, 3), (0, 0), (2, 3), 6, (0, 0))
     assert torch.cat([s.values.flatten() for s in gate.slices(values, 2, 0)]).tolist() == [0, 1, 2, 3]
     assert torch.cat([s.values.flatten() for s in up.slices(values, 2, 0)]).tolist() == [4, 5, 6, 7]
+
+
+DENSE = {"linear_fc1.weight_w": (32, 16), "linear_fc1.weight_v": (32, 16), "linear_fc2.weight": (16, 32)}
+EXPERT = {"linear_fc1.weight_w": (8, 16), "linear_fc1.weight_v": (8, 16), "linear_fc2.weight": (16, 8)}
+STORED = {
+    "qwen2": {"self_attention.linear_qkv.bias": (48,), **{f"mlp.{name}": shape for name, shape in DENSE.items()}},
+    "qwen3_moe": {
+        "self_attention.q_layernorm.weight": (8,),
+        "self_attention.k_layernorm.weight": (8,),
+        "mlp.router.weight": (2, 16),
+        **{f"mlp.experts.experts.{e}.{name}": shape for e in (0, 1) for name, shape in EXPERT.items()},
+    },
+}
+"""Family -> names and shapes of a layer's tensors in a checkpoint, beside those that every layer has."""
+
+
+@pytest.mark.parametrize("family", STORED)
+def test_a_checkpoint_has_the_same_names_and_shapes_with_every_megatron(family, tmp_path):
+    """As versions before stored them: a checkpoint of one Megatron-core is loaded with another."""
+    layer = {
+        "self_attention.linear_qkv.layer_norm_weight": (16,),
+        "self_attention.linear_qkv.weight": (48, 16),
+        "self_attention.linear_proj.weight": (16, 16),
+        "mlp.linear_fc1.layer_norm_weight": (16,),
+        **STORED[family],
+    }
+    whole = {
+        "embedding.word_embeddings.weight": (64, 16),
+        "decoder.final_layernorm.weight": (16,),
+        "output_layer.weight": (64, 16),
+        **{f"decoder.layers.0.{name}": shape for name, shape in layer.items()},
+    }
+    spec = read_model_spec(make_tiny(tmp_path, family, layers=1, hidden=16, heads=2, num_experts=2))
+    layout = ParallelLayout.initialize()
+    try:
+        regions = model_regions(build_model(spec, layout, MegatronConfig()), layout)
+    finally:
+        ParallelLayout.shutdown()
+    assert {region.name: region.whole_shape for of_one in regions.values() for region in of_one} == whole
 
 
 def schedule_of(style: str, num_steps: int, lr: float = 1e-6) -> OptimizerParamScheduler:
