@@ -93,9 +93,9 @@ class Filling:
 
     async def raise_failure(self) -> None:
         """Raise what ended the filling, if anything did."""
-        if self._failure is not None:
+        failure = self._failure
+        if failure is not None:
             await self.cancel()
-            failure = self._failure
             self._failure = None
             raise failure
 
