@@ -92,6 +92,31 @@ def _nothing_where_alone(original: Callable) -> Callable:
     return collective
 
 
+def _one_group_of_the_same_ranks(original: Callable) -> Callable:
+    """Wrap initialize_model_parallel, which makes some twenty groups, so that those of the same ranks are one."""
+
+    @functools.wraps(original)
+    def initialize(*args, **kwargs):
+        from megatron.core import parallel_state
+
+        create = parallel_state.create_group
+        groups: dict[tuple[int, ...], Any] = {}  # every rank asks for all of them in the same order, its own or not
+
+        def create_once(ranks, **options):
+            key = tuple(sorted(ranks))
+            if key not in groups:
+                groups[key] = create(ranks, **options)
+            return groups[key]
+
+        parallel_state.create_group = create_once
+        try:
+            original(*args, **kwargs)
+        finally:
+            parallel_state.create_group = create
+
+    return initialize
+
+
 # fmt: off
 ADAPTATIONS = (
     Adaptation("torch.cuda.current_device", "tensor factories: device=torch.cuda.current_device()",
@@ -127,6 +152,8 @@ ADAPTATIONS = (
                "on a group of one rank gloo copies all gradients to and fro; NCCL does nothing", _nothing_where_alone),
     Adaptation("megatron.core.distributed.param_and_grad_buffer.dist_all_gather_func",
                "the same for the weights after each optimizer step", _nothing_where_alone),
+    Adaptation("megatron.core.parallel_state.initialize_model_parallel",
+               "each group over gloo has threads that wake a hundred times a second", _one_group_of_the_same_ranks),
 )
 # fmt: on
 

@@ -18,8 +18,8 @@ def leave(layout: ParallelLayout) -> None:
 def end_groups() -> None:
     """End all groups but that of all ranks, when nobody uses them any more.
 
-    A layout has some twenty groups, each with three threads of gloo that wake a hundred times a second: ranks that keep
-    those of several layouts spend most of their time on that.
+    Each of a layout's groups has three threads of gloo that wake a hundred times a second: ranks that keep those of
+    several layouts spend most of their time on that.
     """
     from megatron.core.distributed import DistributedDataParallel  # importable once a layout was initialized
 

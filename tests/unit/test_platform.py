@@ -51,6 +51,28 @@ def test_gradients_of_a_rank_alone_are_not_copied(num_ranks, in_place, async_op,
     assert calls == ([{"op": "sum", "group": group, "async_op": async_op}] if is_done else [])
 
 
+def test_megatrons_groups_of_the_same_ranks_are_one_until_the_next_layout(monkeypatch):
+    prepare_megatron()
+    from megatron.core import parallel_state
+
+    (row,) = (row for row in megatron_cpu.ADAPTATIONS if row.target.endswith("initialize_model_parallel"))
+    made, received = [], []
+
+    def create(ranks, **options):
+        made.append(ranks)
+        return object()
+
+    monkeypatch.setattr(parallel_state, "create_group", create)
+    initialize = row.make(lambda asked: received.extend(parallel_state.create_group(r, timeout=None) for r in asked))
+    asked = [[0, 1], [2, 3], [1, 0], [0, 1, 2, 3], [2, 3]]
+    initialize(asked)
+    assert made == [[0, 1], [2, 3], [0, 1, 2, 3]]
+    assert [received.index(group) for group in received] == [0, 1, 0, 3, 1]
+    initialize(asked)  # the groups of a layout end with it
+    assert len(made) == 6 and not set(received[:5]) & set(received[5:])
+    assert parallel_state.create_group is create
+
+
 def test_it_is_refused_after_megatron_was_imported(monkeypatch):
     monkeypatch.setattr(megatron_cpu, "_applied", False)
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
