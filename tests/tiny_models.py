@@ -9,6 +9,8 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     LlamaConfig,
@@ -35,13 +37,19 @@ _FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
 
 def make_tiny(
     path: str | Path,
-    family: Literal["qwen2", "qwen3", "llama", "mistral", "glm4", "qwen3_moe"],
+    family: Literal["qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_moe"],
     *,
     tied: bool = False,
     vocab: int = 64,
@@ -68,6 +76,10 @@ def make_tiny(
         moe_intermediate_size=hidden // 2,
         norm_topk_prob=norm_topk_prob,
     )
+    if family == "gemma3":  # as all of its checkpoints; two kinds of rotary settings
+        tied, rope = True, rope or GEMMA3_ROPE
+    # every other layer sees 8 tokens; the products are not divided by the root of head_dim
+    gemma = dict(sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=hidden)
     config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -83,13 +95,14 @@ def make_tiny(
         eos_token_id=EOS_ID,
         **(mixture if family == "qwen3_moe" else {}),
         **(dict(sliding_window=None) if family == "mistral" else {}),
+        **(gemma if family == "gemma3" else {}),
         **(dict(rope_parameters=rope) if rope else {}),
     )
     model = model_class(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 1.0 if "norm" in name else 0.0
+            mean = 1.0 if "norm" in name and family != "gemma3" else 0.0  # Gemma's multiply by 1 + weight
             scale = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
             parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(path)

@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.huggingface.rope import RopeScaling, read_rope
+from megatron_dapo.huggingface.windows import Windows, of_global_layers, read_windows
 from megatron_dapo.storage.model_folder import ModelFolder
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class ModelSpec:
     qk_norm: bool
     rotary_interleaved: bool = False  # a rotated pair is two neighbours, in place of one of each half
     output_norms: bool = False  # an RMSNorm of what attention and MLP add to the hidden states
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight, and round to the model's type thereafter
+    embedding_scale: float = 1.0  # what embeddings are multiplied by, rounded to the model's type
+    attention_dim: int | None = None  # products of query and key are divided by its root; none = head_dim
+    activation: Activation = "silu"  # of the gate
+    windows: Windows | None = None  # none = all layers see all tokens before them
     moe: MoEConfig | None = None  # none = dense
     value_head: bool = False  # a critic: one number per position in the place of the log-probs
 
@@ -66,6 +74,16 @@ class ModelSpec:
     def padded_vocab_size(self, tp: int) -> int:
         """Return the rows of the embedding: the vocabulary, rounded up to equal shares of tensor-parallel ranks."""
         return round_up(self.vocab_size, tp)
+
+    @property
+    def num_local_layers(self) -> int:
+        """Return how many layers see a window alone."""
+        return sum(self.windows.is_local) if self.windows else 0
+
+    def of_local_layers(self) -> "ModelSpec":
+        """Return the same model with the rotary settings of its local layers."""
+        assert self.windows is not None
+        return replace(self, rope_theta=self.windows.rope_theta, rope_scaling=None)
 
 
 # Fields of config.json that change the computation, each with the values under which it does not (see `Family`).
@@ -99,6 +117,17 @@ MIXTURE: NeutralValues = {  # every layer has experts
 }
 
 
+# SGLang answers with the embedding as head, whatever tie_word_embeddings says, and without final_logit_softcapping.
+GEMMA3: NeutralValues = {
+    **{name: rule for name, rule in DENSE.items() if name not in ("hidden_act", "layer_types")},
+    "hidden_activation": lambda value: value == "gelu_pytorch_tanh",
+    "tie_word_embeddings": lambda value: value is True,
+    "attn_logit_softcapping": lambda value: value is None,
+    "final_logit_softcapping": lambda value: value is None,
+    "use_bidirectional_attention": lambda value: not value,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings, no biases).
@@ -109,7 +138,8 @@ class Family:
     neutral: the fields of its config.json that change the computation, each with the values under which it does not;
     any other value is refused. A family whose fields differ has a table of its own, made from DENSE or MIXTURE, so that
     what one family ignores or takes is not ignored or taken for others. defaults: what transformers takes for a field
-    that is absent, where it is not what other families take.
+    that is absent, where it is not what other families take. is_gemma: what the fields of `ModelSpec` from
+    zero_centered_norms on say, as Gemma 3 has it.
     """
 
     qkv_bias: bool | None
@@ -119,6 +149,7 @@ class Family:
     partial_rotary: bool = False
     rotary_interleaved: bool = False
     output_norms: bool = False
+    is_gemma: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -150,6 +181,21 @@ FAMILIES = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "Gemma3ForCausalLM": Family(
+        qkv_bias=False,
+        qk_norm=True,
+        output_norms=True,
+        is_gemma=True,
+        neutral=GEMMA3,
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, neutral=MIXTURE, is_moe=True),
 }
 
@@ -175,6 +221,8 @@ def critic_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         for ending in CLASSIFIERS:
             name = name.replace(ending, LANGUAGE_MODEL)
         hf = hf | {"architectures": [name]}
+    # a critic has a head of its own, whatever the language model has
+    hf = {key: value for key, value in hf.items() if key != "tie_word_embeddings"}
     return model_spec(hf, source).as_critic()
 
 
@@ -214,9 +262,10 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         for key, is_neutral in family.neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
-    rope, rope_problems = read_rope(hf, source, partial=family.partial_rotary)
+    windows, window_problems = read_windows(hf, source) if family.is_gemma and not wrong_types else (None, [])
+    rope, rope_problems = read_rope(of_global_layers(hf) if family.is_gemma else hf, source, family.partial_rotary)
     missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if hf.get(key) is None]
-    missing += moe_problems
+    missing += moe_problems + window_problems
     if wrong_types or wrong or rope_problems or missing:
         raise UserError(wrong_types + wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
@@ -240,6 +289,11 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         qk_norm=family.qk_norm,
         rotary_interleaved=family.rotary_interleaved,
         output_norms=family.output_norms,
+        zero_centered_norms=family.is_gemma,
+        embedding_scale=hf["hidden_size"] ** 0.5 if family.is_gemma else 1.0,
+        attention_dim=hf["query_pre_attn_scalar"] if family.is_gemma else None,
+        activation="gelu_tanh" if family.is_gemma else "silu",
+        windows=windows,
         moe=moe,
     )
 
@@ -250,13 +304,15 @@ REQUIRED = (
 _SIZES = (
     *REQUIRED[:-1], "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok",
 )  # fmt: skip
+_GEMMA_SIZES = ("sliding_window", "sliding_window_pattern", "query_pre_attn_scalar")
 _NUMBERS = ("rms_norm_eps", "rope_theta")
 _SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias")
 
 
 def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
     """Return a sentence per key whose value is of a wrong type. null is as good as absent."""
-    sizes = (*_SIZES, family.ffn_key) if family.is_moe else (*_SIZES[:-3], family.ffn_key)
+    sizes: tuple[str, ...] = (*_SIZES, family.ffn_key) if family.is_moe else (*_SIZES[:-3], family.ffn_key)
+    sizes += _GEMMA_SIZES if family.is_gemma else ()
     kinds = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
     kinds |= dict.fromkeys(_NUMBERS, ("a number above 0", _is_positive))
     kinds |= dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool)))

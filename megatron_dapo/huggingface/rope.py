@@ -41,7 +41,7 @@ class Rope:
     share: float = 1.0
 
 
-def read_rope(hf: Mapping[str, Any], source: str, *, partial: bool = False) -> tuple[Rope, list[str]]:
+def read_rope(hf: Mapping[str, Any], source: str, partial: bool = False) -> tuple[Rope, list[str]]:
     """Return the rotary settings, and what is wrong; then they mean nothing.
 
     The settings of config.json are under their new name (rope_parameters) or their old one (rope_scaling). partial: the

@@ -15,7 +15,16 @@ from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
-from megatron_dapo.models.layers import RMSNorm, Router, local_layer_spec, mark, moe_parts, norm_outputs
+from megatron_dapo.models.layers import (
+    ACTIVATIONS,
+    RMSNorm,
+    Router,
+    TwoRopesAttention,
+    local_layer_spec,
+    mark,
+    moe_parts,
+    norm_outputs,
+)
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
 from megatron_dapo.models.router_replay import ChunkReplay
@@ -73,6 +82,11 @@ def build_model(
         raise UserError(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, which on GPUs needs Transformer Engine and bfloat16; "
             "install it and set use_transformer_engine to on, or context_parallel_size to 1."
+        )
+    if layout.cp > 1 and is_gpu() and spec.windows is not None:
+        raise UserError(
+            f"{MEGATRON}.context_parallel_size is {layout.cp}, but Transformer Engine's ring attention has no windows "
+            f"({spec.family}); set it to 1."
         )
     if megatron.tp_comm_overlap:
         assert num_tokens is not None, "buffers have one length"
@@ -162,6 +176,16 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
     )
 
 
+def _windows(spec: ModelSpec) -> dict:
+    """Return which layers see a window, in the words of Megatron, which counts the tokens before a token's own."""
+    if spec.windows is None:
+        return {}
+    return dict(
+        window_size=(spec.windows.size - 1, 0),
+        window_attn_skip_freq=[int(is_local) for is_local in spec.windows.is_local],
+    )
+
+
 def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
     assert megatron.recompute_granularity != "auto", "planner/recompute.py says what it stands for"
     if megatron.recompute_granularity == "full":
@@ -207,11 +231,12 @@ def _transformer_config(
         softmax_scale=attention_scale(spec),
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
+        layernorm_zero_centered_gamma=spec.zero_centered_norms,
         qk_layernorm=spec.qk_norm,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=ACTIVATIONS[spec.activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -235,7 +260,7 @@ def _transformer_config(
         # the loss function returns (sum, count): Megatron divides the gradients by the global count, nothing else does
         calculate_per_token_loss=True,
         # SwiGLU as one kernel forward and one backward, which torch.compile makes: with Transformer Engine's layers too
-        bias_activation_fusion=fused,
+        bias_activation_fusion=fused and spec.activation == "silu",
         # without biases and dropout there is nothing to fuse; attention is never Megatron's own, which masks a softmax
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -245,6 +270,7 @@ def _transformer_config(
         apply_rope_fusion=use_te,
         # interleaved pipelining on gloo and NCCL alike: separate sends and receives
         **(dict(overlap_p2p_comm=True, batch_p2p_comm=False) if layout.vpp else {}),
+        **_windows(spec),
         **_moe(spec, layout, use_te),
         **_recompute(megatron, spec),
         **_fp8(megatron),
@@ -261,8 +287,11 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_la
             moe_parts(layer.submodules).router = Router
         if spec.output_norms:
             norm_outputs(layer, config)
+        if spec.windows:
+            layer.submodules.self_attention.module = TwoRopesAttention
         return layer
-    layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, device()))
+    local_rotary = Rotary(spec.of_local_layers(), device()) if spec.windows else None
+    layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, device()), local_rotary)
     if spec.output_norms:
         norm_outputs(layer, config)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
@@ -291,7 +320,10 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if use_te:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
-        chunk.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device())
+        specs = [spec, spec.of_local_layers()] if spec.windows else [spec]
+        chunk.rotary_pos_emb.inv_freq = torch.cat([rotary_frequencies(each) for each in specs]).to(device())
+    if spec.embedding_scale != 1:
+        chunk.embedding_scale = torch.tensor(spec.embedding_scale).to(config.params_dtype).item()
     built = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers layers from 1
     assert built == list(split.numbers(number)), f"Megatron built layers {built} as chunk {number} of {split}"
     return chunk

@@ -13,10 +13,11 @@ from megatron_dapo.models.router_replay import ChunkReplay, RouterPass
 class ModelChunk(GPTModel):
     """Megatron's layers as they are. On the last stage a head of ours is in the place of `output_layer`.
 
-    router_replay: of its routers, where their choices are replayed.
+    router_replay: of its routers, where their choices are replayed. embedding_scale: what embeddings are multiplied by.
     """
 
     router_replay: ChunkReplay | None = None
+    embedding_scale: float = 1.0
 
     def forward(
         self,
@@ -39,7 +40,11 @@ class ModelChunk(GPTModel):
             What the head answers; before the last stage the hidden states [S (/ tp), B, H] for the next one.
         """
         with nullcontext() if self.router_replay is None else self.router_replay.during(router_pass):
-            hidden = super().forward(tokens, None, None, packed_seq_params=packed_seq_params)  # rotary: no ids
+            # rotary: no ids
+            embedded = None
+            if self.pre_process and self.embedding_scale != 1:
+                embedded = self.embedding(input_ids=tokens, position_ids=None) * self.embedding_scale
+            hidden = super().forward(tokens, None, None, embedded, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

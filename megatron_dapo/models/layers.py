@@ -4,21 +4,25 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dapo.huggingface.model_spec import Activation
 from megatron_dapo.models.context_parallel import ContextCut
 from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.models.segments import segments_by_length
@@ -31,7 +35,8 @@ def mark(parameter: torch.nn.Parameter, **marks: bool) -> None:
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last axis, statistics in float32 as in Hugging Face's models.
+    """x / rms(x) * weight over the last axis, statistics in float32 as in Hugging Face's models. Zero-centered, it
+    multiplies by 1 + weight, and before it rounds to the type of x, as Gemma does.
 
     Megatron's own wrapper of torch.nn.RMSNorm refuses sequence parallelism. The weight is marked, so that its gradient
     is summed over the tensor-parallel ranks that each saw a part of the sequence.
@@ -40,12 +45,15 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
@@ -79,6 +87,8 @@ class PackedAttention(MegatronModule):
     that follows from its own, which gives it the bits that it would have alone. No token looks at the padding to its
     right.
 
+    In a layer with a window a token sees the last tokens of its segment alone.
+
     Context-parallel ranks attend from their own tokens to the gathered keys and values of all.
     """
 
@@ -92,11 +102,16 @@ class PackedAttention(MegatronModule):
         pg_collection=None,
         *,
         rotary: Rotary,
+        local_rotary: Rotary | None = None,
         **unused,
     ):
+        """rotary: of the layers that see all. local_rotary: of those with a window; none = the same."""
         super().__init__(config=config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self._rotary = rotary
+        is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._rotary = local_rotary if is_local and local_rotary else rotary
+        # tokens before its own that a token sees; -1 = all, as in flash attention
+        self._num_before = config.window_size[0] if is_local else -1
         self._context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
@@ -162,12 +177,15 @@ class PackedAttention(MegatronModule):
         return torch.cat(attended).index_select(0, own.inverse).flatten(1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally, the last query to all keys; [B, heads, S, dim] each, KV with fewer heads."""
+        """Attend causally, the last query to all keys, or to those of its window; [B, heads, S, dim] each, KV with
+        fewer heads."""
         grouped = query.size(1) != key.size(1)
         mask = None
-        if query.size(2) != key.size(2):
-            mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device)
-            mask = mask.tril(key.size(2) - query.size(2))
+        has_window = 0 <= self._num_before < key.size(2) - 1
+        if has_window or query.size(2) != key.size(2):
+            last = key.size(2) - query.size(2)
+            mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril(last)
+            mask = mask.triu(last - self._num_before) if has_window else mask
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
@@ -184,7 +202,7 @@ class PackedAttention(MegatronModule):
             packed.max_seqlen_q,
             packed.max_seqlen_kv,
             scale=self.softmax_scale,
-            window_size=(-1, 0),
+            window_size=(self._num_before, 0),
             enable_gqa=query.size(1) != key.size(1),
         )
         assert isinstance(attended, Tensor), "auxiliary outputs were not asked for"
@@ -208,16 +226,47 @@ def moe_parts(layer: TransformerLayerSubmodules) -> MoESubmodules:
     return mixture.keywords["submodules"] if isinstance(mixture, partial) else mixture.submodules
 
 
-def local_layer_spec(qk_norm: bool, num_experts: int | None, rotary: Rotary) -> ModuleSpec:
-    """Return Megatron's layer without Transformer Engine, with the parts above in their places. The attention rotates
-    by itself: the model around it is built without position embeddings. num_experts: none = dense."""
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return the GELU of Gemma, which has a tanh for the error function."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+
+
+class TwoRopesAttention(SelfAttention):
+    """Megatron's attention with Transformer Engine, whose layers with a window have rotary frequencies of their own.
+
+    The model hands angles of both kinds to all layers: Megatron doubles them, [global, local, global, local].
+    """
+
+    def forward(self, *arguments: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
+        config = self.config
+        is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+        own = angles_of(rotary_pos_emb, is_local)
+        return super().forward(*arguments, rotary_pos_emb=own, **options)
+
+
+def angles_of(angles: Tensor, is_local: bool) -> Tensor:
+    """Return the angles of one kind of layers, [..., dim], from those of both kinds, [..., 2 dim]."""
+    return angles.unflatten(-1, (2, 2, -1))[..., :, int(is_local), :].flatten(-2)
+
+
+def local_layer_spec(
+    qk_norm: bool, num_experts: int | None, rotary: Rotary, local_rotary: Rotary | None = None
+) -> ModuleSpec:
+    """Return Megatron's layer without Transformer Engine, with the parts above in their places.
+
+    The attention rotates by itself: the model around it is built without position embeddings. num_experts: none =
+    dense. local_rotary: of layers with a window; none = `rotary`.
+    """
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     if num_experts:
         moe_parts(layer).router = Router
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary})
+    attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary, "local_rotary": local_rotary})
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -77,10 +77,10 @@ def rotary_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def attention_scale(spec: ModelSpec) -> float:
-    """Return what products of query and key are multiplied by: 1 / sqrt(head_dim), and the square of yarn's attention
-    factor, by which the method multiplies both (arXiv 2309.00071, eq. 21 and 22)."""
+    """Return what products of query and key are multiplied by: 1 / sqrt(head_dim) as a rule, and the square of yarn's
+    attention factor, by which the method multiplies both (arXiv 2309.00071, eq. 21 and 22)."""
     factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
-    return factor**2 / math.sqrt(spec.head_dim)
+    return factor**2 / math.sqrt(spec.attention_dim or spec.head_dim)
 
 
 def _linear(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -> Tensor:

@@ -214,6 +214,12 @@ GLM4 = _changed(
         lambda m: [(2 * m.ffn_size, m.hidden_size)]),
     *_output_norms("post_self_attn_layernorm", "post_mlp_layernorm"),
 )  # fmt: skip
+GEMMA3 = _changed(
+    DECODER,
+    Row("decoder.layers.{l}.pre_mlp_layernorm.weight", (_HF_LAYER + "pre_feedforward_layernorm.weight",), REPLICATED,
+        _norm, alias="decoder.layers.{l}.mlp.linear_fc1.layer_norm_weight"),
+    *_output_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+)  # fmt: skip
 
 WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DECODER,
@@ -221,6 +227,7 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "LlamaForCausalLM": DECODER,
     "MistralForCausalLM": DECODER,
     "Glm4ForCausalLM": GLM4,
+    "Gemma3ForCausalLM": GEMMA3,
     "Qwen3MoeForCausalLM": DECODER,
 }
 

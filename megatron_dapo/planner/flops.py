@@ -29,6 +29,12 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) ->
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
-    """Count those of them that attention takes: queries with keys, weights with values."""
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return spec.num_layers * 2 * 2 * spec.num_heads * spec.head_dim * pairs
+    """Count those of them that attention takes: queries with keys, weights with values. In layers with a window a token
+    sees no more keys than that."""
+    lengths = list(lengths)
+    pairs = (spec.num_layers - spec.num_local_layers) * sum(length * (length + 1) // 2 for length in lengths)
+    if spec.windows is not None:
+        seen = [min(length, spec.windows.size) for length in lengths]
+        outside = sum((length - width) * width for length, width in zip(lengths, seen, strict=True))
+        pairs += spec.num_local_layers * (sum(width * (width + 1) // 2 for width in seen) + outside)
+    return 2 * 2 * spec.num_heads * spec.head_dim * pairs

@@ -99,6 +99,16 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-07,
     },
+    # google/gemma-3-1b-*: arXiv 2503.19786, table 1
+    "gemma-3-1b": _decoder("Gemma3ForCausalLM", 1152, 26, 4, 1, 6912)
+    | {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+    },
     # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
     "llama-3.1-8b": _llama3(4096, 32, 32, 8, 14336),
     "llama-3.1-70b": _llama3(8192, 80, 64, 8, 28672),

@@ -75,6 +75,9 @@ def server_speed(
     reduced = 2 * spec.num_layers * 2 * (tp - 1) / tp * spec.hidden_size * WIDTH
     active = 2 * active_parameters(spec)
     context = mean_context(responses, prompt)
+    if spec.windows is not None:  # of layers with a window no more is read
+        share = spec.num_local_layers / spec.num_layers
+        context = (1 - share) * context + share * min(context, spec.windows.size)
     return ServerSpeed(
         token_s=weights / memory + (2 * spec.num_layers * ALL_REDUCE_S if tp > 1 else 0.0) + hardware.host_token_s,
         token_s_per_request=kv_per_token * context / memory

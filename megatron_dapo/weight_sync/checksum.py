@@ -7,7 +7,7 @@ and cut by the server's tensor parallelism, so the trainer's tensors are brought
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -81,6 +81,16 @@ def server_tensor(
     """
     slices = [_slice(s.name, t, tp_rank, tp_size, num_kv_heads) for s, t in zip(specs, tensors, strict=True)]
     return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+
+def accepted_tensors(
+    specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int, num_kv_heads: int | None = None
+) -> Iterator[Tensor]:
+    """Yield the forms in which that rank may hold the parameter: `server_tensor`, and a vocabulary's table also whole
+    and without padding, as SGLang's Gemma 3 has it on each rank."""
+    yield server_tensor(specs, tensors, tp_rank, tp_size, num_kv_heads)
+    if specs[0].name.split(".")[-2] in PADDED:
+        yield tensors[0]
 
 
 def _slice(name: str, tensor: Tensor, tp_rank: int, tp_size: int, num_kv_heads: int | None) -> Tensor:

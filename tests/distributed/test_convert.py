@@ -23,6 +23,7 @@ MODELS = {
     "llama_tied_bf16": dict(family="llama", vocab=128, tied=True),
     "mistral": dict(family="mistral", vocab=131),
     "glm4_bf16_files": dict(family="glm4", vocab=131),
+    "gemma3_bf16": dict(family="gemma3", vocab=131),
     "qwen3_moe_bf16_files": dict(family="qwen3_moe", vocab=131),
     "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6, layers=3),
 }

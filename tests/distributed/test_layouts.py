@@ -269,7 +269,7 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
 
 
 # families whose layers differ, all in one start; what is not named is data parallelism
-FAMILIES = ("glm4",)
+FAMILIES = ("glm4", "gemma3")
 FAMILY_LAYOUTS = {"tp1": {}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 FAMILY_VARIANTS = {"small": CUTS["small"], "padded": CUTS["padded"]}
 

@@ -34,6 +34,7 @@ MODELS = {
     "llama3_rope": dict(family="llama", vocab=131, rope=LLAMA3_ROPE),
     "mistral_yarn": dict(family="mistral", vocab=131, rope=YARN_ROPE),
     "glm4": dict(family="glm4", vocab=131),
+    "gemma3": dict(family="gemma3", vocab=131),
 }
 # 8 experts; their weights divided by their sum, or not
 MIXTURES = {

@@ -1,39 +1,64 @@
 """Families whose layers differ, in a real server: the same model as in transformers, before and after a push."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_dapo.rollout.supervisor import ServerSupervisor
 from tests.distributed.test_parity import hugging_face_log_probs
 from tests.distributed.weight_sync_world import Ranks
-from tests.e2e.test_mixture_server import EVERYTHING, PROMPT, generate, served, with_weights_of
+from tests.e2e.test_mixture_server import EVERYTHING, PROMPT, generate, started_server, with_weights_of
 from tests.e2e.weight_sync_trainer import rank_main
 from tests.helpers import free_port
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
 
-# per layer and besides: parameters of a server, which has q, k and v, and gate and up, in one
-NUM_TENSORS = {"glm4": 2 * (2 + 1 + 2 + 4) + 3}
+# of two layers and besides: parameters of a server, which has q, k and v, and gate and up, in one
+NUM_TENSORS = {"glm4": 2 * (2 + 1 + 2 + 4) + 3, "gemma3": 2 * (1 + 2 + 1 + 2 + 4) + 2}
+
+
+@pytest.fixture(scope="module")
+def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_tiny(folder / family, family, vocab=65, layers=2) for family in NUM_TENSORS}
+
+
+@pytest.fixture(scope="module")
+def servers(
+    model_paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, ServerSupervisor]]:
+    """One for each family; they start at the same time."""
+    logs = tmp_path_factory.mktemp("logs")
+    with ExitStack() as stack:
+        started = {
+            family: stack.enter_context(started_server(path, logs / family)) for family, path in model_paths.items()
+        }
+        for supervisor in started.values():
+            supervisor.wait_healthy()
+        yield started
 
 
 @pytest.mark.parametrize("family", NUM_TENSORS)
-def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what_was_pushed(family, tmp_path):
-    model_path = make_tiny(tmp_path / "model", family, vocab=65, layers=2)
+def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what_was_pushed(
+    family, model_paths, servers, tmp_path
+):
     config = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=EVERYTHING)
-    with served(model_path, tmp_path / "logs") as server:
-        arguments = (free_port(), 2, {"tp": 2, "sp": True}, str(model_path), server.overrides(), {}, config)
-        with Ranks(rank_main, 2, *arguments) as trainer:
-            trainer.order("open")
-            for version in (0, 150):
-                if version:
-                    answers = trainer.order(version)
-                    assert [status for status, _ in answers] == ["ok", "ok"], answers
-                    assert answers[0][1].num_verified == NUM_TENSORS[family]
-                answer = asyncio.run(generate(server))
-                check(answer, with_weights_of(version, model_path, tmp_path / str(version)))
+    model_path, server = model_paths[family], servers[family]
+    arguments = (free_port(), 2, {"tp": 2, "sp": True}, str(model_path), server.overrides(), {}, config)
+    with Ranks(rank_main, 2, *arguments) as trainer:
+        trainer.order("open")
+        for version in (0, 150):
+            if version:
+                answers = trainer.order(version)
+                assert [status for status, _ in answers] == ["ok", "ok"], answers
+                assert answers[0][1].num_verified == NUM_TENSORS[family]
+            answer = asyncio.run(generate(server))
+            check(answer, with_weights_of(version, model_path, tmp_path / str(version)))
 
 
 def check(answer, folder: Path) -> None:

@@ -32,7 +32,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
+def started_server(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
+    """Of this model; it may not answer yet."""
     rollout = "actor_rollout_ref.rollout.server"
     config = load_config(
         None,
@@ -46,7 +47,6 @@ def served(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
     supervisor = ServerSupervisor(config, logs)
     supervisor.start()
     try:
-        supervisor.wait_healthy()
         yield supervisor
     finally:
         supervisor.stop()
@@ -54,7 +54,8 @@ def served(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
 
 @pytest.fixture(scope="module")
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSupervisor]:
-    with served(model_path, tmp_path_factory.mktemp("logs")) as supervisor:
+    with started_server(model_path, tmp_path_factory.mktemp("logs")) as supervisor:
+        supervisor.wait_healthy()
         yield supervisor
 
 

@@ -24,7 +24,7 @@ def layout():
     ParallelLayout.shutdown()
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "glm4", "gemma3"])
 def model_path(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return make_tiny(folder, request.param, vocab=512, layers=2, hidden=256, heads=4)

@@ -12,10 +12,12 @@ from megatron_dapo.huggingface.model_spec import (
     FAMILIES,
     Family,
     MoEConfig,
+    critic_spec,
     model_spec,
     read_model_spec,
 )
 from megatron_dapo.huggingface.rope import RopeScaling
+from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from tests.helpers import REPOSITORY
 
@@ -203,6 +205,75 @@ def test_glm_4_9b_is_read_whole():
 def test_what_is_not_supported_of_glm_4_is_named(change, named):
     with pytest.raises(UserError) as error:
         model_spec(GLM4 | change)
+    (sentence,) = error.value.sentences
+    assert named in sentence
+
+
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}  # fmt: skip
+GEMMA3_ROPES = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4}}  # fmt: skip
+
+
+def test_gemma_3_1b_is_read_whole():
+    spec = model_spec(GEMMA3)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_dim) == (4, 1, 256, 256)
+    assert spec.tied_embeddings and spec.qk_norm and spec.output_norms and spec.zero_centered_norms
+    assert (spec.activation, spec.embedding_scale) == ("gelu_tanh", 1152**0.5)
+    # layers 6, 12, 18 and 24 see all
+    assert spec.windows == Windows(512, tuple(number % 6 != 0 for number in range(1, 27)), 1e4)
+    assert (spec.rope_theta, spec.of_local_layers().rope_theta, spec.num_local_layers) == (1e6, 1e4, 22)
+    # one billion, as its name says
+    assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 999_885_952
+
+
+def test_gemma_3_has_two_kinds_of_rotary_settings_under_new_and_old_names():
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    bare = {key: value for key, value in GEMMA3.items() if key not in ("rope_theta", "rope_local_base_freq")}
+    spec = model_spec(bare | {"rope_parameters": GEMMA3_ROPES})
+    assert model_spec(GEMMA3 | old) == spec
+    assert (spec.rope_theta, spec.rope_scaling, spec.windows.rope_theta) == (2e6, RopeScaling("linear", 8.0), 3e4)
+    assert spec.of_local_layers().rope_scaling is None
+    # absent: what transformers takes
+    absent = model_spec(bare)
+    assert (absent.rope_theta, absent.windows.rope_theta) == (1e6, 1e4)
+    by_layer = ["full_attention", *["sliding_attention"] * 25]
+    assert model_spec(GEMMA3 | {"layer_types": by_layer}).windows.is_local == (False, *[True] * 25)
+
+
+def test_an_exported_critic_of_gemma_3_is_read_again():
+    """Its config.json says that nothing is tied, which a policy may not say."""
+    critic = critic_spec(GEMMA3)
+    assert critic.value_head and not critic.tied_embeddings and critic.windows == model_spec(GEMMA3).windows
+    exported = {"architectures": ["Gemma3ForTokenClassification"], "tie_word_embeddings": False}
+    assert critic_spec(GEMMA3 | exported) == critic
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layer_types": ["full_attention"]}, "a list of 26, for each layer full_attention or"),
+        ({"layer_types": ["chunked_attention"] * 26}, "it must be a list of 26"),
+        ({"sliding_window": None}, "`sliding_window` is missing"),
+        ({"sliding_window": 0}, "`sliding_window: 0` is not a whole number above 0"),
+        ({"tie_word_embeddings": False}, "`tie_word_embeddings: False` is not supported"),
+        ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping: 30.0` is not supported"),
+        ({"hidden_activation": "gelu"}, "`hidden_activation: gelu` is not supported"),
+        ({"use_bidirectional_attention": True}, "`use_bidirectional_attention: True` is not supported"),
+        ({"rope_parameters": GEMMA3_ROPES | {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+         "linear rope of sliding_attention is not supported"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_of_gemma_3_is_named(change, named):
+    with pytest.raises(UserError) as error:
+        model_spec(GEMMA3 | change)
     (sentence,) = error.value.sentences
     assert named in sentence
 

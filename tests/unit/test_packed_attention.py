@@ -1,5 +1,6 @@
 """Rotation and attention see nothing but their own segment; on CUDA the host is never asked where segments begin."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.models.layers import PackedAttention
-from megatron_dapo.models.rotary import Rotary, positions
+from megatron_dapo.models.layers import PackedAttention, angles_of
+from megatron_dapo.models.rotary import Rotary, positions, rotary_frequencies
 from megatron_dapo.models.segments import segments_by_length
 from tests.model_json import MODEL_JSON
 
@@ -62,8 +63,9 @@ def query_key_value(length: int, dtype=torch.float32, device="cpu", seed=0) -> l
     return [torch.randn(shape, generator=g).to(device, dtype).detach().requires_grad_() for shape in shapes]
 
 
-def attention() -> PackedAttention:
-    return PackedAttention(CONFIG, 1, rotary=Rotary(SPEC, "cpu"))
+def attention(window: int | None = None) -> PackedAttention:
+    config = replace(CONFIG, window_size=(window - 1, 0)) if window else CONFIG
+    return PackedAttention(config, 1, rotary=Rotary(SPEC, "cpu"))
 
 
 @settings(max_examples=30)
@@ -108,21 +110,22 @@ def test_the_kept_tables_are_those_of_the_micro_batch_at_hand():
 @pytest.mark.parametrize(
     "lengths", [[7, 12], [5, 9, 5, 1, 9, 5], [8, 3, 150, 145, 16]], ids=["pair", "equal lengths", "like lengths"]
 )
-def test_packed_segments_are_single_runs_bit_for_bit(lengths):
+@pytest.mark.parametrize("window", [None, 6])
+def test_packed_segments_are_single_runs_bit_for_bit(lengths, window):
     """And those of an unpacked run, which is not padded, within float32's rounding."""
     packed = query_key_value(sum(lengths))
-    out = attention()(*packed, packed_seq_params=packing(lengths))
+    out = attention(window)(*packed, packed_seq_params=packing(lengths))
     out.square().sum().backward()
     start = 0
     for length in lengths:
         part = slice(start, start + length)
         alone = [t.detach()[part].clone().requires_grad_() for t in packed]
-        single = attention()(*alone, packed_seq_params=packing([length]))
+        single = attention(window)(*alone, packed_seq_params=packing([length]))
         single.square().sum().backward()
         assert torch.equal(out[part], single)
         assert all(torch.equal(a.grad[part], b.grad) for a, b in zip(packed, alone, strict=True))
         unpacked = [t.detach().clone().requires_grad_() for t in alone]
-        rectangle = attention()(*(t[:, None] for t in unpacked))  # [S, 1, heads, dim]
+        rectangle = attention(window)(*(t[:, None] for t in unpacked))  # [S, 1, heads, dim]
         rectangle.square().sum().backward()
         torch.testing.assert_close(single, rectangle[:, 0])
         for a, b in zip(alone, unpacked, strict=True):
@@ -167,8 +170,10 @@ def test_padded_segments_end_with_their_last_token_and_find_their_way_back(lengt
     assert torch.equal(row[segments.order][segments.inverse], row)
 
 
-def test_attention_is_causal_softmax_of_rotated_products():
-    """Float64, term by term: pairs (x_i, x_{i + dim/2}) turn by position / theta^(2i/dim)."""
+@pytest.mark.parametrize("window", [None, 1, 3, 6], ids=["all", "itself", "three", "the longest"])
+def test_attention_is_causal_softmax_of_rotated_products(window):
+    """Float64, term by term: pairs (x_i, x_{i + dim/2}) turn by position / theta^(2i/dim). A window counts the token
+    itself."""
     lengths = [4, 6]
     query, key, value = (t.detach().double() for t in query_key_value(sum(lengths)))
     place = torch.cat([torch.arange(n) for n in lengths]).double()
@@ -182,19 +187,45 @@ def test_attention_is_causal_softmax_of_rotated_products():
     query, key = turned(query), turned(key).repeat_interleave(HEADS // KV_HEADS, 1)
     value = value.repeat_interleave(HEADS // KV_HEADS, 1)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    visible = (segment[:, None] == segment) & (torch.arange(10)[:, None] >= torch.arange(10))
+    distance = torch.arange(10)[:, None] - torch.arange(10)
+    visible = (segment[:, None] == segment) & (distance >= 0) & (distance < (window or 10))
     scores = torch.einsum("thd,shd->hts", query, key) / DIM**0.5
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     expected = torch.einsum("hts,shd->thd", weights, value).flatten(1)
-    got = attention()(*query_key_value(sum(lengths)), packed_seq_params=packing(lengths))
+    got = attention(window)(*query_key_value(sum(lengths)), packed_seq_params=packing(lengths))
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)  # float32 sums of 16 terms of order 1
 
 
-def test_off_the_cpu_nothing_is_read_back_to_the_host():
+def test_layers_with_a_window_turn_by_frequencies_of_their_own():
+    config = replace(CONFIG, window_size=(2, 0), window_attn_skip_freq=[1, 0])
+    slow, fast = (Rotary(replace(SPEC, rope_theta=theta), "cpu") for theta in (1e6, 1e2))
+    packed = query_key_value(9)
+    for number, expected in (
+        (1, PackedAttention(config, 1, rotary=fast)),
+        (2, PackedAttention(CONFIG, 2, rotary=slow)),
+    ):
+        layer = PackedAttention(config, number, rotary=slow, local_rotary=fast)
+        got, wanted = (each(*packed, packed_seq_params=packing([9])) for each in (layer, expected))
+        assert torch.equal(got, wanted)
+
+
+def test_angles_of_both_kinds_of_layers_travel_together_and_are_told_apart():
+    """As Megatron doubles them, with Transformer Engine's layers."""
+    table, both = (RotaryEmbedding(DIM, 1.0, use_cpu_initialization=True) for _ in range(2))
+    slow, fast = (rotary_frequencies(replace(SPEC, rope_theta=theta)) for theta in (1e6, 1e2))
+    both.inv_freq = torch.cat([slow, fast])
+    for is_local, frequencies in enumerate((slow, fast)):
+        table.inv_freq = frequencies
+        assert torch.equal(angles_of(both.get_emb(50), bool(is_local)), table.get_emb(50))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_off_the_cpu_nothing_is_read_back_to_the_host(window):
     """A GPU's path, forward and backward, on tensors that have no values: reading one on the host raises."""
     rotary = Rotary(SPEC, "cpu")
     rotary.frequencies = rotary.frequencies.to("meta")  # Megatron makes them on the GPU where there is one
-    layer = PackedAttention(CONFIG, 1, rotary=rotary)
+    layer = attention(window)
+    layer._rotary = rotary
     inputs = query_key_value(16, torch.bfloat16, "meta")
     out = layer(*inputs, packed_seq_params=packing([7, 9], "meta"))
     assert out.shape == (16, HEADS * DIM) and out.dtype == torch.bfloat16

@@ -1,5 +1,6 @@
 """MFU and its kin: operations counted by hand and by torch, what is left out where it is not known."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.model_spec import model_spec, read_model_spec
+from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.job import Job
-from megatron_dapo.planner.flops import forward_flops
+from megatron_dapo.planner.flops import attention_flops, forward_flops
 from megatron_dapo.planner.hardware import peak_flops
 from megatron_dapo.telemetry import performance
 from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
@@ -64,6 +66,18 @@ def test_experts_count_as_far_as_a_token_passes_through_them():
     spec = model_spec({**SMALL, **mixture, "moe_intermediate_size": 16})
     more = 2 * 2 * (8 * 8 + 3 * 8 * 16) * 5  # the router, and a second expert, in 2 layers
     assert forward_flops(spec, [3, 2], 4) - forward_flops(model_spec(SMALL), [3, 2], 4) == more
+
+
+def test_a_token_of_a_layer_with_a_window_attends_to_no_more_keys():
+    """Counted pair by pair: two of the three layers see the last 4 tokens."""
+    spec = replace(model_spec(SMALL), num_layers=3)
+    local = replace(spec, windows=Windows(4, (True, False, True), 1e4))
+    lengths = [3, 4, 9]
+    seen = [min(place + 1, 4) for length in lengths for place in range(length)]
+    pairs = sum(length * (length + 1) // 2 for length in lengths) + 2 * sum(seen)
+    assert attention_flops(local, lengths) == 4 * spec.num_heads * spec.head_dim * pairs
+    saved = attention_flops(spec, lengths) - attention_flops(local, lengths)
+    assert forward_flops(spec, lengths, 5) - forward_flops(local, lengths, 5) == saved > 0
 
 
 @pytest.mark.parametrize(

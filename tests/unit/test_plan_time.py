@@ -12,6 +12,7 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import num_parameters
@@ -54,6 +55,7 @@ PUBLISHED_PARAMETERS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "glm-4-9b": 9_400_279_040,
+    "gemma-3-1b": 999_885_952,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
 }
@@ -366,6 +368,14 @@ def test_a_servers_work_for_each_request_makes_more_of_them_slower():
     hidden, shown = (server_speed(SMALL, 1, 10, responses, 1, hardware, HALF) for hardware in (SLOW, busy))
     assert shown.token_s - hidden.token_s == pytest.approx(0.019)
     assert shown.token_s_per_request - hidden.token_s_per_request == pytest.approx(0.023)
+
+
+def test_a_layer_with_a_window_reads_no_more_of_the_cache():
+    """One of the two layers sees 2 of the 3 tokens: 16 bytes of 96 are not read."""
+    responses = Lengths(median=4, sigma=0.0, longest=8)
+    local = replace(SMALL, windows=Windows(2, (True, False), 1e4))
+    all_read, less = (server_speed(spec, 1, 10, responses, 1, SLOW, HALF) for spec in (SMALL, local))
+    assert all_read.token_s_per_request - less.token_s_per_request == pytest.approx(16 / 1e4)
 
 
 def test_a_server_with_nothing_to_share_gains_nothing_from_more_requests():

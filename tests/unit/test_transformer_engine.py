@@ -115,7 +115,7 @@ def as_named_by_transformer_engine(name: str, is_moe: bool) -> str:
     return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "gemma3", "qwen3_moe"])
 def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
     spec = read_model_spec(make_tiny(tmp_path, family, layers=2, hidden=16, heads=2))
     (chunk,) = build_model(spec, layout, MegatronConfig()).chunks

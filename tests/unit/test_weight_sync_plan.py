@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from megatron_dapo.common.sizes import MIB
 from megatron_dapo.weight_sync.broadcast_group import address_towards
-from megatron_dapo.weight_sync.checksum import checksum, gpu_checksum, server_parameters, server_tensor
+from megatron_dapo.weight_sync.checksum import (
+    accepted_tensors,
+    checksum,
+    gpu_checksum,
+    server_parameters,
+    server_tensor,
+)
 from megatron_dapo.weight_sync.plan import num_bytes, plan_buckets, plan_for
 
 pytestmark = pytest.mark.unit
@@ -151,6 +157,14 @@ def test_gate_and_up_that_come_in_one_tensor_are_cut_each():
     name, whole = "model.layers.0.mlp.gate_up_proj.weight", torch.randn(8, 3)
     assert torch.equal(held({name: whole}, name, 1, 2), whole[[2, 3, 6, 7]])
     assert torch.equal(held({name: whole}, name, 0, 1), whole)
+
+
+def test_a_vocabulary_may_lie_whole_on_every_rank_of_a_server():
+    name, table = "model.embed_tokens.weight", torch.randn(65, 3)
+    cut, whole = accepted_tensors(as_specs({name: table}), [table], 1, 2)
+    assert torch.equal(cut, torch.cat([table[64:], torch.zeros(63, 3)])) and torch.equal(whole, table)
+    (norm,) = accepted_tensors(as_specs({"model.norm.weight": table[0]}), [table[0]], 1, 2)
+    assert torch.equal(norm, table[0])
 
 
 def test_experts_are_stacked_in_their_order_and_cut_within_each_on_the_server():

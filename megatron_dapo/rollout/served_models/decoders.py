@@ -4,6 +4,7 @@ SGLang imports all of its two hundred models otherwise, image and speech models 
 that lacks a package. It still does so for an architecture that is not in this list.
 """
 
+from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
 from sglang.srt.models.glm4 import Glm4ForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
@@ -16,6 +17,7 @@ class MistralForCausalLM(LlamaForCausalLM):
 
 
 EntryClass = [
+    Gemma3ForCausalLM,
     Glm4ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
