@@ -1,9 +1,12 @@
-"""A tiny model that chats, and files of conversations for it."""
+"""A tiny model that chats, files of conversations for it, and the loss that they have by definition."""
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from tests.tiny_models import make_tiny
 
@@ -43,3 +46,32 @@ def conversations(number: int, seed: int) -> list[dict]:
 def write_rows(path: Path, rows: Iterable[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def mean_loss_of(logits_of: Callable[[Tensor], Tensor], model: Path, file: Path, number: int) -> Tensor:
+    """Return the mean of -log p over what the assistant writes in the first rows of a file: each conversation alone,
+    with labels of -100 where the assistant wrote nothing. logits_of: [1, S] tokens -> [1, S, V]."""
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+
+    def row_of(row: dict) -> tuple[Tensor, Tensor]:
+        messages = row.get("messages") or [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["response"]},
+        ]
+        tokens: list[int] = []
+        labels: list[int] = []
+        for message in messages:
+            head = [vocabulary[message["role"][0]], vocabulary[":"]]
+            words = [*(vocabulary[c] for c in message["content"]), vocabulary["<eos>"]]
+            tokens += head + words
+            labels += [-100] * 2 + (words if message["role"] == "assistant" else [-100] * len(words))
+        return torch.tensor([tokens]), torch.tensor([labels])
+
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for tokens, labels in map(row_of, map(json.loads, file.read_text().splitlines()[:number])):
+        logits = logits_of(tokens)
+        total = total + torch.nn.functional.cross_entropy(
+            logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
+        )
+        count += int((labels[0, 1:] != -100).sum())
+    return total / count

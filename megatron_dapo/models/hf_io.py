@@ -161,20 +161,51 @@ def export_hf(
     """
     dtype = dtype or model.config.params_dtype
     plan = plan or FilePlan.standard(model.spec, dtype)
+
+    def add_files(staging: Path, num_bytes: int) -> None:
+        copy_model_files(source_path, staging, dtype)
+        if model.spec.value_head:
+            _name_as_classifier(staging / "config.json")
+        if index := plan.index_json(num_bytes):
+            write_whole(staging / INDEX, index)
+
     folder = StagedFolder(out, replace=replace)
+    source = WeightSource(model, layout)
+    write_folder(source, layout, plan, hf_tensors(model.spec), dtype, folder, add_files, progress)
+
+
+def write_folder(
+    source: WeightSource,
+    layout: ParallelLayout,
+    plan: FilePlan,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    folder: StagedFolder,
+    add_files: Callable[[Path, int], None],
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write tensors of all ranks into a folder, which appears when all is written. Collective over all ranks; raises
+    UserError on every one where one of them could not write.
+
+    Args:
+        source: of this rank's stage.
+        plan: the files.
+        shapes: of the tensors of all stages.
+        dtype: of the files.
+        folder: where they go.
+        add_files: writes what belongs to them, given the folder and the bytes of all tensors; on rank 0. May raise
+            OSError.
+        progress: as for `export_hf`.
+    """
     is_main = layout.rank == 0
     agreement = layout.agreement
-    step = f"writing {out}"
+    step = f"writing {folder.path}"
     try:
         agreement.leader(step, folder.open)
-        export = _Export(WeightSource(model, layout), layout, plan, dtype, folder.staging, progress)
-        export.write_files(hf_tensors(model.spec))
-        if is_main and export.problem is None:
-            export.attempt(lambda: copy_model_files(source_path, folder.staging, dtype))
-            if model.spec.value_head:
-                export.attempt(lambda: _name_as_classifier(folder.staging / "config.json"))
-            if index := plan.index_json(export.num_bytes):
-                export.attempt(lambda: write_whole(folder.staging / INDEX, index))
+        export = _Export(source, layout, plan, dtype, folder.staging, progress)
+        export.write_files(shapes)
+        if is_main:
+            export.attempt(lambda: add_files(folder.staging, export.num_bytes))
         agreement.each(step, export.check)
         agreement.leader(step, export.publish, folder)
     finally:
@@ -203,7 +234,8 @@ class _Export:
         self._stage_specs = {spec.name: spec for spec in source.specs()}
         self._owner = self._owners()
         # a checkpoint may store the tied embedding a second time
-        self._stored_as = {} if LM_HEAD in self._owner else {LM_HEAD: EMBEDDING}
+        is_tied = EMBEDDING in self._owner and LM_HEAD not in self._owner
+        self._stored_as = {LM_HEAD: EMBEDDING} if is_tied else {}
         self._owner |= {copy: self._owner[name] for copy, name in self._stored_as.items()}
         self._num_done = 0
         self.problem: str | None = None

@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.layout_runs import assert_same
 from tests.forked_ranks import run_ranks
-from tests.sft_files import conversations, make_chat_model, write_rows
+from tests.sft_files import conversations, make_chat_model, mean_loss_of, write_rows
 
 pytestmark = pytest.mark.distributed
 
@@ -88,32 +88,9 @@ def oracle(folder) -> dict:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
-    vocabulary = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]["vocab"]
-
-    def row_of(row: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        messages = row.get("messages") or [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["response"]},
-        ]
-        tokens: list[int] = []
-        labels: list[int] = []
-        for message in messages:
-            head = [vocabulary[message["role"][0]], vocabulary[":"]]
-            words = [*(vocabulary[c] for c in message["content"]), vocabulary["<eos>"]]
-            tokens += head + words
-            labels += [-100] * 2 + (words if message["role"] == "assistant" else [-100] * len(words))
-        return torch.tensor([tokens]), torch.tensor([labels])
 
     def mean_loss(name: str, number: int) -> torch.Tensor:
-        lines = (folder / name).read_text().splitlines()[:number]
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        for tokens, labels in map(row_of, map(json.loads, lines)):
-            logits = model(input_ids=tokens).logits
-            total = total + torch.nn.functional.cross_entropy(
-                logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
-            )
-            count += int((labels[0, 1:] != -100).sum())
-        return total / count
+        return mean_loss_of(lambda tokens: model(input_ids=tokens).logits, folder / "model", folder / name, number)
 
     with torch.no_grad():
         before = mean_loss("val.jsonl", 7).item()
