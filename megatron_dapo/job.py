@@ -16,7 +16,6 @@ from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group, drop_experts
-from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.planner.flops import TRAINING_PASSES
 from megatron_dapo.planner.hardware import peak_flops
 from megatron_dapo.platform import watchdog
@@ -30,8 +29,15 @@ from megatron_dapo.rollout.no_servers import NoServerRollout
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.start import start_rollout
-from megatron_dapo.run_setup import HANG_MARGIN_S, joined_ranks, locked_start, open_telemetry, trained_model
-from megatron_dapo.storage.model_folder import CRITIC, MEGATRON, ModelFolder
+from megatron_dapo.run_setup import (
+    HANG_MARGIN_S,
+    joined_ranks,
+    locked_start,
+    open_telemetry,
+    save_model,
+    trained_model,
+)
+from megatron_dapo.storage.model_folder import CRITIC, MEGATRON
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
@@ -75,7 +81,7 @@ class Job:
         self.rollout = rollout
         self.run = run
         self.policy = Policy(config, layout, weight_loader(start, "model"))
-        self.reference = make_reference(config, layout, load_weights, telemetry.phase)
+        self.reference = make_reference(config, layout, self.policy, load_weights, telemetry.phase)
         self.critic = make_critic(config, layout, weight_loader(start, "critic"), telemetry.phase)
         model = self.policy.model
         self.distributor = StepDistributor(config, layout, model.spec, model.routed_layers)
@@ -303,10 +309,9 @@ class Job:
         self._save_model()
 
     def _save_model(self) -> None:
-        """Save the model as a Hugging Face checkpoint in the run folder."""
+        """Save the model in the run folder."""
         with self.telemetry.phase("save_model"):
-            model = self.policy.model
-            export_hf(model, self.layout, ModelFolder.of(self.config.actor_rollout_ref.model.path).hf, self.run.model)
+            save_model(self.config, self.run, self.layout, self.policy.model)
 
     def _ask_rollout(self, version: int, question: Callable[[Rollout], Answer]) -> Answer | None:
         """Ask the rollout on rank 0, while the others wait. Raises RolloutError or UserError on all ranks.

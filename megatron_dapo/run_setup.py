@@ -11,10 +11,14 @@ from megatron_dapo.common.errors import RunStopped
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.hf_io import export_hf
+from megatron_dapo.models.peft_folder import export_adapters
 from megatron_dapo.models.user_buffers import release_user_buffers
 from megatron_dapo.platform.device import require_usable_gpus
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.watchdog import Watchdog
+from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.machine import write_machine
 from megatron_dapo.telemetry.telemetry import Telemetry
@@ -76,6 +80,15 @@ def open_telemetry(config: Config, ranks: JoinedRanks, start: Start) -> Telemetr
     write_whole(ranks.run.create().config, to_yaml(config))
     write_machine(ranks.run.machine, ranks.layout.world_size)
     return Telemetry(config, ranks.run, start.step if start.folder else None)
+
+
+def save_model(config: Config, run: RunFolder, layout: ParallelLayout, model: ModelParts) -> None:
+    """Write the trained model as a Hugging Face checkpoint, and its adapters, where there are some, as a PEFT folder.
+    Collective; raises UserError on all ranks."""
+    source = ModelFolder.of(config.actor_rollout_ref.model.path).hf
+    export_hf(model, layout, source, run.model)
+    if model.lora is not None:
+        export_adapters(model, layout, str(source), run.adapter)
 
 
 def trained_model(folder: str, part: Policy | Critic) -> TrainedModel:

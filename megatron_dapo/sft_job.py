@@ -13,10 +13,9 @@ from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.conversations import ConversationSet
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import is_gpu, peak_memory
-from megatron_dapo.run_setup import JoinedRanks, joined_ranks, locked_start, open_telemetry, trained_model
+from megatron_dapo.run_setup import JoinedRanks, joined_ranks, locked_start, open_telemetry, save_model, trained_model
 from megatron_dapo.storage.model_folder import MEGATRON, ModelFolder
 from megatron_dapo.telemetry import performance
 from megatron_dapo.telemetry.performance import RankPeak
@@ -125,9 +124,8 @@ class SftJob:
         self._save_model()
 
     def _save_model(self) -> None:
-        source = ModelFolder.of(self.config.actor_rollout_ref.model.path).hf
         with self.telemetry.phase("save_model"):
-            export_hf(self.policy.model, self.layout, source, self.run.model)
+            save_model(self.config, self.run, self.layout, self.policy.model)
 
 
 @contextmanager

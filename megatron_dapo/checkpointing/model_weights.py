@@ -16,7 +16,8 @@ WeightLoader = Callable[[ModelParts, str, ParallelLayout], None]
 
 
 def weight_loader(start: Start, part: str) -> WeightLoader:
-    """Return what fills a model before its optimizer is made: nothing where `RunCheckpoints.restore` fills both.
+    """Return what fills a model before its optimizer is made: nothing where `RunCheckpoints.restore` fills both. The
+    frozen weights beside adapters are in no checkpoint of their run, and are always read.
 
     part: "model", of the policy, or "critic".
     """
@@ -25,7 +26,9 @@ def weight_loader(start: Start, part: str) -> WeightLoader:
 
 
 def _leave_weights(model: ModelParts, path: str, layout: ParallelLayout) -> None:
-    """Read nothing: the weights at `path` would be overwritten."""
+    """Read nothing that would be overwritten."""
+    if model.lora is not None:
+        load_weights(model, path, layout)
 
 
 def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) -> None:

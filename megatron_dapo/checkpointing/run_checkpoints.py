@@ -21,9 +21,10 @@ from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.hf_io import copy_model_files, export_hf
+from megatron_dapo.models.peft_folder import export_adapters
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.storage.model_folder import HF, ModelFolder
+from megatron_dapo.storage.model_folder import ADAPTER, HF, ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -235,6 +236,9 @@ class RunCheckpoints:
             export_hf(self._trained.policy.model, self._layout, source, folder / HF)
         else:
             self._layout.agreement.leader(f"writing {folder / HF}", _copy_model_files, source, folder / HF)
+        model = self._trained.policy.model
+        if model.lora is not None:
+            export_adapters(model, self._layout, str(source), folder / ADAPTER)
         models = [self._trained.policy]
         if self._trained.critic is not None:
             models.append(self._trained.critic)
@@ -266,13 +270,15 @@ class RunCheckpoints:
     def _restore_model(self, part: TrainedModel, checkpoint: Path, num_steps: int) -> tuple[list[str], list[str]]:
         """Return (what was restored, what was not). num_steps: of its learning rate, where the checkpoint has none."""
         folder = checkpoint / part.folder
+        adapters = part.model.lora is not None
         if "optimizer" in self._start.missing:
-            report = load(folder, part.model, self._layout)
+            report = load(folder, part.model, self._layout, adapters=adapters)
             part.optimizer.reload_model_params()
             part.lr_schedule.step(increment=num_steps)
             lost = "optimizer and generators: not in the checkpoint (accepted); they start anew"
             return [*report.restored, "learning rate"], [*report.not_restored, lost]
-        report = load(folder, part.model, self._layout, optimizer=part.optimizer, lr_schedule=part.lr_schedule)
+        training = dict(optimizer=part.optimizer, lr_schedule=part.lr_schedule)
+        report = load(folder, part.model, self._layout, **training, adapters=adapters)
         return list(report.restored), list(report.not_restored)
 
     def _restore_rollout(self, checkpoint: Path) -> tuple[list[str], list[str]]:

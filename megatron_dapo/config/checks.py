@@ -12,6 +12,7 @@ from megatron_dapo.config.derived import is_server_url, longest_micro_batch_samp
 from megatron_dapo.config.key_names import ACTOR, LENGTHS, PADDING, ROLLOUT, STAGES, WITHOUT_SERVERS, WORLD
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
+from megatron_dapo.config.lora_checks import LORA_CHECKS
 from megatron_dapo.config.megatron_checks import MEGATRON_CHECKS
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, is_variable_name, variable_names
@@ -302,6 +303,7 @@ def _is_base_url(text: str) -> bool:
 # of every run, whatever it learns from
 SHARED_CHECKS = (
     *MEGATRON_CHECKS,
+    *LORA_CHECKS,
     optimizer,
     prompt_template,
     evaluation,

@@ -23,6 +23,8 @@ POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS_FUNCTION = f"{ACTOR}.loss_function"
 ROUTER_REPLAY = f"{ACTOR}.router_replay"
 ESTIMATOR = "algorithm.adv_estimator"
+LORA_RANK = "actor_rollout_ref.model.lora_rank"
+TARGET_MODULES = "actor_rollout_ref.model.target_modules"
 WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
 # what cuts a model's layers into the chunks of a pipeline
 CHUNKS = keys_of(MEGATRON, "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_layers")

@@ -135,6 +135,7 @@ class Family:
     qkv_bias: biases of query, key and value; none = as attention_bias of config.json says. qk_norm: an RMSNorm per
     query and key head, before the rotation. is_moe: experts in place of every MLP, as in Qwen3-MoE. partial_rotary:
     config.json says which share of a head's dimensions is rotated. rotary_interleaved, output_norms: see `ModelSpec`.
+    fused_gate_up: gate and up projection of an MLP are one module.
     neutral: the fields of its config.json that change the computation, each with the values under which it does not;
     any other value is refused. A family whose fields differ has a table of its own, made from DENSE or MIXTURE, so that
     what one family ignores or takes is not ignored or taken for others. defaults: what transformers takes for a field
@@ -150,7 +151,14 @@ class Family:
     rotary_interleaved: bool = False
     output_norms: bool = False
     is_gemma: bool = False
+    fused_gate_up: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def linear_modules(self) -> tuple[str, ...]:
+        """Return the last names of the linear modules of a layer, experts' too."""
+        gate_up = ("gate_up_proj",) if self.fused_gate_up else ("gate_proj", "up_proj")
+        return ("q_proj", "k_proj", "v_proj", "o_proj", *gate_up, "down_proj")
 
     @property
     def ffn_key(self) -> str:
@@ -171,6 +179,7 @@ FAMILIES = {
         qkv_bias=None,
         qk_norm=False,
         partial_rotary=True,
+        fused_gate_up=True,
         rotary_interleaved=True,
         output_norms=True,
         neutral={name: rule for name, rule in DENSE.items() if name != "attention_bias"},

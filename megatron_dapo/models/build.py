@@ -6,12 +6,14 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
+from megatron_dapo.config.lora import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
@@ -26,6 +28,7 @@ from megatron_dapo.models.layers import (
     norm_outputs,
 )
 from megatron_dapo.models.log_prob_head import LogProbHead
+from megatron_dapo.models.lora import add_adapters
 from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
 from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.user_buffers import make_user_buffers
@@ -39,12 +42,16 @@ from megatron_dapo.platform.parallel import ParallelLayout
 
 @dataclass(frozen=True)
 class ModelParts:
-    """This rank's model chunks (one, or one per virtual stage), in pipeline order, and their shared configuration."""
+    """This rank's model chunks (one, or one per virtual stage), in pipeline order, and their shared configuration.
+
+    lora: of the adapters, where these are what is trained.
+    """
 
     chunks: list[ModelChunk]
     config: TransformerConfig
     spec: ModelSpec
     uses_transformer_engine: bool
+    lora: LoraSettings | None = None
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -68,6 +75,7 @@ def build_model(
     for_training: bool = True,
     num_tokens: int | None = None,
     replay_routers: bool = False,
+    lora: LoraSettings | None = None,
 ) -> ModelParts:
     """Build this rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a
     critic's spec: with a value head, which is 0.
@@ -76,6 +84,7 @@ def build_model(
     for_training: false saves time and memory where there will be no gradients.
     num_tokens: of each micro-batch, where all have as many (tp_comm_overlap).
     replay_routers: a mixture's routers take the experts that come with a micro-batch.
+    lora: freeze the weights, and put adapters beside them, which are new: they change nothing.
     """
     use_te = _use_transformer_engine(megatron)
     if layout.cp > 1 and is_gpu() and not use_te:
@@ -93,8 +102,10 @@ def build_model(
         make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)
     split = pipeline_split(spec.num_layers, layout.pp, layout.num_model_chunks, megatron.pipeline_layers)
     config = _transformer_config(spec, layout, megatron, split, use_te, for_training, fused=fused_head and is_gpu())
+    if lora is not None:
+        config.moe_grouped_gemm = False  # it leaves no place for the adapter of one expert
     chunks = [
-        _build_chunk(spec, layout, config, split, use_te, stage if layout.vpp else None)
+        _build_chunk(spec, layout, config, split, use_te, stage if layout.vpp else None, has_adapters=lora is not None)
         for stage in range(layout.num_model_chunks)
     ]
     for chunk in chunks:
@@ -105,9 +116,11 @@ def build_model(
         if is_gpu():
             chunk.cuda()
         _mark_experts(chunk)
+        if lora is not None:
+            add_adapters(chunk, spec, layout, lora)
     if replay_routers:
         _replay_routers(chunks)
-    return ModelParts(chunks, config, spec, use_te)
+    return ModelParts(chunks, config, spec, use_te, lora)
 
 
 def _replay_routers(chunks: list[ModelChunk]) -> None:
@@ -277,12 +290,27 @@ def _transformer_config(
     )
 
 
-def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_layers: int):
+def _norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
+    """Take Transformer Engine's norms out of the products behind them: an adapter needs what the product is given. That
+    of experts is apart already."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    parts = layer.submodules
+    engine = TESpecProvider()
+    parts.input_layernorm = parts.pre_mlp_layernorm = engine.layer_norm()
+    parts.self_attention.submodules.linear_qkv = engine.column_parallel_linear()
+    if is_dense:
+        parts.mlp.submodules.linear_fc1 = engine.column_parallel_linear()
+
+
+def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_layers: int, has_adapters: bool):
     num_experts = spec.moe.num_experts if spec.moe else None
     if use_te:
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, moe_grouped_gemm=bool(num_experts), qk_layernorm=spec.qk_norm
+            num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=spec.qk_norm
         )
+        if has_adapters:
+            _norms_apart(layer, is_dense=not num_experts)
         if num_experts:
             moe_parts(layer.submodules).router = Router
         if spec.output_norms:
@@ -304,11 +332,13 @@ def _build_chunk(
     split: PipelineSplit,
     use_te: bool,
     vp_stage: int | None,
+    *,
+    has_adapters: bool,
 ) -> ModelChunk:
     number = layout.pp_rank + layout.pp * (vp_stage or 0)
     chunk = ModelChunk(
         config,
-        _block_spec(spec, config, use_te, split.layers[number]),
+        _block_spec(spec, config, use_te, split.layers[number], has_adapters),
         vocab_size=spec.padded_vocab_size(layout.tp),
         max_sequence_length=spec.max_positions,
         pre_process=number == 0,

@@ -106,6 +106,7 @@ _QKV = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
 _HF_EXPERT = _HF_LAYER + "mlp.experts.{e}."
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+ADAPTERS = "adapters."  # what names of adapters begin with, which have no row: models/lora.py
 VALUE_HEAD = ("score.weight", "score.bias")  # as in Hugging Face's token classification with one label
 
 
@@ -286,6 +287,8 @@ def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, dict[str, int], li
     """Yield (name with `{l}` for the layer and `{e}` for the expert, their numbers in the whole model, numbers of all
     experts of this rank, parameter)."""
     for name, parameter in chunk.named_parameters():
+        if name.startswith(ADAPTERS):
+            continue
         if not name.startswith("decoder.layers."):
             yield name, {}, [], parameter
             continue

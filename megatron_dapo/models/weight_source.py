@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.lora import LinearAdapter, adapters_of
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, Entry, weight_entries
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -29,23 +30,29 @@ class _Slot:
 
 
 class WeightSource:
-    """The tensors of this stage, the same on all its ranks, and their values.
+    """The tensors of this stage, the same on all its ranks, and their values: of a model with adapters the weights that
+    these make together with the frozen ones.
 
-    value: what is gathered of each parameter, of its shape (the weights themselves; or their gradients).
+    value: what is gathered of each parameter in place of that, of its shape (its gradient). entries: of what is
+    gathered, where it is not the model's weights.
     """
 
     def __init__(
         self,
         model: ModelParts,
         layout: ParallelLayout,
-        value: Callable[[torch.nn.Parameter], Tensor] = torch.nn.Parameter.detach,
+        value: Callable[[torch.nn.Parameter], Tensor] | None = None,
+        entries: Iterable[Entry] | None = None,
     ) -> None:
         self._model = model
         self._layout = layout
-        self._value = value
+        self._value = value or torch.nn.Parameter.detach
+        self._adapters: dict[torch.nn.Parameter, LinearAdapter] = {}
+        if value is None:
+            self._adapters = {adapter.entry.parameter: adapter for adapter in adapters_of(model.chunks)}
         self._slots: dict[str, _Slot] = {}
         self._specs: list[TensorSpec] = []
-        for entry in weight_entries(model.chunks, model.spec):
+        for entry in weight_entries(model.chunks, model.spec) if entries is None else entries:
             if entry.is_copy:
                 continue
             local_parts = entry.transform.split(entry.parameter.detach(), model.spec)
@@ -97,7 +104,9 @@ class WeightSource:
         return [full[i][: spec.shape[0]] for i, spec in enumerate(specs)]
 
     def _split(self, entry: Entry) -> list[Tensor]:
-        return entry.transform.split(self._value(entry.parameter), self._model.spec)
+        parts = entry.transform.split(self._value(entry.parameter), self._model.spec)
+        adapter = self._adapters.get(entry.parameter)
+        return parts if adapter is None else adapter.merged(parts)
 
     def _fetch(self, slots: dict[int, _Slot], here: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return, on the source rank, the tensors of the slots that are not here, from the ranks that have them."""

@@ -21,10 +21,12 @@ from megatron_dapo.config.derived import (
     uses_full_kl,
     uses_servers,
 )
+from megatron_dapo.config.lora import actor_is_reference, lora_settings
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec
 from megatron_dapo.planner.pipeline import split_of
 
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
 # Of a parameter whose optimizer state is in the machine's memory: float32 weight, two moments and gradient.
@@ -112,11 +114,11 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
         its_tokens = _of_rank(config, critic_batching(config).max_tokens_per_microbatch)
         activations = max(activations, activation_bytes(config, critic, stage, its_tokens))
     is_last = stage == sizes.pp - 1
-    if needs_reference(config):
+    if needs_reference(config) and not actor_is_reference(config):
         reference = sum(num_parameters(actor, sizes, stage)) * width
         reference += _fp8_copies(config, actor, stage) // 2  # its forward pass needs no transposed ones
-        if uses_full_kl(config) and is_last:
-            reference += _kept_for_full_kl(config, actor)
+    if uses_full_kl(config) and is_last:
+        reference += _kept_for_full_kl(config, actor)
     return Parts(
         weights=states.weights,
         gradients=states.gradients,
@@ -165,14 +167,50 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     return shared, layers * experts
 
 
+def num_trained_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
+    """Return how many parameters one rank of a stage trains, in the two kinds of `num_parameters`: all of them, or with
+    LoRA the adapters (models/lora.py)."""
+    sizes = parallel_sizes(config)
+    lora = lora_settings(config)
+    if lora is None:
+        return num_parameters(spec, sizes, stage)
+    tp = sizes.tp
+    mlp_tp = 1 if spec.moe else tp  # an expert is whole
+    attention = spec.num_heads * spec.head_dim
+    groups = spec.num_kv_heads * spec.head_dim
+    # of each module columns and rows of its weight on this rank, which A and B have
+    shapes = {
+        "q_proj": (spec.hidden_size, attention // tp),
+        "k_proj": (spec.hidden_size, groups // tp),
+        "v_proj": (spec.hidden_size, groups // tp),
+        "o_proj": (attention // tp, spec.hidden_size),
+        "gate_proj": (spec.hidden_size, spec.ffn_size // mlp_tp),
+        "up_proj": (spec.hidden_size, spec.ffn_size // mlp_tp),
+        "gate_up_proj": (spec.hidden_size, 2 * spec.ffn_size // mlp_tp),
+        "down_proj": (spec.ffn_size // mlp_tp, spec.hidden_size),
+    }
+    modules = [name for name in FAMILIES[spec.family].linear_modules if name in lora.targets]
+    counts = {name: lora.rank * sum(shapes[name]) for name in modules}
+    of_attention = sum(count for name, count in counts.items() if name in _ATTENTION)
+    of_mlp = sum(counts.values()) - of_attention
+    layers = split_of(spec, sizes).layers_of(stage)
+    if spec.moe is None:
+        return layers * (of_attention + of_mlp), 0
+    return layers * of_attention, layers * spec.moe.num_experts // sizes.ep * of_mlp
+
+
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     """Return the bytes of the weights, of the float32 gradients, and of Adam's two moments together with the float32
-    weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter). The distributed
+    weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter; with LoRA frozen
+    ones have 2, and adapters 18). The distributed
     optimizer shards the last of the three over DP x CP, that of experts over the ranks that hold the same experts; of
     each rank's share Megatron takes whole tensors to the host until their part of it is reached."""
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
-    shared, experts = num_parameters(spec, sizes, stage)
+    num_weights = sum(num_parameters(spec, sizes, stage))
+    shared, experts = num_trained_parameters(config, spec, stage)
+    if lora_settings(config) is not None:
+        num_weights += shared + experts
     megatron = config.actor_rollout_ref.actor.megatron
     state = moment_bytes(config) + (MAIN_PARAMETER if width < 4 else 0)
     by_dp, by_expert_dp = 1, 1
@@ -181,7 +219,7 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
         by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
     optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
     return States(
-        weights=(shared + experts) * width + _fp8_copies(config, spec, stage),
+        weights=num_weights * width + _fp8_copies(config, spec, stage),
         gradients=(shared + experts) * MAIN_GRADIENT,
         optimizer=round(optimizer * (1 - megatron.optimizer_offload_fraction)),
     )
@@ -206,7 +244,7 @@ def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = Non
     specs = [actor, (critic or actor).as_critic()] if uses_critic(config) else [actor]
 
     def of_rank(stage: int) -> float:
-        counts = [num_parameters(spec, sizes, stage) for spec in specs]
+        counts = [num_trained_parameters(config, spec, stage) for spec in specs]
         by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
         return sum(shared / sizes.num_copies + experts / by_expert_dp for shared, experts in counts)
 

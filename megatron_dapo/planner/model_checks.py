@@ -12,10 +12,11 @@ from megatron_dapo.config.derived import (
     parallel_sizes,
     uses_critic,
 )
-from megatron_dapo.config.key_names import CHUNKS, LENGTHS, MEGATRON, ROLLOUT, ROUTER_REPLAY
+from megatron_dapo.config.key_names import CHUNKS, LENGTHS, LORA_RANK, MEGATRON, ROLLOUT, ROUTER_REPLAY, TARGET_MODULES
+from megatron_dapo.config.lora import ALL_LINEAR, LINEAR_MODULES, target_modules
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec, model_spec, num_experts_of
+from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, critic_spec, model_spec, num_experts_of
 from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.storage.model_folder import ModelFolder
 
@@ -142,6 +143,26 @@ def _architecture(model: dict[str, Any]) -> str:
     return (model.get("architectures") or ["unknown"])[0]
 
 
+def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
+    """Return the last names of the modules of a model that have an adapter; [] where the family is not known."""
+    family = FAMILIES.get(_architecture(model))
+    return [] if family is None else [name for name in family.linear_modules if name in target_modules(config)]
+
+
+def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    family = FAMILIES.get(_architecture(model))
+    targets = config.actor_rollout_ref.model.target_modules
+    if family is None or not config.actor_rollout_ref.model.lora_rank or targets == ALL_LINEAR:
+        return
+    missing = [n for n in target_modules(config) if n in LINEAR_MODULES and n not in family.linear_modules]
+    if missing:
+        yield Mistake(
+            (TARGET_MODULES, LORA_RANK),
+            f"{TARGET_MODULES} has {', '.join(missing)}, of which a {_architecture(model)} has none; choose from "
+            f"{', '.join(family.linear_modules)}, or {ALL_LINEAR} for all of them.",
+        )
+
+
 def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     tp = parallel_sizes(config).tp
@@ -243,4 +264,4 @@ def _size(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-MODEL_CHECKS = (divisible_by_tp, pipeline, experts, fp8, positions, servers, vocabulary)
+MODEL_CHECKS = (divisible_by_tp, pipeline, experts, adapters, fp8, positions, servers, vocabulary)

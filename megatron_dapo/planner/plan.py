@@ -24,6 +24,7 @@ from megatron_dapo.config.derived import (
     uses_servers,
 )
 from megatron_dapo.config.keys import show_text
+from megatron_dapo.config.lora import actor_is_reference, lora_settings
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -94,6 +95,9 @@ def _trainer(config: Config) -> Iterator[str]:
     parallel += ", sequence parallel" if config.actor_rollout_ref.actor.megatron.sequence_parallel else ""
     yield f"{_count(sizes.world, 'rank')} ({_count(trainer.nnodes, 'node')} x {trainer.n_procs_per_node}): {parallel}"
     yield _LAYERS[config.actor_rollout_ref.actor.megatron.use_transformer_engine]
+    if (lora := lora_settings(config)) is not None:
+        modules = show_text(config.actor_rollout_ref.model.target_modules)
+        yield f"LoRA: weights are frozen, adapters of rank {lora.rank}, alpha {lora.alpha:g} are trained on {modules}"
     width = len(str(sizes.world - 1))
     for first in range(0, sizes.world, sizes.tp):
         coordinates = sizes.coordinates(first)
@@ -278,8 +282,8 @@ def _reference(config: Config) -> Iterator[str]:
     if not reasons:
         yield "none: no KL coefficient is set"
         return
-    weights = config.actor_rollout_ref.ref.path or "the actor's starting weights"
-    yield f"{weights}, on the trainer ranks, for the {' and the '.join(reasons)}"
+    own = "the actor without its adapters" if actor_is_reference(config) else "the actor's starting weights"
+    yield f"{config.actor_rollout_ref.ref.path or own}, on the trainer ranks, for the {' and the '.join(reasons)}"
     if uses_full_kl(config):
         sizes = parallel_sizes(config)
         megatron = actor.megatron

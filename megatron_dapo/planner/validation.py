@@ -11,17 +11,20 @@ from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH
 from megatron_dapo.config.checks import CHECKS, prompt_template, reward
 from megatron_dapo.config.derived import uses_servers, world_size
-from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WITHOUT_SERVERS, WORLD
+from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WITHOUT_SERVERS, WORLD, keys_of
 from megatron_dapo.config.loader import read_config
+from megatron_dapo.config.lora import lora_settings
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, own_host
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.sft_checks import SFT_CHECKS
 from megatron_dapo.huggingface.model_spec import critic_spec, model_spec
+from megatron_dapo.huggingface.peft_config import adapter_faults
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.planner.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.planner.model_checks import (
     MODEL_CHECKS,
+    adapted_modules,
     model_json_of,
     positions,
     read_model_json,
@@ -201,6 +204,17 @@ def _model(key: str, path: str) -> Iterator[Mistake]:
         yield from (Mistake((key,), sentence) for sentence in error.sentences)
 
 
+def _adapter(config: Config) -> Iterator[Mistake]:
+    lora = lora_settings(config)
+    folder = config.actor_rollout_ref.model.lora_adapter_path
+    if lora is None or folder is None:
+        return
+    modules = adapted_modules(config, read_model_json(config) or {})
+    for name, text in adapter_faults(folder, lora, modules) if modules else ():
+        keys = keys_of("actor_rollout_ref.model", name, "lora_rank", "lora_adapter_path")
+        yield Mistake(keys, f"{keys[0]} is {text}")
+
+
 def _transformer_engine(config: Config) -> Iterator[Mistake]:
     """Look for Transformer Engine on machines with GPUs alone: a recipe is read, and a job planned, on others too."""
     megatron = config.actor_rollout_ref.actor.megatron
@@ -292,6 +306,7 @@ MACHINE_CHECKS = (
     _prompt_files,
     _replay,
     _checkpoints,
+    _adapter,
     _transformer_engine,
     _server_key,
     _reward_model,

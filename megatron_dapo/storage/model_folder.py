@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # parts of a checkpoint of this program: weights in torch_dist, of the policy and of its critic; config.json, tokenizer
-# and the like
+# and the like; with LoRA the adapters as a PEFT folder, which a run folder has under this name too
 MEGATRON = "megatron"
 CRITIC = "critic"
 HF = "hf"
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)

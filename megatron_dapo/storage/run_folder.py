@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import TrainerConfig
+from megatron_dapo.storage.model_folder import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class RunFolder:
     def model(self) -> Path:
         """Return the folder of the trained model, a Hugging Face checkpoint."""
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """Return the folder of the trained adapters (LoRA), as PEFT writes it."""
+        return self.path / ADAPTER
 
     @property
     def logs(self) -> Path:

@@ -138,7 +138,8 @@ def _accumulate_in_products(stages: list[DistributedDataParallel]) -> None:
     """
     for stage in stages:
         for module in stage.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):
+            is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
 
 

@@ -14,12 +14,14 @@ from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH, MEAN_MISMATCH_ALL
 from megatron_dapo.algorithms.policy_loss import EXP_MASK_RATIO, OFF_POLICY_LOSS
 from megatron_dapo.algorithms.rollout_correction import RolloutCorrection, rollout_correction
 from megatron_dapo.config.derived import needs_old_log_probs, tokens_multiple, uses_full_kl_in_reward
+from megatron_dapo.config.lora import lora_settings
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.log_prob_head import Scores
+from megatron_dapo.models.peft_folder import load_adapters
 from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -65,13 +67,16 @@ class Policy:
             **head_options(config, layout, spec),
             num_tokens=tokens_multiple(config, layout.sequence_multiple),
             replay_routers=replay != "off",
+            lora=lora_settings(config),
         )
         load(self.model, path, layout)
+        if adapter := config.actor_rollout_ref.model.lora_adapter_path:
+            load_adapters(self.model, layout, adapter)
         num_steps = config.trainer.total_training_steps - config.trainer.critic_warmup
         self.state = make_training_state(self.model, actor.megatron, actor.optim, num_steps)
         self.loss_config = loss_config(config)
         self._loss = make_loss(config, self.loss_config)
-        self._schedule = Schedule(self.model, self.state.stages, rollout.temperature)
+        self.schedule = Schedule(self.model, self.state.stages, rollout.temperature)
         self._needs_old = needs_old_log_probs(config)
         self._correction = correction_per_step(config)
         self._checks_stale = self.loss_config.report_stale  # as the algorithm's `max_mismatch` does
@@ -103,7 +108,7 @@ class Policy:
             return batch if self.loss_config.use_full_kl else replace(batch, ref_hidden=None, ref_weight=None)
 
         asked = dict(full_kl=self._full_kl_in_reward, record_experts=self._records_experts)
-        return with_scores(self._schedule, mini_batches, fill, **asked)
+        return with_scores(self.schedule, mini_batches, fill, **asked)
 
     def mean_mismatch(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> float:
         """Return the mean of |old - server's log-prob| over the tokens that weights of this version wrote, and with
@@ -115,7 +120,7 @@ class Policy:
         """Return the same by sample, of all ranks, by another forward pass. The weights are those that began the
         step."""
         batches = list(chain(*mini_batches))
-        log_probs = self._schedule.log_probs(batches)
+        log_probs = self.schedule.log_probs(batches)
         own_shares: Shares = {}
         if log_probs and self.layout.counts_tokens:
             own_shares = shares_of(batches, log_probs, weight_version, with_stale=self._checks_stale)
@@ -201,7 +206,7 @@ class Policy:
         """
         sums: list[MetricSums | None] = []
         for batches in parts:
-            for batch, log_probs in zip(batches, self._schedule.log_probs(batches) or (), strict=False):
+            for batch, log_probs in zip(batches, self.schedule.log_probs(batches) or (), strict=False):
                 pair = token_mean(-log_probs, batch.loss_mask != 0)
                 stacked = stack_sums({"val/loss": pair}, ("val/loss",), log_probs.device)
                 sums.append(MetricSums(("val/loss",), (), stacked, stacked.new_zeros(0)))

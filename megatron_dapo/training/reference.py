@@ -1,4 +1,5 @@
-"""The reference model: frozen, built only where a KL coefficient is non-zero."""
+"""The reference model: frozen, built only where a KL coefficient is non-zero; with LoRA the actor without its
+adapters."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,11 +12,25 @@ from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.log_prob_head import Scores
+from megatron_dapo.models.lora import without_adapters
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.optimizer import half_precision
-from megatron_dapo.training.policy import MiniBatch, WeightLoader, with_scores
+from megatron_dapo.training.policy import MiniBatch, Policy, WeightLoader, with_scores
 from megatron_dapo.training.schedule import Schedule
+
+
+class ActorAsReference:
+    """The actor's frozen weights, without its adapters: no second copy of them."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        self._policy = policy
+        self._keeps_hidden = uses_full_kl(config)
+
+    def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
+        """Do as `Reference.score` does."""
+        with without_adapters(self._policy.model.chunks):
+            return _with_reference(self._policy.schedule, mini_batches, keep_hidden=self._keeps_hidden)
 
 
 class Reference:
@@ -44,14 +59,17 @@ class Reference:
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """Return the same mini-batches with the reference's log-probs on the last stage, and, where a KL over the whole
         vocabulary will need them, its last hidden states of the counted rows. Collective over all ranks."""
+        return _with_reference(self._schedule, mini_batches, keep_hidden=self._keeps_hidden)
 
-        def fill(batch: MicroBatch, scores: Scores) -> MicroBatch:
-            batch = batch.with_log_probs(ref=scores.log_probs)
-            if scores.kept is None:
-                return batch
-            return replace(batch, ref_hidden=scores.kept.hidden_KH, ref_weight=scores.kept.weight_VH)
 
-        return with_scores(self._schedule, mini_batches, fill, keep_hidden=self._keeps_hidden)
+def _with_reference(schedule: Schedule, mini_batches: Sequence[MiniBatch], *, keep_hidden: bool) -> list[MiniBatch]:
+    def fill(batch: MicroBatch, scores: Scores) -> MicroBatch:
+        batch = batch.with_log_probs(ref=scores.log_probs)
+        if scores.kept is None:
+            return batch
+        return replace(batch, ref_hidden=scores.kept.hidden_KH, ref_weight=scores.kept.weight_VH)
+
+    return with_scores(schedule, mini_batches, fill, keep_hidden=keep_hidden)
 
 
 def check_vocabulary(reference: ModelSpec, actor: ModelSpec) -> None:

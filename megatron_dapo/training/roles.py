@@ -4,12 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from megatron_dapo.config.derived import needs_reference, uses_critic
+from megatron_dapo.config.lora import actor_is_reference
 from megatron_dapo.config.schema import Config
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepShard
-from megatron_dapo.training.policy import WeightLoader
-from megatron_dapo.training.reference import Reference
+from megatron_dapo.training.policy import Policy, WeightLoader
+from megatron_dapo.training.reference import ActorAsReference, Reference
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Counts the seconds inside as those of the phase."""
@@ -18,7 +19,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 class TimedReference:
     """The reference of a run with a KL term."""
 
-    def __init__(self, reference: Reference, phase: Phase) -> None:
+    def __init__(self, reference: Reference | ActorAsReference, phase: Phase) -> None:
         self._reference = reference
         self._phase = phase
 
@@ -67,10 +68,14 @@ class NoCritic:
 
 
 def make_reference(
-    config: Config, layout: ParallelLayout, load: WeightLoader, phase: Phase
+    config: Config, layout: ParallelLayout, policy: Policy, load: WeightLoader, phase: Phase
 ) -> TimedReference | NoReference:
     """Build the reference where the config needs one. Collective over all ranks."""
-    return TimedReference(Reference(config, layout, load), phase) if needs_reference(config) else NoReference()
+    if not needs_reference(config):
+        return NoReference()
+    if actor_is_reference(config):
+        return TimedReference(ActorAsReference(config, policy), phase)
+    return TimedReference(Reference(config, layout, load), phase)
 
 
 def make_critic(config: Config, layout: ParallelLayout, load: WeightLoader, phase: Phase) -> TimedCritic | NoCritic:

@@ -20,11 +20,10 @@ from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
 from megatron_dapo.common.errors import JobError, UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
-from tests.distributed.layout_worker import gathered
+from tests.distributed.layout_worker import gathered, trained_source
 from tests.distributed.process_groups import leave
 from tests.synthetic import synthetic_groups
 
@@ -58,6 +57,7 @@ class Run:
         sharded = str(case.get("sharded", False)).lower()
         overrides.append(f"actor_rollout_ref.actor.megatron.use_distributed_optimizer={sharded}")
         overrides.append(f"actor_rollout_ref.actor.megatron.dtype={case.get('dtype', 'float32')}")
+        overrides += case.get("overrides", ())
         self.layout = layout
         self.config = load_config(None, [*COMMON, f"actor_rollout_ref.model.path={case['model']}", *overrides])
         self.policy = Policy(self.config, layout)
@@ -71,12 +71,12 @@ class Run:
         return self.policy.update(self.policy.score(shard.mini_batches), weight_version=step)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and moments of the whole model under Hugging Face names, on every rank."""
+        """Of what is trained weights and moments, whole, under Hugging Face's or PEFT's names, on every rank."""
         names = (*MOMENTS, MAIN) if self.policy.model.config.bf16 else MOMENTS
         moments = {name: _moments(self.policy, self.layout, name) for name in names}
-        whole = gathered(self.policy.weight_source(), self.layout)
+        whole = gathered(trained_source(self.policy.model, self.layout, torch.nn.Parameter.detach), self.layout)
         for name, values in moments.items():
-            source = WeightSource(self.policy.model, self.layout, value=lambda p, values=values: values[p])
+            source = trained_source(self.policy.model, self.layout, lambda p, values=values: values[p])
             whole |= {f"{name}.{key}": value for key, value in gathered(source, self.layout).items()}
         return whole
 
@@ -118,9 +118,9 @@ def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn
 
 
 def run_case(case: dict, layout: ParallelLayout) -> dict:
-    """model, sizes, sharded, dtype: of the run. load: a checkpoint to start from. steps: [first, end) before the save.
-    save: where to. background: training goes on during the save. more: end of the steps after that. failing_rank: which
-    rank's writes fail. weights_only: save without, load without the optimizer."""
+    """model, sizes, sharded, dtype, overrides: of the run. load: a checkpoint to start from. steps: [first, end) before
+    the save. save: where to. background: training goes on during the save. more: end of the steps after that.
+    failing_rank: which rank's writes fail. weights_only: save without, load without the optimizer."""
     if "stock" in case:  # what Megatron itself reads, without this program
         from megatron.core import dist_checkpointing
 
@@ -131,7 +131,8 @@ def run_case(case: dict, layout: ParallelLayout) -> dict:
     training = {} if case.get("weights_only") else run.training
     if "load" in case:
         try:
-            result["report"] = vars(load(Path(case["load"]), run.policy.model, layout, **training))
+            adapters = run.policy.model.lora is not None
+            result["report"] = vars(load(Path(case["load"]), run.policy.model, layout, **training, adapters=adapters))
         except UserError as error:
             return {"error": str(error)}
     first, end = case.get("steps", (0, 0))

@@ -9,7 +9,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
@@ -26,11 +26,14 @@ from megatron_dapo.config.derived import (
     uses_experience_replay,
 )
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora import actor_is_reference
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.data.types import Group
+from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.peft_folder import adapter_source
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.planner.memory import States, model_states
@@ -43,7 +46,7 @@ from megatron_dapo.training.distribute import StepDistributor, StepShard
 from megatron_dapo.training.losses import MicroBatchLoss
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.policy import MiniBatch, Policy
-from megatron_dapo.training.reference import Reference
+from megatron_dapo.training.reference import ActorAsReference, Reference
 from megatron_dapo.training.token_dumps import TokenDumps
 from tests.distributed.process_groups import leave
 from tests.synthetic import synthetic_groups, with_experts, with_older, with_replayed
@@ -96,7 +99,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     shard = StepDistributor(config, layout, policy.model.spec, policy.model.routed_layers)(0, groups)
     scored = shard.mini_batches
     if needs_reference(config):
-        scored = Reference(config, layout).score(scored)
+        is_own = actor_is_reference(config)
+        scored = (ActorAsReference(config, policy) if is_own else Reference(config, layout)).score(scored)
     shard = shard.with_mini_batches(policy.score(scored))
     critic = Critic(config, layout) if uses_critic(config) else None
     if critic is not None:
@@ -114,7 +118,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     buffers = [buffer for stage in policy.state.stages for buffer in stage.buffers]
     result["num_buckets"] = sum(len(buffer.buckets) for buffer in buffers)
     result["states"] = layout.gather((layout.pp_rank, asdict(states_of(policy)), asdict(estimated)))
-    if policy.model.spec.moe:
+    if policy.model.spec.moe and policy.model.lora is None:
         result["errors"] = errors_of_a_poisoned_expert(policy, scored, layout)
     if critic is not None:
         result["critic"] = critic_step(critic, shard, layout)
@@ -129,9 +133,9 @@ def states_of(policy: Policy) -> States:
         of_optimizer += sum(num_bytes(t) for state in part.optimizer.state.values() for t in state.values())
         names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
         of_optimizer += sum(num_bytes(t) for name in names for group in getattr(part, name, ()) for t in group)
-    return States(
-        sum(map(num_bytes, parameters)), sum(num_bytes(parameter.main_grad) for parameter in parameters), of_optimizer
-    )
+    gradients = [parameter.main_grad for parameter in parameters if parameter.requires_grad]
+    assert not any(hasattr(p, "main_grad") for p in parameters if not p.requires_grad)
+    return States(sum(map(num_bytes, parameters)), sum(map(num_bytes, gradients)), of_optimizer)
 
 
 def num_bytes(value: object) -> int:
@@ -188,6 +192,15 @@ def errors_of_a_poisoned_expert(policy: Policy, mini_batches, layout: ParallelLa
     return layout.gather(message)
 
 
+def trained_source(
+    model: ModelParts,
+    layout: ParallelLayout,
+    value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.main_grad,
+) -> WeightSource:
+    """What is trained, the weights or the adapters; of each parameter its gradient, or another value."""
+    return (WeightSource if model.lora is None else adapter_source)(model, layout, value)
+
+
 @contextmanager
 def first_step_recorded(learner: Policy | Critic, result: dict) -> Iterator[None]:
     """Record what the first optimizer step of an update begins with, on every rank: in "first" the metrics of its
@@ -200,8 +213,7 @@ def first_step_recorded(learner: Policy | Critic, result: dict) -> Iterator[None
         if "first" not in result:
             result["first"] = metrics_of_first(learner, part)
             if not learner.state.stages[0].ddp_config.use_distributed_optimizer:
-                source = WeightSource(learner.model, learner.layout, value=lambda p: p.main_grad)
-                result["gradients"] = gathered(source, learner.layout)
+                result["gradients"] = gathered(trained_source(learner.model, learner.layout), learner.layout)
         return part
 
     learner.accumulate_gradients = accumulate_and_record

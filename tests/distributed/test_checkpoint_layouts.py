@@ -44,6 +44,9 @@ MOE_READERS = {
     "dp4_ep4": (4, {"ep": 4}, False),
     "tp1": (1, {}, False),
 }
+# of adapters, of which a checkpoint holds these alone
+LORA_WRITERS = {"lora_tp2": (2, {"tp": 2, "sp": True}, True)}
+LORA_READERS = {"pp2": (2, {"pp": 2}, False), "tp1": (1, {}, True)}
 # the layouts in which three steps, a checkpoint and three steps must equal six steps
 SAME = {
     "tp1": (1, {}, False),
@@ -51,6 +54,7 @@ SAME = {
     "tp2_dp2": (4, {"tp": 2, "sp": True}, True),
     "dp2_half": (2, {}, True),
     "moe_dp2_ep2": (2, {"ep": 2}, True),
+    "lora_dp2_half": (2, {}, True),
 }
 # written by the version before this one's planner and writer, with what it held: see `test_checkpoint_of_before_...`
 EARLIER = Path(__file__).parent / "data" / "checkpoint_tp2_pp2.tar.xz"
@@ -67,15 +71,26 @@ def is_moe(name: str) -> bool:
     return name.startswith("moe")
 
 
+def is_lora(name: str) -> bool:
+    return name.startswith("lora")
+
+
+def adapters(name: str) -> list[str]:
+    """The overrides of a run of this name."""
+    return ["actor_rollout_ref.model.lora_rank=2"] if is_lora(name) else []
+
+
 def kind_of(name: str, weights: str = "start") -> str:
     """The model of a writer's checkpoint. weights: "start", or "other" values, which loading must overwrite."""
+    if is_lora(name):
+        return "start"  # weights that are in no checkpoint
     return {"start": "moe", "other": "other_moe"}[weights] if is_moe(name) else weights
 
 
 # what processes of a number wrote can be read by as many, and by those that come later; see `results`
 PAIRS = [
     (writer, reader)
-    for writers, readers in ((WRITERS, READERS), (MIXTURE_WRITERS, MOE_READERS))
+    for writers, readers in ((WRITERS, READERS), (MIXTURE_WRITERS, MOE_READERS), (LORA_WRITERS, LORA_READERS))
     for reader, (to_read, *_) in readers.items()
     for writer, (to_write, *_) in writers.items()
     if (to_write, to_read) != (4, 2)
@@ -118,8 +133,9 @@ def results(tmp_path_factory) -> dict[str, dict]:
 def cases_of(world: int, folder: Path) -> list[dict]:
     """In an order in which whatever is loaded has been saved."""
     cases = []
-    for name, (processes, sizes, sharded) in [*WRITERS.items(), *MIXTURE_WRITERS.items()]:
+    for name, (processes, sizes, sharded) in {**WRITERS, **MIXTURE_WRITERS, **LORA_WRITERS}.items():
         case = dict(sizes=sizes, sharded=sharded, steps=(0, STEPS), more=STEPS + 1, model=kind_of(name))
+        case["overrides"] = adapters(name)
         if processes == world:
             cases.append(dict(case, name=f"write/{name}", save=str(folder / f"from_{name}")))
     if world == 2:
@@ -130,10 +146,12 @@ def cases_of(world: int, folder: Path) -> list[dict]:
         cases.append(dict(read, name="read/tied/pp2", model="other_tied"))
         cases.append(dict(name="failed", model="start", sizes={}, save=str(folder / "failed"), failing_rank=1))
     for writer, reader in PAIRS:
-        processes, sizes, sharded = (MOE_READERS if is_moe(writer) else READERS)[reader]
+        readers = MOE_READERS if is_moe(writer) else LORA_READERS if is_lora(writer) else READERS
+        processes, sizes, sharded = readers[reader]
         if processes == world:
             case = dict(sizes=sizes, sharded=sharded, steps=(STEPS, STEPS), more=STEPS + 1)
             case |= dict(model=kind_of(writer, "other"), load=str(folder / f"from_{writer}"))
+            case["overrides"] = adapters(writer)
             cases.append(dict(case, name=f"read/{writer}/{reader}"))
     for name, (processes, sizes, sharded) in SAME.items():
         if processes == world:
@@ -153,10 +171,10 @@ def cases_of(world: int, folder: Path) -> list[dict]:
 def continuation(name: str, sizes: dict, sharded: bool, folder: Path) -> list[dict]:
     """Six steps; as many with a save after three, while training goes on; three from that checkpoint."""
     case = dict(sizes=sizes, sharded=sharded, dtype="bfloat16" if "half" in name else "float32")
-    through = dict(case, steps=(0, STEPS), more=END, model=kind_of(name))
+    through = dict(case, steps=(0, STEPS), more=END, model=kind_of(name), overrides=adapters(name))
     saved = str(folder / f"same_{name}")
     resumed = dict(case, name=f"resumed/{name}", load=saved, steps=(STEPS, STEPS), more=END)
-    resumed["model"] = kind_of(name, "other")
+    resumed |= dict(model=kind_of(name, "other"), overrides=adapters(name))
     cases = [
         dict(through, name=f"blocking/{name}", save=f"{saved}_blocking"),
         dict(through, name=f"background/{name}", save=saved, background=True),
@@ -204,6 +222,7 @@ def refusals(folder: Path) -> list[dict]:
         dict(name="refused/dtype", model="start", sizes={}, load=whole, dtype="bfloat16"),
         dict(name="refused/cut_tensors", model="other", sizes={}, load=str(folder / "cut_tensors")),
         dict(name="refused/cut_index", model="other", sizes={}, load=str(folder / "cut_index")),
+        dict(name="refused/adapters", model="start", sizes={}, load=str(folder / "from_lora_tp2"), weights_only=True),
         dict(name="refused/nothing", model="start", sizes={}, load=str(folder / "nowhere")),
     ]
 
@@ -353,6 +372,7 @@ def test_weights_alone_can_be_saved_and_loaded(results):
         ("dtype", ["float32", "bfloat16", "megatron.dtype"]),
         ("cut_tensors", ["cannot be read (rank 0: ", "; choose another checkpoint."]),
         ("cut_index", ["is not a complete checkpoint", "truncated"]),
+        ("adapters", ["holds adapters (LoRA)", "the run's model/", "lora_adapter_path"]),
         ("nothing", ["is not a complete checkpoint", "nowhere"]),
     ],
 )

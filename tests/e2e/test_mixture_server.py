@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora import LoraSettings
 from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
@@ -18,6 +19,7 @@ from tests.distributed.test_parity import hugging_face_log_probs
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.weight_sync_trainer import changed, rank_main
 from tests.helpers import free_port
+from tests.peft_adapters import MODULES, make_adapter, merged_checkpoint
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -93,3 +95,20 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
                 torch.tensor(answer.log_probs).double(), expected[len(PROMPT) - 1 :], rtol=0, atol=1e-4
             )
             assert set(answer.weight_versions) == {version or -1}
+
+
+def test_the_server_gets_adapters_merged_with_the_weights_of_attention_and_experts(model_path, server, tmp_path):
+    lora = LoraSettings(rank=4, alpha=8.0, targets=MODULES, seed=1)
+    tensors = make_adapter(tmp_path / "adapter", model_path, lora.rank, lora.alpha)
+    config = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=EVERYTHING)
+    arguments = (free_port(), 2, {"tp": 2, "sp": True, "ep": 2}, str(model_path), server.overrides(), {}, config)
+    with Ranks(rank_main, 2, *arguments, (str(tmp_path / "adapter"), lora)) as trainer:
+        trainer.order("open")
+        answers = trainer.order(300)
+        assert [status for status, _ in answers] == ["ok", "ok"], answers
+        assert answers[0][1].num_verified == 2 * 9 + 3
+    answer = asyncio.run(generate(server))
+    oracle = merged_checkpoint(tmp_path / "merged", model_path, tensors, lora.scale)
+    (expected,) = hugging_face_log_probs(oracle, [[*PROMPT, *answer.tokens]])
+    torch.testing.assert_close(torch.tensor(answer.log_probs).double(), expected[len(PROMPT) - 1 :], rtol=0, atol=1e-4)
+    assert set(answer.weight_versions) == {300}

@@ -8,11 +8,13 @@ import psutil
 import torch
 
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.models.peft_folder import load_adapters
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.device import device
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -56,21 +58,27 @@ def rank_main(
     servers: list[str],
     deadly: dict[str, tuple[int, int]],
     config: dict,
+    adapter: tuple[str, LoraSettings] | None = None,
 ) -> None:
     """sizes: of the layout. servers: overrides that name them. deadly: URL -> (process, update during which it
-    is killed)."""
+    is killed). adapter: a PEFT folder, which is pushed merged, whatever the version is."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )
     torch.set_num_threads(1)
     layout = ParallelLayout.initialize(**sizes, timeout_s=60)
-    model = build_model(read_model_spec(path), layout, MegatronConfig(dtype="float32"))
+    lora = None if adapter is None else adapter[1]
+    model = build_model(read_model_spec(path), layout, MegatronConfig(dtype="float32"), lora=lora)
     load_hf_weights(model, path, layout)
+    if adapter is not None:
+        load_adapters(model, layout, adapter[0])
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     original = [parameter.detach().clone() for parameter in parameters]
 
     @torch.no_grad()
     def set_version(version: int) -> None:
+        if adapter is not None:
+            return
         for parameter, start in zip(parameters, original, strict=True):
             parameter.copy_(changed(start, version))
 

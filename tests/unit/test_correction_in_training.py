@@ -90,7 +90,7 @@ def test_bypass_mode_computes_no_old_log_probs_and_takes_the_servers_for_them(la
     metrics = policy.metrics_of(policy.accumulate_gradients(mini_batches[0]))
     batches = mini_batches[0]
     ratios, differences = [], []
-    for batch, log_probs in zip(batches, policy._schedule.log_probs(batches), strict=True):
+    for batch, log_probs in zip(batches, policy.schedule.log_probs(batches), strict=True):
         difference = (log_probs - batch.rollout_log_probs)[batch.loss_mask != 0].double()
         differences.append(difference)
         ratios.append(difference.exp())
@@ -105,7 +105,7 @@ def test_in_bypass_mode_the_ratio_of_a_whole_response_is_to_the_server(layout, m
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, overrides)
     (batch,) = mini_batches[0]
     metrics = policy.metrics_of(policy.accumulate_gradients([batch]))
-    (log_probs,) = policy._schedule.log_probs([batch])
+    (log_probs,) = policy.schedule.log_probs([batch])
     rows = [batch.by_sample(x) for x in (log_probs, batch.rollout_log_probs, batch.loss_mask)]
     ratios = []
     for index in batch.sample_ids:

@@ -29,8 +29,10 @@ from megatron_dapo.checkpointing.torch_dist.writer import MARK, TORCH_DIST
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.value_head import VALUE_HEAD_PREFIX
+from megatron_dapo.models.weight_map import ADAPTERS
 from megatron_dapo.platform.agreement import describe
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.storage.model_folder import ADAPTER
 
 _MAX_NAMED = 4  # tensors that an error names
 
@@ -55,28 +57,32 @@ def load(
     *,
     optimizer: MegatronOptimizer | None = None,
     lr_schedule: OptimizerParamScheduler | None = None,
+    adapters: bool = False,
 ) -> LoadReport:
     """Fill the model, and what else is given, in place. Collective over all ranks; any layout may have written it.
 
     Without an optimizer only the weights are read, before one is made: it copies them; a critic then takes the body of
-    a policy. Raises UserError on every rank, naming what is missing, unexpected or of another shape; the model is then
-    to be thrown away.
+    a policy. adapters: read these of a model that has some, and not its frozen weights. Raises UserError on every rank,
+    naming what is missing, unexpected or of another shape; the model is then to be thrown away.
     """
     folder = Path(folder)
     index, common = _read_index(folder, layout)
     shapes = _stored_shapes(index)
     if optimizer is None:
-        slices = list(_weights(model, layout, shapes))
+        slices = list(_weights(model, layout, shapes, adapters))
+        _refuse_adapters(folder, shapes, adapters)
         _check_tensors(folder, shapes, slices, layout)
-        _zero_padding(model, None)
+        if not adapters:
+            _zero_padding(model, None)
         _read(folder, index, SliceLoadPlanner(slices, ()), layout)
         return LoadReport(("model",), _dtype_note(common, model), common["written_with"])
-    slices = [*model_slices(model, layout), *optimizer_slices(optimizer, model, layout)]
+    slices = [*model_slices(model, layout, adapters=adapters), *optimizer_slices(optimizer, model, layout)]
     _check_training_state(folder, common, model)
     _check_tensors(folder, shapes, slices, layout)
     is_same_layout = common["written_with"] == written_with(layout)
     planner = SliceLoadPlanner(slices, [generators_name(layout)] if is_same_layout else [])
-    _zero_padding(model, optimizer)
+    if not adapters:
+        _zero_padding(model, optimizer)
     _read(folder, index, planner, layout)
     for slot in slots(optimizer):
         slot.set_num_steps(common["optimizer_steps"])
@@ -128,17 +134,28 @@ def _stored_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.size) for name, tensor in stored if isinstance(tensor, TensorStorageMetadata)}
 
 
-def _weights(model: ModelParts, layout: ParallelLayout, shapes: dict[str, tuple[int, ...]]) -> Iterator[TensorSlice]:
+def _weights(
+    model: ModelParts, layout: ParallelLayout, shapes: dict[str, tuple[int, ...]], adapters: bool
+) -> Iterator[TensorSlice]:
     """Yield the slices of the weights alone; `shapes` loses what is not wanted: moments, and a policy's head where a
     critic takes its body, whose own head keeps its values then."""
     for name in [name for name in shapes if name.startswith(OPTIMIZER_PREFIX)]:
         del shapes[name]
     if model.spec.value_head:
         shapes.pop("output_layer.weight", None)
-    for each in model_slices(model, layout):
+    for each in model_slices(model, layout, adapters=adapters):
         is_new = model.spec.value_head and each.name.startswith(VALUE_HEAD_PREFIX) and each.name not in shapes
         if not is_new:
             yield each
+
+
+def _refuse_adapters(folder: Path, shapes: dict[str, tuple[int, ...]], adapters: bool) -> None:
+    if not adapters and any(name.startswith(ADAPTERS) for name in shapes):
+        raise UserError(
+            f"{folder} holds adapters (LoRA) without the weights that they belong to; give the run's model/, in which "
+            f"they are merged, or the base model, with actor_rollout_ref.model.lora_adapter_path "
+            f"{folder.parent / ADAPTER}."
+        )
 
 
 def _check_training_state(folder: Path, common: dict[str, Any], model: ModelParts) -> None:

@@ -23,6 +23,7 @@ from megatron_dapo.checkpointing.torch_dist.slices import CONTENT, TensorSlice, 
 from megatron_dapo.checkpointing.torch_dist.writer import RankFilesWriter
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.weight_map import ADAPTERS
 from megatron_dapo.platform.agreement import describe
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -41,7 +42,8 @@ def save(
     lr_schedule: OptimizerParamScheduler | None = None,
     background: bool = False,
 ) -> PendingSave:
-    """Save into `folder`, which must be empty or absent and on storage that all ranks share. Collective over all ranks.
+    """Save what is trained, of a model with adapters these alone, into `folder`, which must be empty or absent and on
+    storage that all ranks share. Collective over all ranks.
 
     With an optimizer the states of all generators are saved too.
     Raises UserError where the folder cannot be used, JobError where writing failed, both on every rank.
@@ -52,7 +54,7 @@ def save(
     """
     folder = Path(folder)
     _prepare(folder, layout)
-    slices = list(model_slices(model, layout))
+    slices = list(model_slices(model, layout, adapters=model.lora is not None))
     objects: dict[str, io.BytesIO] = {}
     common = {
         "format": FORMAT,
@@ -133,11 +135,13 @@ def generators_name(layout: ParallelLayout) -> str:
     return f"rng_state/shard_{layout.rank}_{layout.world_size}"
 
 
-def model_slices(model: ModelParts, layout: ParallelLayout) -> Iterator[TensorSlice]:
-    """Yield the slices of the weights."""
+def model_slices(model: ModelParts, layout: ParallelLayout, *, adapters: bool = False) -> Iterator[TensorSlice]:
+    """Yield the slices of the weights; adapters: of the adapters instead."""
     for number, (parameter, regions) in enumerate(model_regions(model, layout).items()):
         replica = replica_of(parameter, number, layout)
         for region in regions:
+            if region.name.startswith(ADAPTERS) != adapters:
+                continue
             yield from region.slices(parameter.detach().view(-1), 0, replica)
 
 

@@ -22,6 +22,7 @@ from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, IsOn, MayChange
 
 T = TypeVar("T")
 OfBuiltInLoss = Annotated[T, ActsIf(Is("loss_function", None))]
+WithLora = Annotated[T, ActsIf(IsNot("lora_rank", 0))]
 WHILE_REPLAYING = ActsIf(IsOn("exp_manager.experience_replay.enable"))
 
 
@@ -31,6 +32,17 @@ class ModelConfig(Section):
     which the model is taken."""
     use_remove_padding: MayChangeOnResume[bool] = True
     """Pack sequences without padding (THD). With false every micro-batch is a padded [B, S] rectangle."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of low-rank adapters (LoRA), which are trained in place of the model's weights (docs/lora.md); 0 = none, the
+    whole model is trained."""
+    lora_alpha: WithLora[PositiveFloat] = 16.0
+    """Adapters are multiplied by lora_alpha / lora_rank."""
+    target_modules: WithLora[str | list[str]] = "all-linear"
+    """Linear modules that have an adapter, by PEFT's names: a list of q_proj, k_proj, v_proj, o_proj, gate_proj,
+    up_proj (or gate_up_proj, of a family that has one), down_proj; all-linear = all of them."""
+    lora_adapter_path: WithLora[str | None] = None
+    """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) that training goes on from; null = new
+    adapters, which change nothing at first."""
 
 
 class OptimConfig(Section):

@@ -1,0 +1,254 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's parallel linear layers, whose weights are frozen.
+
+Every Hugging Face module has an adapter of its own, also where Megatron has several in one layer (q, k and v; gate and
+up), so that they are what PEFT knows. A layer's output gets B (A x) x alpha / rank besides. Of a layer that is cut by
+rows of its weight (column-parallel) each tensor-parallel rank has its rows of B and all of A; of one that is cut by
+columns (row-parallel) its columns of A and all of B. So all that travels has `rank` numbers per token. Servers and
+exports get W + alpha / rank x B A, computed tensor by tensor on its way; the weight W itself stays as it was read.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+
+from megatron_dapo.config.lora import LoraSettings
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.models.chunk import ModelChunk
+from megatron_dapo.models.layers import mark
+from megatron_dapo.models.weight_map import (
+    ADAPTERS,
+    COLUMNS,
+    REPLICATED,
+    ROWS,
+    Entry,
+    Transform,
+    hf_tensors,
+    weight_entries,
+)
+from megatron_dapo.platform.parallel import ParallelLayout
+
+PEFT_PREFIX = "base_model.model."
+
+
+def adapter_names(weight_name: str) -> tuple[str, str]:
+    """Return the names of A and B, as in a PEFT file, of the module whose weight has this name."""
+    module = PEFT_PREFIX + weight_name.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def adapter_tensors(spec: ModelSpec, lora: LoraSettings) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every tensor of the model's PEFT file, in the order of the model."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    for weight_name, shape in hf_tensors(spec).items():
+        if lora.is_target(weight_name):
+            name_a, name_b = adapter_names(weight_name)
+            tensors |= {name_a: (lora.rank, shape[1]), name_b: (shape[0], lora.rank)}
+    return tensors
+
+
+class LinearAdapter(torch.nn.Module):
+    """The adapters of one linear layer.
+
+    Its parameters are A [rank, in] and B [out, rank] of each Hugging Face module that is a target, as far as this rank
+    holds them; all belong to this module itself, for Megatron gathers parameters module by module. entry: of the
+    layer's weight. is_on: whether the layer's output gets anything.
+    """
+
+    def __init__(self, entry: Entry, spec: ModelSpec, layout: ParallelLayout, lora: LoraSettings) -> None:
+        super().__init__()
+        self.entry = entry
+        self.is_on = True
+        self._spec = spec
+        self._layout = layout
+        self._scale = lora.scale
+        self._rank = lora.rank
+        self._out_sizes: list[int] = []
+        self._targets: list[int] = []  # which of the entry's Hugging Face modules
+        for index, part in enumerate(entry.transform.split(entry.parameter.detach(), spec)):
+            self._out_sizes.append(part.size(0))
+            if lora.is_target(entry.hf_names[index]):
+                self._targets.append(index)
+                self._add_pair(index, part, lora)
+
+    def _add_pair(self, index: int, weight: Tensor, lora: LoraSettings) -> None:
+        """Make A and B of one module: A as PEFT draws it, the same at every layout, B zero. weight: this rank's."""
+        cut = self.entry.transform.dim
+        layout = self._layout
+        whole_in = weight.size(1) * (layout.tp if cut == 1 else 1)
+        name_a, _ = adapter_names(self.entry.hf_names[index])
+        generator = torch.Generator().manual_seed(lora.seed + zlib.crc32(name_a.encode()))
+        bound = whole_in**-0.5  # kaiming_uniform_(a=sqrt(5))
+        drawn = torch.empty(lora.rank, whole_in).uniform_(-bound, bound, generator=generator)
+        own = drawn.chunk(layout.tp, dim=1)[layout.tp_rank] if cut == 1 else drawn
+        pair = own.to(weight), weight.new_zeros(weight.size(0), lora.rank)
+        for kind, values in zip("AB", pair, strict=True):
+            parameter = torch.nn.Parameter(values.contiguous())
+            self.register_parameter(f"{kind}{index}", parameter)
+            self._mark(parameter, cut_dim=cut if (cut, kind) in ((0, "B"), (1, "A")) else None)
+
+    def _mark(self, parameter: torch.nn.Parameter, cut_dim: int | None) -> None:
+        """Tell Megatron how the parameter is cut, and over whom its gradient is summed.
+
+        What is whole on every tensor-parallel rank sees, with sequence parallelism, a part of the tokens only; without
+        it all ranks compute the same gradient, because what comes from the cut half is summed in the backward pass.
+        """
+        if self.entry.expert is not None:  # as `build._mark_experts` does of the experts themselves
+            mark(parameter, allreduce=False, tensor_model_parallel=True)
+        elif cut_dim is None:
+            mark(parameter, sequence_parallel=self._layout.sp)
+        else:
+            set_tensor_model_parallel_attributes(parameter, True, cut_dim, 1)
+
+    def pair(self, index: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """Return A and B of one of the entry's modules."""
+        return getattr(self, f"A{index}"), getattr(self, f"B{index}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer's output gets. x: the layer's input, as this rank has it."""
+        low = F.linear(x, torch.cat([self.pair(index)[0] for index in self._targets])) * self._scale
+        return F.linear(self._shared(low), self._joined_b())
+
+    def _shared(self, low: Tensor) -> Tensor:
+        """Return A x as B needs it on this tensor-parallel rank."""
+        layout = self._layout
+        cut = self.entry.transform.dim
+        if layout.tp == 1 or self.entry.expert is not None:
+            return low
+        group = layout.tp_group
+        if cut == 0:  # all tokens; backward sums the gradients of all ranks' rows of B
+            if layout.sp:
+                return gather_from_sequence_parallel_region(low, group=group)
+            return copy_to_tensor_model_parallel_region(low, group=group)
+        assert cut == 1, f"no way to share A x of {self.entry.hf_names}"
+        if layout.sp:
+            return reduce_scatter_to_sequence_parallel_region(low, group=group)
+        return reduce_from_tensor_model_parallel_region(low, group=group)
+
+    def _joined_b(self) -> Tensor:
+        """Return all B as one matrix, its rows in the order of the layer's own, with zeros where a row has nothing of
+        another module's A."""
+        width = len(self._targets) * self._rank
+        blocks = []
+        for index, size in enumerate(self._out_sizes):
+            if index in self._targets:
+                left = self._targets.index(index) * self._rank
+                blocks.append(F.pad(self.pair(index)[1], (left, width - left - self._rank)))
+            else:
+                blocks.append(self.entry.parameter.new_zeros(size, width))
+        return self.entry.transform.join(blocks, self._spec)
+
+    def add_to(self, linear: torch.nn.Module, inputs: tuple, output: tuple) -> tuple:
+        """Add to a layer's output; a forward hook of it. Megatron's layers return (output, bias)."""
+        if not self.is_on:
+            return output
+        return (output[0] + self(inputs[0]), *output[1:])
+
+    def merged(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return W + alpha / rank x B A of each module, rounded once; parts: this rank's W, which stay as they are."""
+        merged = list(parts)
+        for index in self._targets:
+            a, b = (values.detach().float() for values in self.pair(index))
+            weight = parts[index]
+            total = torch.addmm(weight.float(), b, a, alpha=self._scale).to(weight.dtype)
+            merged[index] = torch.where(total == weight, weight, total)  # so that a zero keeps its sign
+        return merged
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the parameters with PEFT's names, cut as they are."""
+        cut = self.entry.transform.dim
+        rows = replace(ROWS, blocks=self.entry.transform.blocks)
+        transforms = (COLUMNS if cut == 1 else REPLICATED), (rows if cut == 0 else REPLICATED)
+        for index in self._targets:
+            names = adapter_names(self.entry.hf_names[index])
+            for parameter, name, transform in zip(self.pair(index), names, transforms, strict=True):
+                expert = self.entry.expert, self.entry.num_local_experts
+                yield Entry(parameter, (name,), transform, False, *expert)
+
+
+class ChunkAdapters(torch.nn.ModuleList):
+    """The adapters of one model chunk."""
+
+    def __init__(self, adapters: Sequence[LinearAdapter], layout: ParallelLayout) -> None:
+        super().__init__(adapters)
+        self._entries = [entry for adapter in adapters for entry in adapter.entries()]
+        self._layout = layout
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Describe every parameter as Megatron's modules do: under PEFT's name, and as a part of the whole tensor."""
+        described = {}
+        for entry in self._entries:
+            (name,) = entry.hf_names
+            key = f"{ADAPTERS}{name.removeprefix(PEFT_PREFIX)}"
+            if entry.transform.blocks == 1:
+                described[key] = self._describe(key, entry.parameter, entry.transform.dim)
+            else:
+                described[key] = ShardedTensorFactory(
+                    key, entry.parameter, partial(self._describe_blocks, entry.transform), lambda parts: parts
+                )
+        return described
+
+    def _describe(self, key: str, values: Tensor, dim: int | None) -> ShardedTensor:
+        offsets = [] if dim is None else [(dim, self._layout.tp_rank, self._layout.tp)]
+        replica = (0, self._layout.tp_rank if dim is None else 0, 0)
+        return ShardedTensor.from_rank_offsets(key, values, *offsets, replica_id=replica)
+
+    def _describe_blocks(
+        self, transform: Transform, key: str, values: Tensor, replica: object, flattened: object
+    ) -> list[ShardedTensor]:
+        """Return the blocks of a tensor under names of their own: a rank has a part of each."""
+        blocks = values.chunk(transform.blocks)
+        return [self._describe(f"{key}.{number}", block, transform.dim) for number, block in enumerate(blocks)]
+
+
+def add_adapters(chunk: ModelChunk, spec: ModelSpec, layout: ParallelLayout, lora: LoraSettings) -> None:
+    """Freeze a chunk's weights, and put an adapter beside every linear layer that has a target."""
+    chunk.requires_grad_(False)
+    owners = {id(p): module for module in chunk.modules() for p in module.parameters(recurse=False)}
+    adapters = []
+    for entry in weight_entries([chunk], spec):
+        if any(map(lora.is_target, entry.hf_names)):
+            adapter = LinearAdapter(entry, spec, layout, lora)
+            owners[id(entry.parameter)].register_forward_hook(adapter.add_to)
+            adapters.append(adapter)
+    chunk.adapters = ChunkAdapters(adapters, layout)
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(embedding: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """Have the first layers' inputs ask for a gradient, as they do where the embedding is trained: a layer that is
+    recomputed, and a stage without layers, send none backward otherwise."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def adapters_of(chunks: Sequence[ModelChunk]) -> list[LinearAdapter]:
+    """Return the adapters of a rank's chunks; none where the whole model is trained."""
+    return [adapter for chunk in chunks for adapter in getattr(chunk, "adapters", ())]
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[ModelChunk]) -> Iterator[None]:
+    """Have the chunks compute what they would without adapters, inside the block."""
+    adapters = adapters_of(chunks)
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True

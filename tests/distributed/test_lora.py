@@ -1,0 +1,122 @@
+"""Training adapters does not depend on the layout: loss, gradients of A and B, merged weights, memory."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts
+from tests.peft_adapters import make_adapter
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.distributed
+
+RANK, ALPHA = 4, 6
+MEGATRON = "actor_rollout_ref.actor.megatron"
+SMALL = "actor_rollout_ref.actor.max_tokens_per_microbatch=96"
+KL = [
+    SMALL,
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    "actor_rollout_ref.actor.kl_loss_type=full",
+]
+SHARDED = [f"{MEGATRON}.use_distributed_optimizer=true"]
+GATHERED = [*SHARDED, f"{MEGATRON}.overlap_grad_reduce=true", f"{MEGATRON}.overlap_param_gather=true"]
+RECOMPUTED = [SMALL, f"{MEGATRON}.recompute_granularity=full"]
+LAYERS = f"{MEGATRON}.pipeline_layers"
+SP = {"tp": 2, "sp": True}
+LAYOUTS = {
+    1: {"tp1": ({}, {"whole": [], "kl": KL[1:], "recomputed": RECOMPUTED, "bfloat16": [f"{MEGATRON}.dtype=bfloat16"]})},
+    2: {
+        "tp2": ({"tp": 2}, {"small": [SMALL], "kl": KL}),
+        "tp2_sp": (SP, {"small": [SMALL], "kl": KL, "recomputed": RECOMPUTED}),
+        "pp2": ({"pp": 2}, {"small": [SMALL], "kl": KL, "alone": [*RECOMPUTED, f"{LAYERS}=[0,4]"]}),
+        "dp2": ({}, {"small": [SMALL], "gathered": [SMALL, *GATHERED]}),
+        "cp2": ({"cp": 2}, {"small": [SMALL]}),
+    },
+    4: {
+        "tp2_sp_pp2_vpp2": ({**SP, "pp": 2, "vpp": 2}, {"uneven": [SMALL, *SHARDED, f"{LAYERS}=[0,1,2,1]"]}),
+        "tp2_sp_dp2": (SP, {"kl": [*KL, *GATHERED], "bfloat16": [f"{MEGATRON}.dtype=bfloat16", *SHARDED]}),
+    },
+}
+# experts have adapters of their own, wherever they are
+MIXTURE_LAYOUTS = {
+    1: {"tp1": ({}, {"whole": []})},
+    2: {"tp2_sp": (SP, {"small": [SMALL]}), "tp2_sp_ep2": ({**SP, "ep": 2}, {"small": [SMALL]})},
+    4: {"pp2_dp2_ep2": ({"pp": 2, "ep": 2}, {"small": [SMALL], "gathered": [SMALL, *GATHERED]})},
+}
+# gate and up in one tensor, rotated pairs that are neighbours in the checkpoint
+GLM_LAYOUTS = {1: {"tp1": ({}, {"whole": []})}, 2: {"tp2_sp": (SP, {"small": [SMALL]})}}
+CASES = cases_of(LAYOUTS)
+MIXTURE_CASES = cases_of(MIXTURE_LAYOUTS)
+
+
+def run(folder: Path, model: Path, layouts: Layouts) -> dict[str, dict]:
+    """What `run_layouts` gives, of adapters of which no value is 0."""
+    make_adapter(folder / "adapter", model, RANK, ALPHA)
+    lora = [
+        f"actor_rollout_ref.model.lora_rank={RANK}",
+        f"actor_rollout_ref.model.lora_alpha={ALPHA}",
+        f"actor_rollout_ref.model.lora_adapter_path={folder / 'adapter'}",
+    ]
+    with_lora = {
+        world: {
+            name: (sizes, {variant: [*lora, *overrides] for variant, overrides in variants.items()})
+            for name, (sizes, variants) in of_world.items()
+        }
+        for world, of_world in layouts.items()
+    }
+    return run_layouts(folder, model, with_lora)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("lora")
+    model = make_tiny(folder / "model", "qwen3", vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
+    return run(folder, model, LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("mixture")
+    shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, num_experts=4)
+    return run(folder, make_tiny(folder / "model", "qwen3_moe", **shape), MIXTURE_LAYOUTS)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bfloat16" not in case])
+def test_loss_gradients_of_adapters_and_merged_weights_are_those_of_one_process(results, case):
+    got = results[case]
+    assert_same(got, results["tp1/kl" if case.endswith("/kl") else "tp1/whole"])
+    assert got["metrics"]["actor/grad_norm"] > 0.1
+    if "gradients" in got:
+        assert len(got["gradients"]) == 4 * 7 * 2 and all(g.abs().max() > 0 for g in got["gradients"].values())
+    assert got["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
+
+
+@pytest.mark.parametrize("case", MIXTURE_CASES)
+def test_adapters_of_experts_get_the_gradients_of_all_their_tokens(mixture, case):
+    got = mixture[case]
+    assert_same(got, mixture["tp1/whole"])
+    assert "gradients" not in got or len(got["gradients"]) == 2 * (4 + 4 * 3) * 2
+
+
+def test_one_adapter_of_gate_and_up_together_is_cut_as_they_are(tmp_path):
+    shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
+    glm = run(tmp_path, make_tiny(tmp_path / "model", "glm4", **shape), GLM_LAYOUTS)
+    assert_same(glm["tp2_sp/small"], glm["tp1/whole"])
+    assert len(glm["tp1/whole"]["gradients"]) == 2 * (4 + 2) * 2
+
+
+def test_the_reference_is_the_model_without_adapters(results):
+    assert results["tp1/kl"]["first"]["actor/kl_loss"] > 0.01
+
+
+def test_only_adapters_take_gradients_and_optimizer_state_and_the_plan_counts_them(results, mixture):
+    cases = [case for by_layout in (results, mixture) for case in by_layout.values()]
+    for ranks in (case["states"] for case in cases):
+        for _, counted, estimated in ranks:
+            assert counted["weights"] == estimated["weights"] and counted["gradients"] == estimated["gradients"]
+        for stage in {stage for stage, _, _ in ranks}:
+            counted = sum(states["optimizer"] for at, states, _ in ranks if at == stage)
+            estimated = sum(states["optimizer"] for at, _, states in ranks if at == stage)
+            assert 0 <= estimated - counted <= 2 * len(ranks)
+        assert sum(c["gradients"] for _, c, _ in ranks) < sum(c["weights"] for _, c, _ in ranks)
