@@ -290,7 +290,7 @@ def _transformer_config(
     )
 
 
-def _norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
+def norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
     """Take Transformer Engine's norms out of the products behind them: an adapter needs what the product is given. That
     of experts is apart already."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -310,7 +310,7 @@ def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_la
             num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=spec.qk_norm
         )
         if has_adapters:
-            _norms_apart(layer, is_dense=not num_experts)
+            norms_apart(layer, is_dense=not num_experts)
         if num_experts:
             moe_parts(layer.submodules).router = Router
         if spec.output_norms:

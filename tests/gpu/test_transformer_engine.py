@@ -9,6 +9,7 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("tra
 
 from megatron_dapo.platform.parallel import ParallelLayout
 from tests import training_checks as checks
+from tests.peft_adapters import make_adapter
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +42,15 @@ def test_its_log_probs_do_not_depend_on_the_packing(layout, model_path):
 def test_every_tensor_comes_out_as_it_went_in(layout, model_path, tmp_path):
     """Its norms live inside the products that follow them: the weight map knows those names."""
     checks.check_export(layout, model_path, ITS, tmp_path)
+
+
+def test_adapters_beside_its_layers_give_the_log_probs_of_those_beside_ours(layout, model_path, tmp_path):
+    make_adapter(tmp_path / "adapter", model_path, rank=4, alpha=8)
+    model = "actor_rollout_ref.model"
+    lora = [f"{model}.lora_rank=4", f"{model}.lora_alpha=8", f"{model}.lora_adapter_path={tmp_path / 'adapter'}"]
+    checks.check_agreement(layout, model_path, [*OURS, *lora], [*ITS, *lora], BF16_LOG_PROBS)
+    policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, [*ITS, *lora])
+    assert policy.update(mini_batches, weight_version=0)["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "hybrid"])

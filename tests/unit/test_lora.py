@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.conversations import ConversationSet
 from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.models.build import norms_apart
 from megatron_dapo.models.hf_io import export_hf
+from megatron_dapo.models.layers import moe_parts
 from megatron_dapo.models.lora import without_adapters
 from megatron_dapo.models.peft_folder import export_adapters
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -172,3 +175,21 @@ def test_experts_have_adapters_of_their_own_with_the_loss_of_their_product_in_fl
     export_adapters(policy.model, layout, str(model), tmp_path / "out")
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("num_experts", [None, 8])
+def test_transformer_engines_norms_stand_apart_beside_adapters(num_experts, monkeypatch):
+    """An adapter is given what the product behind the norm is given. Their names are those of our own layers."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)  # absent as the package is
+    monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.20"))
+    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=True)
+    norms_apart(layer, is_dense=num_experts is None)
+    parts = layer.submodules
+    assert parts.input_layernorm is parts.pre_mlp_layernorm is TENorm
+    assert parts.self_attention.submodules.linear_qkv is TEColumnParallelLinear
+    products = parts.mlp.submodules if num_experts is None else moe_parts(parts).experts.submodules
+    assert products.linear_fc1 is TEColumnParallelLinear

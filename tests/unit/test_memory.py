@@ -13,8 +13,10 @@ from megatron_dapo.__main__ import main
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora import lora_settings
 from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, model_spec
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.models.lora import adapter_tensors
 from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from megatron_dapo.planner.memory import (
     GB,
@@ -22,6 +24,7 @@ from megatron_dapo.planner.memory import (
     head_bytes,
     model_states,
     num_parameters,
+    num_trained_parameters,
     server_memory,
     shortage,
     trainer_memory,
@@ -57,6 +60,10 @@ def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
     spec = model_spec(sizes)
     expected = sum(math.prod(shape) for shape in hf_tensors(spec).values())
     assert sum(num_parameters(spec, ONE_RANK, stage=0)) == expected
+    config = load_config(None, ["actor_rollout_ref.model.lora_rank=3"])
+    adapters = adapter_tensors(spec, lora_settings(config))
+    assert {name.split(".")[-3] for name in adapters} == set(FAMILIES[architecture].linear_modules)
+    assert sum(num_trained_parameters(config, spec, stage=0)) == sum(map(math.prod, adapters.values()))
 
 
 def test_the_32b_recipe_by_hand():
