@@ -34,6 +34,16 @@ def decode_inputs(lengths: list[int], num_heads: int, num_kv_heads: int, head_di
     }
 
 
+def extend_inputs(lengths: list[tuple[int, int]], num_heads: int, num_kv_heads: int, seed: int) -> dict:
+    """Requests of (cached, new) tokens, the rest as in `decode_inputs`."""
+    inputs = decode_inputs([cached + new for cached, new in lengths], num_heads, num_kv_heads, 16, seed)
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(sum(new for _, new in lengths), num_heads, 16, generator=generator)
+    prefix_lens, new_lens = torch.tensor(lengths, dtype=torch.int32).unbind(1)
+    more = dict(extend_prefix_lens=prefix_lens, extend_seq_lens=new_lens, causal=True)
+    return inputs | more | {"query": query, "output": torch.empty_like(query)}
+
+
 def in_server_process(code: str, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", code, *arguments]
     environment = sglang_cpu.server_environment()

@@ -113,6 +113,28 @@ def test_a_paused_server_goes_on_where_it_was(server, model):
         assert max(abs(a - b) for a, b in zip(generation.log_probs, expected, strict=True)) < 1e-4
 
 
+def test_a_paused_servers_scheduler_sleeps(server):
+    """SGLang's own takes a whole core."""
+    if torch.cuda.is_available():
+        pytest.skip("the adaptation is of CPU servers")
+
+    def cpu_s() -> float:
+        (pid,) = server.supervisor.pids()
+        times = [process.cpu_times() for process in psutil.Process(pid).children(recursive=True)]
+        return sum(time.user + time.system for time in times)
+
+    async def paused(client: SGLangClient) -> float:
+        await client.pause("retract")
+        try:
+            before = cpu_s()
+            await asyncio.sleep(1.0)
+            return cpu_s() - before
+        finally:
+            await client.continue_()
+
+    assert ask(server, paused) < 0.1
+
+
 def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, model):
     async def abort(client: SGLangClient):
         sampling = SamplingParams(max_new_tokens=400, temperature=0.0)

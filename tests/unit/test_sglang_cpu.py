@@ -1,4 +1,4 @@
-"""The CPU adaptation of SGLang: the batched decode equals SGLang's own, processes fork safely, what moved is named."""
+"""The CPU adaptation of SGLang: batched attention equals SGLang's own, processes fork safely, what moved is named."""
 
 import importlib.util
 import multiprocessing
@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_dapo.platform import sglang_cpu
-from tests.sglang_cpu_cases import decode_inputs, in_server_process
+from tests.sglang_cpu_cases import decode_inputs, extend_inputs, in_server_process
 
 pytestmark = pytest.mark.unit
 
@@ -24,6 +24,7 @@ def load_plug_in(name: str):
 
 
 batched_decode = load_plug_in("batched_decode").batched_decode
+batched_extend = load_plug_in("batched_extend").batched_extend
 
 
 def one_by_one(inputs: dict) -> torch.Tensor:
@@ -49,16 +50,65 @@ def test_batched_decode_is_each_request_alone(lengths, num_heads, num_kv_heads):
     torch.testing.assert_close(result, one_by_one(inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_what_the_batched_decode_does_not_cover_goes_to_the_original():
+def extended_one_by_one(inputs: dict) -> torch.Tensor:
+    """The oracle: every new token alone, as a decode of the tokens until it."""
+    rows = []
+    lengths = zip(inputs["extend_prefix_lens"].tolist(), inputs["extend_seq_lens"].tolist(), strict=True)
+    for i, (cached, new) in enumerate(lengths):
+        for place in range(cached, cached + new):
+            one = inputs | {
+                "query": inputs["query"][len(rows), None],
+                "req_pool_indices": inputs["req_pool_indices"][i, None],
+                "seq_lens": torch.tensor([place + 1]),
+            }
+            rows.append(one_by_one(one)[0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize(
+    "lengths", [[(0, 1)], [(0, 6)] * 3, [(0, 6), (4, 2), (0, 9), (4, 2), (0, 6)], [(7, 1), (0, 17), (33, 5)]]
+)
+def test_batched_extend_is_each_request_alone(lengths, num_heads, num_kv_heads):
+    inputs = extend_inputs(lengths, num_heads, num_kv_heads, seed=len(lengths))
+    result = batched_extend(None, None, **inputs)
+    assert result.data_ptr() == inputs["output"].data_ptr()
+    torch.testing.assert_close(result, extended_one_by_one(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_the_layers_of_a_step_share_where_its_requests_lie_and_the_next_step_looks_anew():
+    first, second = (decode_inputs([5, 9, 2], 4, 2, 16, seed) for seed in (1, 2))
+    for inputs in (first, first, second, first):
+        torch.testing.assert_close(
+            batched_decode(None, None, **inputs).clone(), one_by_one(inputs), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("hook", "inputs", "other"),
+    [
+        (batched_decode, decode_inputs([3], 4, 2, 16, seed=0), {"sliding_window_size": 2}),
+        (batched_decode, decode_inputs([3], 4, 2, 16, seed=0), {"scaling": None}),
+        (batched_extend, extend_inputs([(0, 3)], 4, 2, seed=0), {"sliding_window_size": 2}),
+        (batched_extend, extend_inputs([(0, 3)], 4, 2, seed=0), {"causal": False}),
+    ],
+)
+def test_what_a_batched_attention_does_not_cover_goes_to_the_original(hook, inputs, other):
     calls = []
-    inputs = decode_inputs([3], 4, 2, 16, seed=0)
 
     def original(backend, query, *args, **kwargs):
-        calls.append(kwargs["sliding_window_size"])
+        calls.append(kwargs)
         return "original"
 
-    assert batched_decode(original, SimpleNamespace(), **inputs, sliding_window_size=2) == "original"
-    assert calls == [2]
+    assert hook(original, SimpleNamespace(), **inputs | other) == "original"
+    assert other.items() <= calls[0].items()
+
+
+def test_a_paused_scheduler_counts_its_time_and_sleeps_until_a_request_comes():
+    calls = []
+    scheduler = SimpleNamespace(maybe_sleep_on_idle=lambda: calls.append("sleep"))
+    load_plug_in("sleep_when_paused").sleep_when_paused(lambda paused: calls.append(paused), scheduler)
+    assert calls == [scheduler, "sleep"]
 
 
 def test_a_stand_in_says_which_name_needs_a_gpu():
@@ -85,7 +135,9 @@ def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
     assert asked == []
 
 
-@pytest.mark.parametrize("name", ["batched_decode", "forked_processes", "prompt_end"])
+@pytest.mark.parametrize(
+    "name", ["batched_decode", "batched_extend", "forked_processes", "prompt_end", "sleep_when_paused"]
+)
 def test_a_server_whose_code_moved_stops_and_names_it(monkeypatch, name):
     monkeypatch.syspath_prepend(sglang_cpu.SITE)
     plug_in = load_plug_in(name)
@@ -101,6 +153,12 @@ def test_the_adaptation_reaches_the_servers_processes_and_keeps_the_users_path(m
     assert environment["PYTHONPATH"] == f"{sglang_cpu.SITE}:/mine"
     assert environment["HOME"] == "/home"
     assert str(sglang_cpu.SITE) not in sys.path
+
+
+def test_a_servers_allocator_keeps_memory_unless_the_user_says_how():
+    kept = sglang_cpu.server_environment({})
+    assert (kept["MALLOC_TRIM_THRESHOLD_"], kept["MALLOC_MMAP_THRESHOLD_"]) == ("268435456", "33554432")
+    assert sglang_cpu.server_environment({"MALLOC_TRIM_THRESHOLD_": "0"})["MALLOC_TRIM_THRESHOLD_"] == "0"
 
 
 def test_ranks_of_a_tensor_parallel_server_need_no_numa_nodes():

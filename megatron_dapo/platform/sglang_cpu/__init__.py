@@ -8,12 +8,15 @@ What is adapted, all of it in `site/`, which stands first on the PYTHONPATH of t
     torchvision (stand-in package)          imported for image models; beside a CPU torch the real one fails to load
     batched_decode (plug-in, found through  torch_native decodes request by request in Python: 4 to 5 times slower
       the dist-info, SGLang's public way)     with 64 requests in flight
+    batched_extend (plug-in)                the same for prompts: a call per request and layer
     forked_processes (plug-in)              spawned, as CUDA needs them, the scheduler and the detokenizer import all
                                               again: a start then takes 28 s of CPU, forked 10
     host_memory (plug-in)                   the experts that routers chose are kept in memory that is registered with
                                               CUDA, which raises where there is none
     prompt_end (plug-in)                    told to end, a server without requests waits up to 5 s; nothing on a CPU
                                               needs that time
+    sleep_when_paused (plug-in)             a paused server's scheduler looks for requests without a break, and takes a
+                                              core from the trainer, which pushes weights then
 
 A stand-in's functions refuse to be called, by name. A plug-in stops the server, naming what it cannot find, when the
 function that it changes is gone. Arguments that the CPU needs are the table of `server_arguments`.
@@ -26,6 +29,12 @@ from pathlib import Path
 from megatron_dapo.common.child_environment import ONE_THREAD
 
 SITE = Path(__file__).parent / "site"
+
+# else each batch is copied into buffers of constant size, which only CUDA graphs need
+NO_COPIES = {"SGLANG_EAGER_INPUT_NO_COPY": "1"}
+
+# else the allocator gives a step's keys and values back to the kernel, and the next step waits for memory page by page
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 
 MAX_TOTAL_TOKENS = 16384
 MAX_RUNNING_REQUESTS = 64
@@ -41,7 +50,8 @@ def server_environment(environ: dict[str, str] | None = None, tensor_model_paral
         cores = (str(rank % (os.cpu_count() or 1)) for rank in range(tensor_model_parallel_size))
         environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
     # two threads spin on barriers and take 2.3 times the CPU, and a process that has some cannot be forked
-    return environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
+    own = ONE_THREAD | NO_COPIES | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
+    return KEEPS_MEMORY | environ | own
 
 
 def server_arguments(max_total_tokens: int | None = None, max_running_requests: int | None = None) -> list[str]:

@@ -1,9 +1,40 @@
-"""SGLang plug-in: decode attention of the torch_native backend in one masked SDPA, not request by request in Python."""
+"""SGLang plug-in: decode attention of the torch_native backend in three products, not request by request in Python."""
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
+
+
+class _CacheRows:
+    """Where the keys and values of a batch lie in the caches, kept from the first layer for the others."""
+
+    def __init__(self):
+        self._of = None
+        self._found = None
+
+    def __call__(self, req_to_token, req_pool_indices, seq_lens, num_kv_heads):
+        """Return (rows of caches [num_slots * Hkv, D], [B * Hkv * L]; what is added to scores, [B * Hkv, 1, L])."""
+        # seq_lens is a new tensor in each step and the same one in all layers of a step; held, no other has its place
+        if self._of is None or self._of[0] is not seq_lens or self._of[1] != num_kv_heads:
+            self._found = cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads)
+            self._of = (seq_lens, num_kv_heads)
+        return self._found
+
+
+def cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads):
+    """Return the same; scores past a request's end become -inf."""
+    longest = int(seq_lens.max())
+    exists_BL = torch.arange(longest, device=seq_lens.device) < seq_lens[:, None]
+    slots_BL = req_to_token[req_pool_indices, :longest].long()
+    # Past a request's end stand slots of others, whose values may be no numbers, and 0 * nan is nan: read its first.
+    slots_BL = torch.where(exists_BL, slots_BL, slots_BL[:, :1])
+    heads = torch.arange(num_kv_heads, device=slots_BL.device)
+    rows_BHL = slots_BL[:, None, :] * num_kv_heads + heads[:, None]
+    bias_BL = torch.zeros(exists_BL.shape, device=slots_BL.device).masked_fill_(~exists_BL, float("-inf"))
+    return rows_BHL.flatten(), bias_BL.repeat_interleave(num_kv_heads, dim=0)[:, None]
+
+
+_rows_of_batch = _CacheRows()
 
 
 def batched_decode(
@@ -28,7 +59,7 @@ def batched_decode(
     query [B, Hq, D], output [B, Hq, Dv], caches [num_slots, Hkv, D | Dv], req_to_token [num_requests, max_context],
     req_pool_indices, seq_lens [B]. Writes and returns output.
     """
-    if encoder_lens is not None or sliding_window_size is not None:
+    if encoder_lens is not None or sliding_window_size is not None or scaling is None:
         return original(
             backend,
             query,
@@ -46,16 +77,15 @@ def batched_decode(
             sliding_window_size=sliding_window_size,
         )
     num_kv_heads = k_cache.shape[1]
-    longest = int(seq_lens.max())
-    exists_BL = torch.arange(longest, device=query.device) < seq_lens[:, None]
-    slots_BL = req_to_token[req_pool_indices, :longest]
-    # Past a request's end stand slots of others, whose values may be no numbers, and 0 * nan is nan: read its first.
-    slots_BL = torch.where(exists_BL, slots_BL, slots_BL[:, :1])
-    keys = k_cache[slots_BL].to(query.dtype).transpose(1, 2)  # [B, Hkv, L, D]
-    values = v_cache[slots_BL].to(query.dtype).transpose(1, 2)
-    grouped = query.unflatten(1, (num_kv_heads, -1))  # the query heads of one KV head stand as its query positions
-    attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=exists_BL[:, None, None, :], scale=scaling)
-    output.copy_(attended.flatten(1, 2))
+    num_rows = query.shape[0] * num_kv_heads
+    rows, bias = _rows_of_batch(req_to_token, req_pool_indices, seq_lens, num_kv_heads)
+    # index_select of rows takes a sixth of the time of cache[slots]
+    keys = k_cache.flatten(0, 1).index_select(0, rows).view(num_rows, -1, k_cache.shape[2]).float()
+    values = v_cache.flatten(0, 1).index_select(0, rows).view(num_rows, -1, v_cache.shape[2]).float()
+    # the query heads of one KV head stand as its query positions
+    grouped = query.reshape(num_rows, -1, query.shape[2]).float()
+    scores = torch.baddbmm(bias, grouped, keys.transpose(1, 2), alpha=scaling)
+    output.copy_(torch.bmm(scores.softmax(-1), values).view_as(output))
     return output
 
 
