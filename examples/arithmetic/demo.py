@@ -17,7 +17,8 @@ DEMO = Demo(
     next_steps=(
         (
             "switch a technique off",
-            ".venv/bin/python -m examples.arithmetic.demo algorithm.dapo.dynamic_sampling.enable=false",
+            ".venv/bin/python -m examples.arithmetic.demo algorithm.dapo.dynamic_sampling.enable=false "
+            "data.gen_batch_size=null",
         ),
         ("train a real language model", "make demo-llm"),
         ("use your own data and reward", "README.md, 'Your own data and reward'"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.arithmetic.demo import DEMO
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.config.derived import uses_critic, uses_experience_replay
 from megatron_dapo.config.keys import canonical, known_keys
@@ -77,6 +78,13 @@ def test_the_command_for_ppo_makes_the_demo_train_a_critic():
     config = load_config(ROOT / "configs" / "demo.yaml", command.replace("\\\n", " ").split())
     validate(config, None, check_files=False)
     assert uses_critic(config) and config.trainer.critic_warmup == 1
+
+
+def test_the_command_that_the_demo_prints_to_switch_a_technique_off_is_a_config():
+    (command,) = (command for what, command in DEMO.next_steps if what == "switch a technique off")
+    config = load_config(ROOT / "configs" / "demo.yaml", command.partition("examples.arithmetic.demo ")[2].split())
+    validate(config, None, check_files=False)
+    assert not config.algorithm.dapo.dynamic_sampling.enable
 
 
 def test_the_reward_function_of_the_page_gives_what_it_says():
