@@ -10,8 +10,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from checkpoints_tools.stored_tensors import TensorFolder
 from launch.local import run_local
 from megatron_dapo.checkpointing.folders import newest_first, read_controller_state
 from megatron_dapo.checkpointing.manifest import verify
@@ -20,6 +22,7 @@ from megatron_dapo.rollout import child_process
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.forked_commands import ForkedPopen
 from tests.helpers import free_port
+from tests.peft_adapters import with_adapter
 from tests.sft_files import conversations, make_chat_model, write_rows
 
 pytestmark = pytest.mark.distributed
@@ -55,12 +58,12 @@ def overrides_of(inputs: Path, run: Path) -> list[str]:
     ]
 
 
-def start(inputs: Path, run: Path) -> ForkedPopen:
+def start(inputs: Path, run: Path, *more: str) -> ForkedPopen:
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     variables = place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with (run.parent / f"{run.name}.log").open("ab") as log:
         return ForkedPopen(
-            [sys.executable, "-m", "megatron_dapo", "sft", *overrides_of(inputs, run)],
+            [sys.executable, "-m", "megatron_dapo", "sft", *overrides_of(inputs, run), *more],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -70,8 +73,8 @@ def start(inputs: Path, run: Path) -> ForkedPopen:
         )
 
 
-def finished(inputs: Path, run: Path) -> int:
-    code = start(inputs, run).wait(LIFE_S)
+def finished(inputs: Path, run: Path, *more: str) -> int:
+    code = start(inputs, run, *more).wait(LIFE_S)
     assert code in (0, 85), (run.parent / f"{run.name}.log").read_text()[-4000:]
     return code
 
@@ -140,6 +143,35 @@ def test_a_run_that_is_stopped_and_killed_is_the_run_without_a_break_bit_for_bit
     assert models[0].read_bytes() == models[1].read_bytes()
     states = [read_controller_state(RunFolder(path).checkpoint(NUM_STEPS)) for path in (run.path, whole)]
     assert states[0] == states[1]
+
+
+def test_adapters_are_saved_alone_resumed_bit_for_bit_and_merged_at_the_end(inputs, tmp_path):
+    base = load_file(inputs / "model" / "model.safetensors")
+    lora = ["actor_rollout_ref.model.lora_rank=4", "trainer.total_training_steps=6", "trainer.save_interval=3"]
+    through, stopped = (RunFolder(tmp_path / name).create() for name in ("through", "stopped"))
+    assert finished(inputs, through.path, *lora) == 0
+    stopped.stop.touch()
+    assert finished(inputs, stopped.path, *lora) == 85
+    assert finished(inputs, stopped.path, *lora) == 0
+    assert metrics_of(stopped.path) == metrics_of(through.path)
+    for part in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        assert (stopped.path / part).read_bytes() == (through.path / part).read_bytes(), part
+    tensors = load_file(through.adapter / "adapter_model.safetensors")
+    by_hand = with_adapter(base, tensors, scale=16 / 4)
+    merged = load_file(through.model / "model.safetensors")
+    assert all(torch.allclose(merged[name], tensor, rtol=1e-6, atol=1e-6) for name, tensor in by_hand.items())
+    assert not any(merged[name].equal(base[name]) for name in base if "_proj.weight" in name)
+
+    saved = through.checkpoint(6)
+    assert verify(saved).is_whole
+    written = (saved / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert written == (through.adapter / "adapter_model.safetensors").read_bytes()
+    names = TensorFolder(saved / "megatron").tensors  # each with two moments
+    assert len(names) == 3 * len(tensors) and all("adapters.model.layers." in name for name in names)
+    go_on = [*lora, f"actor_rollout_ref.model.lora_adapter_path={through.adapter}"]
+    assert finished(inputs, tmp_path / "third", *go_on) == 0
+    first, last = (metrics_of(path) for path in (tmp_path / "third", through.path))
+    assert first[0]["val/loss"] == pytest.approx(last[-1]["val/loss"], rel=1e-6)
 
 
 def test_launch_local_starts_the_ranks_of_a_run_that_fine_tunes(whole, inputs, tmp_path, capfd):
