@@ -44,11 +44,13 @@ def torch_dtype(choice: str) -> "torch.dtype | None":
 
 
 def source_dtype(folder: "SafetensorsFolder", names: list[str]) -> "torch.dtype":
-    """Return the type that all tensors of the model have. Raises UserError where that is not one the trainer computes
-    in."""
+    """Return the type that all tensors of the model have, save those that are always in float32. Raises UserError where
+    that is not one the trainer computes in."""
     import torch
 
-    dtypes = {folder.tensor(name).dtype for name in names}
+    from megatron_dapo.models.weight_map import stored_dtype
+
+    dtypes = {folder.tensor(name).dtype for name in names if stored_dtype(name, torch.bfloat16) == torch.bfloat16}
     if dtypes == {"BF16"}:
         return torch.bfloat16
     if dtypes == {"F32"}:

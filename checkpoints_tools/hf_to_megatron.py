@@ -82,18 +82,19 @@ def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
         if job.is_main:
             output.discard()
     if job.is_main:
-        if tables := set(folder.names) - exportable(spec):
+        if left_out := set(folder.names) - exportable(spec):
             print_line(
-                f"left out: {len(tables)} tables of rotary embeddings ({min(tables)} ...), which config.json implies"
+                f"left out: {len(left_out)} tensors ({min(left_out)} ...), tables of rotary embeddings, which "
+                "config.json implies, or layers of multi-token prediction, which are not trained"
             )
         print_line(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
 
 
 def _num_bytes(spec: ModelSpec, dtype) -> int:
     from megatron_dapo.models.safetensors_files import TensorSpec
-    from megatron_dapo.models.weight_map import hf_tensors
+    from megatron_dapo.models.weight_map import hf_tensors, stored_dtype
 
-    return sum(TensorSpec(name, shape, dtype).num_bytes for name, shape in hf_tensors(spec).items())
+    return sum(TensorSpec(name, shape, stored_dtype(name, dtype)).num_bytes for name, shape in hf_tensors(spec).items())
 
 
 def _write_weights(

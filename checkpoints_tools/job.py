@@ -171,8 +171,10 @@ def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | Non
     if pipeline_split(spec.num_layers, pp, 1).has_idle_chunk:
         raise UserError(f"--pp {pp} is more than the model's {spec.num_layers} layers can fill; lower it.")
     sizes = {"key-value heads": spec.num_kv_heads, "heads": spec.num_heads}
-    if spec.moe is None:
-        sizes["intermediate_size"] = spec.ffn_size
+    if spec.num_moe_layers < spec.num_layers:
+        sizes["intermediate_size"] = spec.dense_ffn_size
+    if spec.moe is not None and spec.moe.shared_ffn_size:
+        sizes["n_shared_experts x moe_intermediate_size"] = spec.moe.shared_ffn_size
     for name, size in sizes.items():
         if size % tp:
             raise UserError(f"--tp {tp} does not divide the model's {size} {name}; choose a divisor, or use --pp.")

@@ -13,6 +13,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -39,6 +41,7 @@ _FAMILIES = {
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
 
 GEMMA3_ROPE = {
@@ -49,7 +52,7 @@ GEMMA3_ROPE = {
 
 def make_tiny(
     path: str | Path,
-    family: Literal["qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_moe"],
+    family: Literal["qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe"],
     *,
     tied: bool = False,
     vocab: int = 64,
@@ -61,10 +64,11 @@ def make_tiny(
     experts_per_token: int = 2,
     norm_topk_prob: bool = True,
     rope: dict | None = None,
+    more: dict | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`; returns the path.
-    rope: the block rope_parameters of config.json.
+    rope: the block rope_parameters of config.json. more: other fields of it.
 
     Every parameter is random, norms and biases too: a parameter that is lost or swapped shows in the log-probs.
     """
@@ -76,11 +80,13 @@ def make_tiny(
         moe_intermediate_size=hidden // 2,
         norm_topk_prob=norm_topk_prob,
     )
+    if family == "glm4_moe":
+        mixture |= dict(n_routed_experts=mixture.pop("num_experts"), routed_scaling_factor=1.5, attention_bias=True)
     if family == "gemma3":  # as all of its checkpoints; two kinds of rotary settings
         tied, rope = True, rope or GEMMA3_ROPE
     # every other layer sees 8 tokens; the products are not divided by the root of head_dim
     gemma = dict(sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=hidden)
-    config = config_class(
+    fields = dict(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -93,15 +99,18 @@ def make_tiny(
         pad_token_id=PAD_ID,
         bos_token_id=None,
         eos_token_id=EOS_ID,
-        **(mixture if family == "qwen3_moe" else {}),
-        **(dict(sliding_window=None) if family == "mistral" else {}),
-        **(gemma if family == "gemma3" else {}),
-        **(dict(rope_parameters=rope) if rope else {}),
     )
+    fields |= mixture if family.endswith("_moe") else {}
+    fields |= dict(sliding_window=None) if family == "mistral" else {}
+    fields |= gemma if family == "gemma3" else {}
+    fields |= dict(rope_parameters=rope) if rope else {}
+    config = config_class(**(fields | (more or {})))
     model = model_class(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        # a router's bias is a buffer there
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             mean = 1.0 if "norm" in name and family != "gemma3" else 0.0  # Gemma's multiply by 1 + weight
             scale = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
             parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))

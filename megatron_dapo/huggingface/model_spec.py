@@ -17,14 +17,32 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts (MoE) in the place of every layer's MLP.
+    """A mixture of experts (MoE) in the place of the layers' MLP.
 
-    norm_topk_prob: the weights of a token's experts are divided by their sum.
+    norm_topk_prob: the weights of a token's experts are divided by their sum. num_dense_layers: the first layers have
+    an MLP, of width dense_ffn_size. shared_ffn_size: width of the experts that every token passes through, together.
+
+    score: what the router makes of its logits. A sigmoid router adds a bias per expert to the scores by which it
+    chooses, not to the weights (aux-loss-free balancing, arXiv 2408.15664), and multiplies the weights by
+    scaling_factor. Of num_groups groups of experts it takes those of the groups_per_token with the largest scores
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     num_experts: int
     experts_per_token: int
     norm_topk_prob: bool
+    num_dense_layers: int = 0
+    dense_ffn_size: int = 0
+    shared_ffn_size: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+
+    @property
+    def has_bias(self) -> bool:
+        """Return whether the routers choose with a bias per expert."""
+        return self.score == "sigmoid"
 
     @property
     def bytes_per_choice(self) -> int:
@@ -60,6 +78,7 @@ class ModelSpec:
     activation: Activation = "silu"  # of the gate
     windows: Windows | None = None  # none = all layers see all tokens before them
     moe: MoEConfig | None = None  # none = dense
+    num_prediction_layers: int = 0  # of multi-token prediction, which checkpoints may have behind the last layer
     value_head: bool = False  # a critic: one number per position in the place of the log-probs
 
     def as_critic(self) -> "ModelSpec":
@@ -67,9 +86,32 @@ class ModelSpec:
         return replace(self, tied_embeddings=False, value_head=True)
 
     @property
+    def dense_ffn_size(self) -> int:
+        """Return the width of the MLP of a layer without experts."""
+        return self.moe.dense_ffn_size if self.moe else self.ffn_size
+
+    @property
     def active_ffn_size(self) -> int:
-        """Return the width of the MLPs that a token passes through."""
-        return self.ffn_size * (self.moe.experts_per_token if self.moe else 1)
+        """Return the width of the MLPs that a token passes through in a layer; in a MoE model, in one with experts."""
+        if self.moe is None:
+            return self.ffn_size
+        return self.ffn_size * self.moe.experts_per_token + self.moe.shared_ffn_size
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Return how many layers have experts."""
+        return self.num_layers - self.moe.num_dense_layers if self.moe else 0
+
+    @property
+    def mean_active_ffn_size(self) -> float:
+        """Return the width of the MLPs that a token passes through in a layer, the mean over all of them."""
+        num_dense = self.num_layers - self.num_moe_layers
+        dense = num_dense * self.dense_ffn_size if num_dense else 0
+        return (dense + self.num_moe_layers * self.active_ffn_size) / self.num_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has experts."""
+        return self.moe is not None and layer >= self.moe.num_dense_layers
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the rows of the embedding: the vocabulary, rounded up to equal shares of tensor-parallel ranks."""
@@ -104,16 +146,21 @@ DECODER: NeutralValues = {
         value is None or (isinstance(value, list) and {*map(str, value)} == {"full_attention"})
     ),
     "shared_expert_intermediate_size": lambda value: not value,
+    "n_shared_experts": lambda value: not value,
 }
 DENSE: NeutralValues = {  # no layer has experts
     **DECODER,
     "num_experts": lambda value: not value,
     "num_local_experts": lambda value: not value,
+    "n_routed_experts": lambda value: not value,
 }
 MIXTURE: NeutralValues = {  # every layer has experts
     **DECODER,
     "decoder_sparse_step": lambda value: value == 1,
     "mlp_only_layers": lambda value: not value,
+}
+SHARED_MIXTURE: NeutralValues = {  # experts behind dense first layers, beside a shared one
+    key: is_neutral for key, is_neutral in DECODER.items() if key not in ("attention_bias", "n_shared_experts")
 }
 
 
@@ -133,9 +180,10 @@ class Family:
     """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings, no biases).
 
     qkv_bias: biases of query, key and value; none = as attention_bias of config.json says. qk_norm: an RMSNorm per
-    query and key head, before the rotation. is_moe: experts in place of every MLP, as in Qwen3-MoE. partial_rotary:
-    config.json says which share of a head's dimensions is rotated. rotary_interleaved, output_norms: see `ModelSpec`.
-    fused_gate_up: gate and up projection of an MLP are one module.
+    query and key head, before the rotation; none = as use_qk_norm says. is_moe: experts in place of MLPs, as in
+    Qwen3-MoE. has_shared_experts: the mixture is as in GLM-4.5 and DeepSeek-V3: dense first layers, shared experts, a
+    sigmoid router with a bias. partial_rotary: config.json says which share of a head's dimensions is rotated.
+    rotary_interleaved, output_norms: see `ModelSpec`. fused_gate_up: gate and up projection of an MLP are one module.
     neutral: the fields of its config.json that change the computation, each with the values under which it does not;
     any other value is refused. A family whose fields differ has a table of its own, made from DENSE or MIXTURE, so that
     what one family ignores or takes is not ignored or taken for others. defaults: what transformers takes for a field
@@ -144,9 +192,10 @@ class Family:
     """
 
     qkv_bias: bool | None
-    qk_norm: bool
+    qk_norm: bool | None
     neutral: NeutralValues
     is_moe: bool = False
+    has_shared_experts: bool = False
     partial_rotary: bool = False
     rotary_interleaved: bool = False
     output_norms: bool = False
@@ -206,6 +255,25 @@ FAMILIES = {
         },
     ),
     "Qwen3MoeForCausalLM": Family(qkv_bias=False, qk_norm=True, neutral=MIXTURE, is_moe=True),
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias=None,
+        qk_norm=None,
+        partial_rotary=True,
+        neutral=SHARED_MIXTURE,
+        is_moe=True,
+        has_shared_experts=True,
+        defaults={
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
 }
 
 
@@ -265,7 +333,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         )
     hf = {**family.defaults, **hf}
     wrong_types = _wrong_types(hf, source, family)
-    moe, moe_problems = _moe(hf, source) if family.is_moe and not wrong_types else (None, [])
+    moe, moe_problems = _moe(hf, source, family) if family.is_moe and not wrong_types else (None, [])
     wrong = [
         f"{source}: `{key}: {hf[key]}` is not supported for {architecture}"
         for key, is_neutral in family.neutral.items()
@@ -295,7 +363,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         rope_scaling=rope.scaling,
         tied_embeddings=bool(hf.get("tie_word_embeddings")),
         qkv_bias=bool(hf["attention_bias"]) if family.qkv_bias is None else family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=bool(hf["use_qk_norm"]) if family.qk_norm is None else family.qk_norm,
         rotary_interleaved=family.rotary_interleaved,
         output_norms=family.output_norms,
         zero_centered_norms=family.is_gemma,
@@ -304,25 +372,30 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         activation="gelu_tanh" if family.is_gemma else "silu",
         windows=windows,
         moe=moe,
+        num_prediction_layers=hf.get("num_nextn_predict_layers") or 0 if family.has_shared_experts else 0,
     )
 
 
 REQUIRED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
-_SIZES = (
-    *REQUIRED[:-1], "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "num_experts_per_tok",
-)  # fmt: skip
+_SIZES = (*REQUIRED[:-1], "num_key_value_heads", "head_dim")
+_MOE_SIZES = ("num_experts", "num_local_experts", "num_experts_per_tok")
+_SHARED_MOE_SIZES = ("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "intermediate_size")
 _GEMMA_SIZES = ("sliding_window", "sliding_window_pattern", "query_pre_attn_scalar")
-_NUMBERS = ("rms_norm_eps", "rope_theta")
-_SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias")
+_NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
+_SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm")
 
 
 def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
     """Return a sentence per key whose value is of a wrong type. null is as good as absent."""
-    sizes: tuple[str, ...] = (*_SIZES, family.ffn_key) if family.is_moe else (*_SIZES[:-3], family.ffn_key)
+    sizes = (*_SIZES, family.ffn_key, *(_MOE_SIZES if family.is_moe else ()))
+    sizes += _SHARED_MOE_SIZES if family.has_shared_experts else ()
     sizes += _GEMMA_SIZES if family.is_gemma else ()
-    kinds = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
+    kinds: dict[str, tuple[str, Callable[[object], bool]]] = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
+    if family.has_shared_experts:
+        whole = ("a whole number, 0 or above", lambda value: value == 0 or _is_size(value))
+        kinds |= dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), whole)
     kinds |= dict.fromkeys(_NUMBERS, ("a number above 0", _is_positive))
     kinds |= dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool)))
     return [
@@ -340,19 +413,23 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
 def num_experts_of(hf: dict) -> Any:
-    """Return the number of experts in a parsed config.json, whatever its type; none where there is none. Newer versions
-    of transformers write it under another name."""
-    return hf.get("num_experts", hf.get("num_local_experts"))
+    """Return the number of experts in a parsed config.json, whatever its type; none where there is none. Versions of
+    transformers, and families, write it under different names."""
+    return next((hf[key] for key in _EXPERTS if hf.get(key) is not None), None)
 
 
-def _moe(hf: dict, source: str) -> tuple[MoEConfig | None, list[str]]:
+def _moe(hf: dict, source: str, family: Family) -> tuple[MoEConfig | None, list[str]]:
     """Return the experts, and what is wrong there. The types are checked already."""
     num_experts: int | None = num_experts_of(hf)
     per_token: int | None = hf.get("num_experts_per_tok")
     norm = bool(hf.get("norm_topk_prob"))
     if num_experts is None or per_token is None:
-        values = {"num_experts": num_experts, "num_experts_per_tok": per_token}
+        name = "n_routed_experts" if family.has_shared_experts else "num_experts"
+        values = {name: num_experts, "num_experts_per_tok": per_token}
         return None, [f"{source}: `{key}` is missing" for key, value in values.items() if value is None]
     if not 1 <= per_token <= num_experts:
         return None, [f"{source}: `num_experts_per_tok: {per_token}` is not between 1 and num_experts {num_experts}"]
@@ -360,4 +437,34 @@ def _moe(hf: dict, source: str) -> tuple[MoEConfig | None, list[str]]:
         return None, [
             f"{source}: `norm_topk_prob: true` with num_experts_per_tok 1 is not supported: every weight is 1"
         ]
-    return MoEConfig(num_experts, per_token, norm), []
+    if not family.has_shared_experts:
+        return MoEConfig(num_experts, per_token, norm), []
+    return _moe_with_shared_experts(hf, source, MoEConfig(num_experts, per_token, norm, score="sigmoid"))
+
+
+def _moe_with_shared_experts(hf: dict, source: str, moe: MoEConfig) -> tuple[MoEConfig | None, list[str]]:
+    """Return the mixture with its dense layers, its shared experts and its router, and what is wrong there."""
+    fields = (*_SHARED_MOE_SIZES[1:], "first_k_dense_replace", "routed_scaling_factor")
+    if problems := [f"{source}: `{key}` is missing" for key in fields if hf.get(key) is None]:
+        return None, problems
+    groups, taken, dense = hf["n_group"], hf["topk_group"], hf["first_k_dense_replace"]
+    if moe.num_experts % groups or taken > groups:
+        problems.append(f"{source}: `n_group: {groups}`, `topk_group: {taken}` do not fit {moe.num_experts} experts")
+    elif groups > 1 and 2 * taken != moe.experts_per_token:
+        problems.append(  # Megatron-core scores a group by its num_experts_per_tok / topk_group best experts
+            f"{source}: `topk_group: {taken}` is not supported with num_experts_per_tok {moe.experts_per_token}: a "
+            f"group is scored by its best two experts, so it must be half of it"
+        )
+    if not moe.norm_topk_prob and moe.experts_per_token > 1:  # Megatron-core always divides
+        problems.append(f"{source}: `norm_topk_prob: false` is not supported with a sigmoid router")
+    if dense >= (hf.get("num_hidden_layers") or dense + 1):
+        problems.append(f"{source}: `first_k_dense_replace: {dense}` leaves no layer with experts")
+    return replace(
+        moe,
+        num_dense_layers=dense,
+        dense_ffn_size=hf["intermediate_size"],
+        shared_ffn_size=hf["n_shared_experts"] * (hf.get("moe_intermediate_size") or 0),
+        scaling_factor=float(hf["routed_scaling_factor"]),
+        num_groups=groups,
+        groups_per_token=taken,
+    ), problems

@@ -1,13 +1,15 @@
 """Builds this rank's part of a model: Megatron's GPTModel with our layer parts, and a log-prob or a value head."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -175,10 +177,19 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
     """Return the settings of the experts: no token is dropped, and nothing but the policy's loss balances the load."""
     if spec.moe is None:
         return {}
+    sigmoid = dict(
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",  # where transformers and the servers compute the logits in float32
+        moe_router_topk_scaling_factor=spec.moe.scaling_factor,
+        moe_router_num_groups=spec.moe.num_groups,
+        moe_router_group_topk=spec.moe.groups_per_token,
+    )
     return dict(
         num_moe_experts=spec.moe.num_experts,
         moe_router_topk=spec.moe.experts_per_token,
         moe_ffn_hidden_size=spec.ffn_size,
+        moe_shared_expert_intermediate_size=spec.moe.shared_ffn_size or None,
+        **(sigmoid if spec.moe.score == "sigmoid" else {}),
         # softmax over the chosen experts alone is the softmax over all, divided by the sum of the chosen
         moe_router_pre_softmax=not spec.moe.norm_topk_prob,
         moe_router_load_balancing_type="none",
@@ -208,8 +219,11 @@ def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
             recompute_num_layers=megatron.recompute_num_layers,
         )
     if megatron.recompute_granularity == "selective":
-        names = {"mlp": "moe"} if spec.moe else {}
-        modules = [names.get(name, name) for name in megatron.recompute_modules]
+        modules: list[str] = list(megatron.recompute_modules)
+        if "mlp" in modules and spec.moe is not None:  # Megatron's name of experts; dense layers have an MLP beside
+            modules += ["moe"]
+            if not spec.moe.num_dense_layers:
+                modules.remove("mlp")
         return dict(recompute_granularity="selective", recompute_modules=modules)
     return {}
 
@@ -237,7 +251,7 @@ def _transformer_config(
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn_size,
+        ffn_hidden_size=spec.dense_ffn_size or spec.ffn_size,
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
         kv_channels=spec.head_dim,
@@ -303,26 +317,43 @@ def norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
         parts.mlp.submodules.linear_fc1 = engine.column_parallel_linear()
 
 
-def _block_spec(spec: ModelSpec, config: TransformerConfig, use_te: bool, num_layers: int, has_adapters: bool):
+def _block_spec(
+    spec: ModelSpec, config: TransformerConfig, use_te: bool, numbers: Sequence[int], has_adapters: bool
+) -> TransformerBlockSubmodules:
+    """Return what the layers with these numbers, from 0, are made of, and the norm behind the last of all."""
     num_experts = spec.moe.num_experts if spec.moe else None
+    make: Callable[[int | None], ModuleSpec]
     if use_te:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=spec.qk_norm
-        )
-        if has_adapters:
-            norms_apart(layer, is_dense=not num_experts)
-        if num_experts:
-            moe_parts(layer.submodules).router = Router
-        if spec.output_norms:
-            norm_outputs(layer, config)
-        if spec.windows:
-            layer.submodules.self_attention.module = TwoRopesAttention
-        return layer
-    local_rotary = Rotary(spec.of_local_layers(), device()) if spec.windows else None
-    layer = local_layer_spec(spec.qk_norm, num_experts, Rotary(spec, device()), local_rotary)
+        make = partial(_transformer_engine_layer, spec, config, has_adapters)
+    else:
+        local_rotary = Rotary(spec.of_local_layers(), device()) if spec.windows else None
+        make = partial(local_layer_spec, spec.qk_norm, rotary=Rotary(spec, device()), local_rotary=local_rotary)
+    kinds = {
+        has_experts: make(num_experts if has_experts else None) for has_experts in {*map(spec.has_experts, numbers)}
+    }
     if spec.output_norms:
-        norm_outputs(layer, config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+        for layer in kinds.values():
+            norm_outputs(layer, config)
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[spec.has_experts(number)] for number in numbers],
+        layer_norm=LayerNormImpl if use_te else RMSNorm,
+    )
+
+
+def _transformer_engine_layer(
+    spec: ModelSpec, config: TransformerConfig, has_adapters: bool, num_experts: int | None
+) -> ModuleSpec:
+    is_grouped = bool(num_experts) and config.moe_grouped_gemm
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts, moe_grouped_gemm=is_grouped, qk_layernorm=spec.qk_norm
+    )
+    if has_adapters:
+        norms_apart(layer, is_dense=not num_experts)
+    if num_experts:
+        moe_parts(layer.submodules).router = Router
+    if spec.windows:
+        layer.submodules.self_attention.module = TwoRopesAttention
+    return layer
 
 
 def _build_chunk(
@@ -338,7 +369,7 @@ def _build_chunk(
     number = layout.pp_rank + layout.pp * (vp_stage or 0)
     chunk = ModelChunk(
         config,
-        _block_spec(spec, config, use_te, split.layers[number], has_adapters),
+        _block_spec(spec, config, use_te, split.numbers(number), has_adapters),
         vocab_size=spec.padded_vocab_size(layout.tp),
         max_sequence_length=spec.max_positions,
         pre_process=number == 0,

@@ -9,7 +9,7 @@ import torch
 
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.safetensors_files import SINGLE, SafetensorsFolder, TensorSpec, file_order
-from megatron_dapo.models.weight_map import hf_tensors
+from megatron_dapo.models.weight_map import hf_tensors, stored_dtype
 
 _FILE_BYTES = 4 * 2**30
 
@@ -33,7 +33,7 @@ class FilePlan:
         parts: list[list[TensorSpec]] = []
         size = 0
         for name, shape in hf_tensors(spec).items():
-            tensor = TensorSpec(name, shape, dtype)
+            tensor = TensorSpec(name, shape, stored_dtype(name, dtype))
             if not parts or size + tensor.num_bytes > file_bytes:
                 parts.append([])
                 size = 0

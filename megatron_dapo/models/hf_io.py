@@ -23,7 +23,15 @@ from megatron_dapo.models.safetensors_files import (
     TensorSpec,
     byte_view,
 )
-from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, VALUE_HEAD, Entry, hf_tensors, weight_entries
+from megatron_dapo.models.weight_map import (
+    EMBEDDING,
+    LM_HEAD,
+    VALUE_HEAD,
+    Entry,
+    hf_tensors,
+    stored_dtype,
+    weight_entries,
+)
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.staged_folder import StagedFolder
@@ -42,13 +50,18 @@ Progress = Callable[[int, int], None]
 def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
     """Raise UserError where the tensors of a checkpoint are not exactly those of its model.
 
-    Allowed besides: a second copy of a tied embedding, when it is one, and the tables of old rotary embeddings. A
-    critic may start from the body of a policy, whose head it leaves: its own may be missing, and is then new.
+    Allowed besides: a second copy of a tied embedding, when it is one, the tables of old rotary embeddings, and layers
+    of multi-token prediction, which are numbered behind the model's own and are neither trained nor exported. A critic
+    may start from the body of a policy, whose head it leaves: its own may be missing, and is then new.
     """
 
     def may_have(name: str) -> bool:
         is_unused_head = name == LM_HEAD and (spec.tied_embeddings or spec.value_head)
-        return name.endswith(".rotary_emb.inv_freq") or is_unused_head
+        predicts_more = spec.num_prediction_layers > 0 and name.startswith(prediction_layers)
+        return name.endswith(".rotary_emb.inv_freq") or is_unused_head or predicts_more
+
+    first = spec.num_layers
+    prediction_layers = tuple(f"model.layers.{first + i}." for i in range(spec.num_prediction_layers))
 
     expected = {name: shape for name, shape in hf_tensors(spec).items() if not _is_new(name, folder)}
     folder.check(expected, may_have)
@@ -277,7 +290,7 @@ class _Export:
         """
         shapes = shapes | {copy: shapes[name] for copy, name in self._stored_as.items()}
         tensors = {
-            file: [TensorSpec(name, shapes[name], self._dtype) for name in names]
+            file: [TensorSpec(name, shapes[name], stored_dtype(name, self._dtype)) for name in names]
             for file, names in self._plan.files.items()
         }
         self.num_bytes = sum(spec.num_bytes for specs in tensors.values() for spec in specs)
@@ -314,7 +327,7 @@ class _Export:
         gathered = self._source.gather([stage_spec]) if stage_spec is not None else None
         if rank == owner:
             assert gathered is not None, f"rank {owner} has {spec.name} whole"
-            whole = gathered[0].to(self._dtype).cpu().contiguous()
+            whole = gathered[0].to(spec.dtype).cpu().contiguous()
             if owner != target:
                 self._send(whole, target)
             elif writer is not None:

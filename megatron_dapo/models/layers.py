@@ -212,11 +212,31 @@ class PackedAttention(MegatronModule):
 class Router(TopKRouter):
     """Chooses the experts of a token and their weights.
 
-    Logits in the model's type, softmax over them and weights in float32, as Hugging Face and the servers compute them:
-    tokens between two experts fall alike. Megatron's own logits need Transformer Engine (megatron-core 0.16.1).
+    Logits in the model's type, or in float32 (`moe_router_dtype`), scores and weights in float32, as Hugging Face and
+    the servers compute them: tokens between two experts fall alike. Megatron's own logits need Transformer Engine
+    (megatron-core 0.16.1).
+
+    The bias by which a sigmoid router chooses is a parameter without gradient, where Megatron has a buffer: so it is
+    loaded, sent and saved as any other weight, and nothing changes it.
     """
 
+    def __init__(self, config, pg_collection=None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        if config.moe_router_score_function == "sigmoid":
+            bias = torch.zeros(config.num_moe_experts, dtype=torch.float32, device=self.weight.device)
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+
+    def _apply(self, fn, recurse: bool = True) -> "Router":
+        """Move it, and convert all but the bias, which Megatron's wrapper for half precision would round."""
+        bias = self.expert_bias.detach() if self.expert_bias is not None else None
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias.data = bias.to(self.expert_bias.device)
+        return self
+
     def gating(self, input: Tensor) -> Tensor:
+        if self.config.moe_router_dtype == "fp32":
+            return F.linear(input.float(), self.weight.float())
         return F.linear(input, self.weight).float()
 
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Row:
     megatron: parameter name inside a chunk; alias: its name where Transformer Engine fuses the norm into the linear
     layer, or all experts into one module. `{l}` stands for the layer, `{e}` for the expert: in a Megatron name counted
     on its rank, in a Hugging Face name in the model. shapes: of the HF tensors, in their order. where: a condition on
-    the model.
+    the model; in_layer: on a layer of it, counted from 0.
     """
 
     megatron: str
@@ -99,11 +99,14 @@ class Row:
     shapes: Shapes
     alias: str | None = None
     where: Callable[[ModelSpec], bool] = lambda spec: True
+    in_layer: Callable[[ModelSpec, int], bool] = lambda spec, layer: True
 
 
 _HF_LAYER = "model.layers.{l}."
 _QKV = tuple(f"{_HF_LAYER}self_attn.{x}_proj" for x in "qkv")
 _HF_EXPERT = _HF_LAYER + "mlp.experts.{e}."
+_SHARED = "mlp.shared_experts."
+ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 ADAPTERS = "adapters."  # what names of adapters begin with, which have no row: models/lora.py
@@ -130,25 +133,41 @@ def _qkv(m: ModelSpec) -> list[tuple[int, ...]]:
     return [(*rows, m.hidden_size) for rows in _qkv_bias(m)]
 
 
-def _gate_up(m: ModelSpec) -> list[tuple[int, ...]]:
-    return [(m.ffn_size, m.hidden_size)] * 2
+def _moe(m: ModelSpec) -> MoEConfig:
+    assert m.moe is not None, "the row is of a mixture of experts"
+    return m.moe
 
 
-def _down(m: ModelSpec) -> list[tuple[int, ...]]:
-    return [(m.hidden_size, m.ffn_size)]
+def _gate_up(width: Callable[[ModelSpec], int]) -> Shapes:
+    return lambda m: [(width(m), m.hidden_size)] * 2
+
+
+def _down(width: Callable[[ModelSpec], int]) -> Shapes:
+    return lambda m: [(m.hidden_size, width(m))]
+
+
+def _dense_width(m: ModelSpec) -> int:
+    return m.dense_ffn_size
+
+
+def _expert_width(m: ModelSpec) -> int:
+    return m.ffn_size
+
+
+def _shared_width(m: ModelSpec) -> int:
+    return _moe(m).shared_ffn_size
 
 
 def _router(m: ModelSpec) -> list[tuple[int, ...]]:
-    assert m.moe is not None, "the row is of a mixture of experts"
-    return [(m.moe.num_experts, m.hidden_size)]
+    return [(_moe(m).num_experts, m.hidden_size)]
 
 
-def _is_dense(m: ModelSpec) -> bool:
-    return m.moe is None
+def _is_dense(m: ModelSpec, layer: int) -> bool:
+    return not m.has_experts(layer)
 
 
-def _is_moe(m: ModelSpec) -> bool:
-    return m.moe is not None
+def _has_shared_experts(m: ModelSpec) -> bool:
+    return m.moe is not None and m.moe.shared_ffn_size > 0
 
 
 # fmt: off
@@ -169,16 +188,25 @@ DECODER = (
         _norm, alias="decoder.layers.{l}.mlp.linear_fc1.layer_norm_weight"),
     Row("decoder.layers.{l}.mlp.linear_fc1.weight",
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"), GATE_UP,
-        _gate_up, where=_is_dense),
-    Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS, _down,
-        where=_is_dense),
+        _gate_up(_dense_width), in_layer=_is_dense),
+    Row("decoder.layers.{l}.mlp.linear_fc2.weight", (_HF_LAYER + "mlp.down_proj.weight",), COLUMNS,
+        _down(_dense_width), in_layer=_is_dense),
     Row("decoder.layers.{l}.mlp.router.weight", (_HF_LAYER + "mlp.gate.weight",), REPLICATED,
-        _router, where=_is_moe),
+        _router, in_layer=ModelSpec.has_experts),
+    Row("decoder.layers.{l}.mlp.router.expert_bias", (_HF_LAYER + ROUTER_BIAS,), REPLICATED,
+        lambda m: [(_moe(m).num_experts,)], where=lambda m: m.moe is not None and m.moe.has_bias,
+        in_layer=ModelSpec.has_experts),
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight",
-        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), WHOLE_GATE_UP, _gate_up, where=_is_moe,
-        alias="decoder.layers.{l}.mlp.experts.linear_fc1.weight{e}"),
+        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), WHOLE_GATE_UP, _gate_up(_expert_width),
+        in_layer=ModelSpec.has_experts, alias="decoder.layers.{l}.mlp.experts.linear_fc1.weight{e}"),
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",),
-        REPLICATED, _down, where=_is_moe, alias="decoder.layers.{l}.mlp.experts.linear_fc2.weight{e}"),
+        REPLICATED, _down(_expert_width), in_layer=ModelSpec.has_experts,
+        alias="decoder.layers.{l}.mlp.experts.linear_fc2.weight{e}"),
+    Row("decoder.layers.{l}.mlp.shared_experts.linear_fc1.weight",
+        (_HF_LAYER + _SHARED + "gate_proj.weight", _HF_LAYER + _SHARED + "up_proj.weight"), GATE_UP,
+        _gate_up(_shared_width), where=_has_shared_experts, in_layer=ModelSpec.has_experts),
+    Row("decoder.layers.{l}.mlp.shared_experts.linear_fc2.weight", (_HF_LAYER + _SHARED + "down_proj.weight",),
+        COLUMNS, _down(_shared_width), where=_has_shared_experts, in_layer=ModelSpec.has_experts),
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED, _norm),
     Row("output_layer.weight", VALUE_HEAD[:1], REPLICATED, lambda m: [(1, m.hidden_size)],
         where=lambda m: m.value_head),
@@ -230,19 +258,29 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Glm4ForCausalLM": GLM4,
     "Gemma3ForCausalLM": GEMMA3,
     "Qwen3MoeForCausalLM": DECODER,
+    "Glm4MoeForCausalLM": DECODER,
 }
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of the model."""
     rows: list[tuple[Row, dict[str, int]]] = [(row, {}) for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
-    if spec.moe:
+    if spec.moe is not None:
         rows = _repeated(rows, "e", spec.moe.num_experts)
+    else:
+        rows = [(row, numbers) for row, numbers in rows if "{e}" not in row.megatron]
     return {
         name.format(**numbers): shape
         for row, numbers in _repeated(rows, "l", spec.num_layers)
+        if row.in_layer(spec, numbers.get("l", 0))
         for name, shape in zip(row.hf, row.shapes(spec), strict=True)
     }
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor in a model of this type: a router's bias is always in float32, because it decides
+    between scores that lie close together."""
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 def _repeated(rows: list[tuple[Row, dict[str, int]]], what: str, number: int) -> list[tuple[Row, dict[str, int]]]:

@@ -1,6 +1,6 @@
 """Floating-point operations of a model, counted as papers count them, so that runs can be compared by MFU."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
@@ -18,14 +18,22 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int) ->
     values, are computed, which are those that the loss counts.
     """
     lengths = list(lengths)
+    columns = 1 if spec.value_head else spec.vocab_size
+    products = 2 * active_parameters_of(spec, range(spec.num_layers))
+    layers = products * sum(lengths) + attention_flops(spec, lengths)
+    return layers + 2 * spec.hidden_size * columns * num_answered
+
+
+def active_parameters_of(spec: ModelSpec, layers: Sequence[int]) -> int:
+    """Count the parameters of the products that a token goes through in these layers, numbered from 0."""
     hidden = spec.hidden_size
     width = spec.num_heads * spec.head_dim
     projections = hidden * (width + 2 * spec.num_kv_heads * spec.head_dim) + width * hidden
-    router = spec.moe.num_experts * hidden if spec.moe else 0
-    products = 2 * (projections + router + 3 * hidden * spec.active_ffn_size)
-    columns = 1 if spec.value_head else spec.vocab_size
-    layers = spec.num_layers * products * sum(lengths) + attention_flops(spec, lengths)
-    return layers + 2 * hidden * columns * num_answered
+    num_moe = sum(map(spec.has_experts, layers))
+    parameters = len(layers) * projections + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size
+    if spec.moe is not None:
+        parameters += num_moe * hidden * (spec.moe.num_experts + 3 * spec.active_ffn_size)
+    return parameters
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:

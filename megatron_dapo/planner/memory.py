@@ -6,6 +6,7 @@ than 128 x DP numbers each. The rest are upper estimates, each at its own peak, 
 CUDA, NCCL and the allocator's gaps take comes on top: an "80 GB" GPU has 85 x 10^9 bytes, so 80 leave it some room.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
@@ -151,20 +152,26 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     layer += qkv // tp if spec.qkv_bias else 0
     layer += 2 * dim if spec.qk_norm else 0
     layer += 2 * hidden if spec.output_norms else 0
-    mlp = 3 * hidden * spec.ffn_size
+    layers = split_of(spec, sizes).numbers_of(stage)
+    num_moe = sum(map(spec.has_experts, layers))
+    shared = len(layers) * layer + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size // tp
     experts = 0
-    if spec.moe is None:
-        layer += mlp // tp
-    else:
-        layer += spec.moe.num_experts * hidden  # the router
-        experts = spec.moe.num_experts // sizes.ep * mlp
-    layers = split_of(spec, sizes).layers_of(stage)
+    if spec.moe is not None:
+        shared += num_moe * (spec.moe.num_experts * hidden + 3 * hidden * spec.moe.shared_ffn_size // tp)
+        experts = num_moe * (spec.moe.num_experts // sizes.ep) * 3 * hidden * spec.ffn_size
     vocabulary = spec.padded_vocab_size(tp) // tp * hidden
-    shared = layers * layer + (vocabulary if stage == 0 else 0)
+    shared += vocabulary if stage == 0 else 0
     if stage == sizes.pp - 1:
         is_same = spec.tied_embeddings and sizes.pp == 1
         shared += hidden + (hidden + 1 if spec.value_head else 0 if is_same else vocabulary)
-    return shared, layers * experts
+    return shared, experts
+
+
+def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
+    """Return the bytes of the routers' biases on a rank of a stage: float32, without gradient or optimizer state."""
+    if spec.moe is None or not spec.moe.has_bias:
+        return 0
+    return 4 * spec.moe.num_experts * sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
 
 
 def num_trained_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
@@ -219,7 +226,7 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
         by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
     optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
     return States(
-        weights=num_weights * width + _fp8_copies(config, spec, stage),
+        weights=num_weights * width + _router_biases(spec, sizes, stage) + _fp8_copies(config, spec, stage),
         gradients=(shared + experts) * MAIN_GRADIENT,
         optimizer=round(optimizer * (1 - megatron.optimizer_offload_fraction)),
     )
@@ -269,7 +276,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     number = megatron.recompute_num_layers
     recomputed = min(number, max(chunks)) * len(chunks)  # by the method block: Megatron counts the layers of a chunk
     entry = spec.hidden_size * width / part
-    attention, mlp, rest = kept_per_token(spec, sizes, width, part)
+    attention, mlp, rest = kept_per_token(spec, sizes, width, part, split_of(spec, sizes).numbers_of(stage))
     whole = attention + mlp + rest
     if megatron.recompute_granularity == "full" and megatron.recompute_method == "uniform":
         kept = layers / number * entry
@@ -285,21 +292,24 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
         kept = layers * whole
         computed = 0.0
     # of one layer: the gathered input of a product, its gradient, and that of the MLP's widest product
-    ffn = spec.active_ffn_size / (1 if spec.moe else sizes.tp)
+    ffn = spec.active_ffn_size if spec.moe else spec.ffn_size / sizes.tp
     computed += (2 * spec.hidden_size + 2 * ffn) * width
     return round(tokens * (kept * _in_flight(sizes, stage) + computed))
 
 
-def kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int) -> tuple[float, float, float]:
-    """Return the bytes per token that one layer keeps for backward: (attention, MLP, norms and the inputs of the two
-    blocks). part: number of ranks that share a sequence."""
+def kept_per_token(
+    spec: ModelSpec, sizes: ParallelSizes, width: int, part: int, layers: Sequence[int]
+) -> tuple[float, float, float]:
+    """Return the bytes per token that one layer keeps for backward, the mean over these, numbered from 0: (attention,
+    MLP, norms and the inputs of the two blocks). part: number of ranks that share a sequence."""
     heads = spec.num_heads + spec.num_kv_heads
     # q, k, v as they came; q and k rotated; the output, which is as large as q
     attention = 3 * heads * spec.head_dim * width / sizes.tp
-    if spec.moe is None:
-        mlp = 4 * spec.ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
-    else:  # tokens are evenly spread over the experts; each is copied once per expert
-        mlp = (4 * spec.active_ffn_size + spec.moe.experts_per_token * spec.hidden_size) * width / part
+    share = sum(map(spec.has_experts, layers)) / max(len(layers), 1)
+    mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
+    if spec.moe is not None:  # tokens are evenly spread over the experts; each is copied once per expert
+        experts = spec.moe.experts_per_token * (4 * spec.ffn_size + spec.hidden_size) * width / part
+        mlp += share * (experts + 4 * spec.moe.shared_ffn_size * width / sizes.tp)
     # of each norm: float32 input and normed output, input of the product; an output's, of what follows
     rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part
     return attention, mlp, rest
@@ -356,7 +366,7 @@ def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
     """Return the bytes of two flat buckets (weight_sync/sender.py), and of the bucket that is being gathered, in slices
     and whole. A larger tensor travels alone: the embedding, or one of an MLP."""
     bucket = config.weight_sync.bucket_size_mb * MIB
-    largest = max(spec.vocab_size, spec.ffn_size) * spec.hidden_size * dtype_bytes(config)
+    largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * spec.hidden_size * dtype_bytes(config)
     return 2 * bucket + 2 * max(bucket, largest)
 
 

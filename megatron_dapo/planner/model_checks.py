@@ -60,8 +60,8 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
         "num_attention_heads": heads,
         "num_key_value_heads": _size(model, "num_key_value_heads") or heads,
         "hidden_size": _size(model, "hidden_size"),
-        # experts are not cut
-        "intermediate_size": None if num_experts_of(model) else _size(model, "intermediate_size"),
+        "intermediate_size": _size(model, "intermediate_size") if _has_dense_layers(model) else None,
+        "n_shared_experts x moe_intermediate_size": _shared_size(model),  # the other experts are not cut
     }
     for name, size in sizes.items():
         if size and size % tp:
@@ -70,6 +70,18 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
                 f"{MEGATRON}.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
                 f"choose a divisor of {size}.",
             )
+
+
+def _has_dense_layers(model: dict[str, Any]) -> bool:
+    """Return whether layers have an MLP, all of them or those before the first with experts."""
+    return not num_experts_of(model) or ("n_routed_experts" in model and model.get("first_k_dense_replace") != 0)
+
+
+def _shared_size(model: dict[str, Any]) -> int | None:
+    """Return the width of the shared experts; none where there are none."""
+    if "n_routed_experts" not in model:
+        return None
+    return (_size(model, "n_shared_experts") or 1) * (_size(model, "moe_intermediate_size") or 0)
 
 
 def pipeline(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:

@@ -50,6 +50,26 @@ def _qwen3_moe(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, ex
     }
 
 
+def _glm_moe(
+    hidden: int, layers: int, ffn: int, expert_ffn: int, experts: int, dense: int, *, scaling: float, qk_norm: bool
+) -> dict[str, Any]:
+    return _decoder("Glm4MoeForCausalLM", hidden, layers, 96, 8, ffn) | {
+        "attention_bias": True,
+        "first_k_dense_replace": dense,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": expert_ffn,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": 8,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": scaling,
+        "tie_word_embeddings": False,
+        "use_qk_norm": qk_norm,
+        "vocab_size": 151552,
+    }
+
+
 def _llama3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
     return _decoder("LlamaForCausalLM", hidden, layers, heads, kv_heads, ffn) | {
         "vocab_size": 128256,
@@ -109,6 +129,9 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
     },
+    # zai-org/GLM-4.5*: arXiv 2508.06471, table 1; without the layer of multi-token prediction
+    "glm-4.5-air": _glm_moe(4096, 46, 10944, 1408, 128, 1, scaling=1.0, qk_norm=False),
+    "glm-4.5": _glm_moe(5120, 92, 12288, 1536, 160, 3, scaling=2.5, qk_norm=True),
     # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
     "llama-3.1-8b": _llama3(4096, 32, 32, 8, 14336),
     "llama-3.1-70b": _llama3(8192, 80, 64, 8, 28672),

@@ -42,6 +42,11 @@ class PipelineSplit:
         """Return the number of layers of a stage."""
         return sum(self.chunks_of(stage))
 
+    def numbers_of(self, stage: int) -> list[int]:
+        """Return which layers a stage has, counted from 0."""
+        chunks = range(stage, len(self.layers), self.num_stages)
+        return [number for chunk in chunks for number in self.numbers(chunk)]
+
     def numbers(self, chunk: int) -> range:
         """Return which layers a chunk has, counted from 0."""
         first = sum(self.layers[:chunk])

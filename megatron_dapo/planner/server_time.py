@@ -101,7 +101,7 @@ def active_parameters(spec: ModelSpec) -> int:
     unused = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
     if spec.moe:
         idle = spec.moe.num_experts - spec.moe.experts_per_token
-        unused += spec.num_layers * 3 * spec.hidden_size * spec.ffn_size * idle
+        unused += spec.num_moe_layers * 3 * spec.hidden_size * spec.ffn_size * idle
     return num_all_parameters(spec) - unused
 
 

@@ -7,6 +7,7 @@ activations between pipeline stages, differences between ranks, the host.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dapo.common.sizes import round_up
@@ -18,7 +19,7 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.flops import TRAINING_PASSES, attention_flops, forward_flops
+from megatron_dapo.planner.flops import TRAINING_PASSES, active_parameters_of, attention_flops, forward_flops
 from megatron_dapo.planner.hardware import FP8_SPEED, Hardware
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import kept_per_token, num_parameters
@@ -162,7 +163,7 @@ def recomputed_share(config: Config, spec: ModelSpec) -> float:
     if megatron.recompute_granularity == "none":
         return 0.0
     if megatron.recompute_granularity == "selective":
-        mlp = 3 * spec.active_ffn_size
+        mlp = 3 * spec.mean_active_ffn_size
         attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         return mlp / (mlp + attention) if "mlp" in megatron.recompute_modules else 0.0
     if megatron.recompute_method == "uniform":
@@ -204,8 +205,10 @@ def _time_of_stage(
 ) -> TrainingTime:
     """Return how long the trainer takes for a rollout step if this pipeline stage is the slowest."""
     sizes = layout.sizes
-    num_layers = split_of(spec, sizes).layers_of(stage)
+    layers = split_of(spec, sizes).numbers_of(stage)
+    num_layers = len(layers)
     share = num_layers / spec.num_layers
+    share_of_products = active_parameters_of(spec, layers) / active_parameters_of(spec, range(spec.num_layers))
     multiple = sizes.segment_multiple
     tokens = work.num_padded_tokens(multiple) / sizes.num_copies
     layers_flops, head_flops = work.forward_flops(spec, multiple)
@@ -218,11 +221,11 @@ def _time_of_stage(
     if layout.fp8:  # the products of the layers, not attention; what is scaled and cast for them is left out
         products /= FP8_SPEED
     rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
-    products_s = products * share / rate
-    traffic_s = num_layers * _traffic_s(spec, layout, tokens, hardware, efficiency)
+    products_s = products * share_of_products / rate
+    traffic_s = num_layers * _traffic_s(spec, layout, layers, tokens, hardware, efficiency)
     layers_s = products_s + attention * share / rate + traffic_s
     head_s = head_flops / rate if stage == sizes.pp - 1 else 0.0
-    collective_s = num_layers * _collective_s(spec, layout, tokens, hardware, efficiency)
+    collective_s = _collectives_s(spec, layout, layers, tokens, hardware, efficiency)
     if layout.tp_comm_overlap:  # those of a layer go on while the products beside them are computed
         collective_s = max(collective_s - products_s, 0.0)
     ring_s = num_layers * _ring_s(spec, layout, tokens, hardware, efficiency)
@@ -261,12 +264,17 @@ def _full_micro_batches(tokens: float, mini_batches: int, max_tokens: int) -> in
 
 
 def _traffic_s(
-    spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency
+    spec: ModelSpec,
+    layout: TrainerLayout,
+    layers: Sequence[int],
+    tokens: float,
+    hardware: Hardware,
+    efficiency: Efficiency,
 ) -> float:
-    """Return the seconds for which a layer reads and writes activations in a forward pass: what backward needs later
-    (arXiv 2205.05198, section 4) is written once, and read once by the next operation."""
+    """Return the seconds for which a layer, the mean over these, reads and writes activations in a forward pass: what
+    backward needs later (arXiv 2205.05198, section 4) is written once, and read once by the next operation."""
     part = layout.sizes.tp if layout.sequence_parallel else 1
-    num_bytes = 2 * sum(kept_per_token(spec, layout.sizes, WIDTH, part))
+    num_bytes = 2 * sum(kept_per_token(spec, layout.sizes, WIDTH, part, layers))
     return tokens * num_bytes / (hardware.memory_bandwidth * efficiency.memory)
 
 
@@ -275,10 +283,15 @@ def _weights_s(parameters: int, bytes_each: int, hardware: Hardware, efficiency:
     return parameters * bytes_each / (hardware.memory_bandwidth * efficiency.memory)
 
 
-def _collective_s(
-    spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency
+def _collectives_s(
+    spec: ModelSpec,
+    layout: TrainerLayout,
+    layers: Sequence[int],
+    tokens: float,
+    hardware: Hardware,
+    efficiency: Efficiency,
 ) -> float:
-    """Return the seconds of the collectives of a layer in a forward pass.
+    """Return the seconds of the collectives of these layers, numbered from 0, in a forward pass.
 
     Tensor parallel ranks: two all-reduces, or with sequence parallelism two all-gathers and two
     reduce-scatters, which is the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank (arXiv 2205.05198,
@@ -292,7 +305,8 @@ def _collective_s(
         copies = spec.moe.experts_per_token * (sizes.ep - 1) / sizes.ep
         part = sizes.tp if layout.sequence_parallel else 1
         experts = 2 * copies * wide / part / _bandwidth(sizes.ep, layout, hardware)
-    return tokens * (tensor + experts) / efficiency.link
+    num_moe = sum(map(spec.has_experts, layers))
+    return tokens * (len(layers) * tensor + num_moe * experts) / efficiency.link
 
 
 def _ring_s(spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency) -> float:

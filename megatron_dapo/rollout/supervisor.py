@@ -18,6 +18,7 @@ from megatron_dapo.common.log_lines import last_error
 from megatron_dapo.common.server_health import HTTP_OK, HealthCheck, health_status
 from megatron_dapo.config.derived import replays_servers_experts, servers_per_node
 from megatron_dapo.config.schema import Config
+from megatron_dapo.planner.model_checks import model_json_of
 from megatron_dapo.rollout.child_process import TAIL_PREFIX, ChildProcess
 from megatron_dapo.rollout.server_files import ServerFiles
 from megatron_dapo.rollout.server_watch import PUSH_MARGIN_S, ServerWatch
@@ -295,6 +296,9 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     ]
     if replays_servers_experts(config):
         arguments.append("--enable-return-routed-experts")
+    if (model_json_of(config.actor_rollout_ref.model.path) or {}).get("n_shared_experts"):
+        # else a GPU server keeps the shared expert as one more of the others: under names that are not compared
+        arguments.append("--disable-shared-experts-fusion")
     if model.megatron:  # only the trainer reads such weights; its first push comes before the first sample
         arguments += ("--load-format", "dummy")
     if is_gpu():

@@ -26,7 +26,7 @@ class Cutter:
         self.num_microbatches_multiple = layout.pp if layout.vpp else 1
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
-            ffn_size=spec.active_ffn_size,
+            ffn_size=round(spec.mean_active_ffn_size),
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,

@@ -8,11 +8,13 @@ and cut by the server's tensor parallelism, so the trainer's tensors are brought
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_dapo.models.safetensors_files import TensorSpec
+from megatron_dapo.models.weight_map import ROUTER_BIAS
 
 VOCAB_MULTIPLE = 64
 """A server pads the vocabulary to a multiple of this with zero rows."""
@@ -20,6 +22,7 @@ VOCAB_MULTIPLE = 64
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.shared_experts.gate_up_proj": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
 }
 """Server module -> the Hugging Face modules stacked in it, in order."""
 
@@ -48,7 +51,8 @@ KEY_VALUE = ("k_proj", "v_proj")
 
 
 def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
-    """Return, by server parameter name, the tensors that each parameter is made of, in order."""
+    """Return, by server parameter name, the tensors that each parameter is made of, in order. Their types are those of
+    the server: it holds the weight of a router with a bias in float32, as the bias itself."""
     by_name = {spec.name: spec for spec in specs}
     result: dict[str, tuple[TensorSpec, ...]] = {}
     experts: dict[str, list[re.Match]] = {}
@@ -60,7 +64,8 @@ def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec
         module, _, kind = spec.name.rpartition(".")
         fused = next((f for f, parts in FUSED.items() if module.endswith(parts)), None)
         if fused is None:
-            result[spec.name] = (spec,)
+            is_in_float32 = kind == "weight" and f"{module}.{ROUTER_BIAS.rpartition('.')[2]}" in by_name
+            result[spec.name] = (replace(spec, dtype=torch.float32) if is_in_float32 else spec,)
             continue
         part = next(p for p in FUSED[fused] if module.endswith(p))
         prefix = module.removesuffix(part)
@@ -79,7 +84,10 @@ def server_tensor(
 
     num_kv_heads matters where tp_size is larger: then several ranks hold the same key and value heads.
     """
-    slices = [_slice(s.name, t, tp_rank, tp_size, num_kv_heads) for s, t in zip(specs, tensors, strict=True)]
+    slices = [
+        _slice(spec.name, tensor.to(spec.dtype), tp_rank, tp_size, num_kv_heads)
+        for spec, tensor in zip(specs, tensors, strict=True)
+    ]
     return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 

@@ -197,8 +197,13 @@ def trained_source(
     layout: ParallelLayout,
     value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.main_grad,
 ) -> WeightSource:
-    """What is trained, the weights or the adapters; of each parameter its gradient, or another value."""
-    return (WeightSource if model.lora is None else adapter_source)(model, layout, value)
+    """What is trained, the weights or the adapters; of each parameter its gradient, or another value; zeros of a
+    router's bias, which is not trained."""
+
+    def value_or_zeros(parameter: torch.nn.Parameter) -> torch.Tensor:
+        return value(parameter) if parameter.requires_grad else torch.zeros_like(parameter)
+
+    return (WeightSource if model.lora is None else adapter_source)(model, layout, value_or_zeros)
 
 
 @contextmanager

@@ -26,9 +26,15 @@ MODELS = {
     "gemma3_bf16": dict(family="gemma3", vocab=131),
     "qwen3_moe_bf16_files": dict(family="qwen3_moe", vocab=131),
     "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6, layers=3),
+    "glm4_moe_bf16_files": dict(family="glm4_moe", vocab=131),
 }
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
-CHECKED = {"qwen2_bf16_files": "tp2", "qwen3_tied_bf16_files": "pp2", "qwen3_moe_bf16_files": "tp2"}
+CHECKED = {
+    "qwen2_bf16_files": "tp2",
+    "qwen3_tied_bf16_files": "pp2",
+    "qwen3_moe_bf16_files": "tp2",
+    "glm4_moe_bf16_files": "pp2",
+}
 # how many processes, written at, read back at
 ROUTES = {"tp1": "tp2", "tp2": "pp2", "pp2": "tp1"}
 

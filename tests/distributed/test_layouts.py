@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.distributed.layout_runs import Layouts, assert_same, run_layouts
+from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -303,6 +303,34 @@ FAMILY_CASES = [
     for family in FAMILIES
     for variant in family_variants(layout)
 ]
+
+
+# a dense first layer, shared experts, a router with a bias
+SHARED_LAYOUTS: Layouts = {
+    1: {"tp1": ({}, {"whole": [], "bfloat16": HALF_PRECISION, **RECOMPUTED})},
+    2: {
+        "tp2_sp_ep2": ({"tp": 2, "sp": True, "ep": 2}, {"small": CUTS["small"], **RECOMPUTED}),
+        "pp2": ({"pp": 2}, {"uneven": [f"{LAYERS}=[1,2]", *CUTS["small"]]}),
+    },
+    4: {
+        "tp2_sp_dp2_ep2": (
+            {"tp": 2, "sp": True, "ep": 2},
+            {"distributed_optimizer": MIXTURE_VARIANTS["distributed_optimizer"]},
+        ),
+        "pp2_dp2_ep2": ({"pp": 2, "ep": 2}, {"padded": CUTS["padded"], "uneven": [f"{LAYERS}=[0,3]"]}),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def shared_mixture(tmp_path_factory) -> dict[str, dict]:
+    """As `results`, of a mixture with what GLM-4.5 and DeepSeek-V3 have besides."""
+    folder = tmp_path_factory.mktemp("shared_mixture")
+    model = make_tiny(folder / "model", "glm4_moe", vocab=67, layers=3, hidden=32, heads=4, kv_heads=2)
+    return run_layouts(folder, model, SHARED_LAYOUTS)
+
+
+SHARED_CASES = cases_of(SHARED_LAYOUTS)
 MIXTURE_CASES = [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in mixture_variants(layout)]
 ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants(layout)]
 
@@ -339,6 +367,12 @@ def test_layers_of_other_families_give_the_same_in_every_layout(families, case):
     assert families[case]["first"]["actor/ratio_max"] == 1.0
 
 
+@pytest.mark.parametrize("case", [case for case in SHARED_CASES if "bfloat16" not in case])
+def test_dense_layers_and_shared_experts_get_the_gradients_of_one_process_and_biases_stay(shared_mixture, case):
+    assert_same(shared_mixture[case], shared_mixture["tp1/whole"])
+    assert shared_mixture[case]["first"]["actor/ratio_max"] == 1.0
+
+
 @pytest.mark.parametrize("case", MIXTURE_CASES)
 def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, case):
     errors = mixture[case]["errors"]
@@ -346,10 +380,14 @@ def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, 
     assert all("gradient norm of a mini-batch is nan" in error for error in errors), errors
 
 
-def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactly(results, tied, mixture, families):
+def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactly(
+    results, tied, mixture, families, shared_mixture
+):
     """Of each rank; the optimizer's state over the ranks of a stage, which need not share it evenly."""
     cases = [
-        (name, case["states"]) for by_layout in (results, tied, mixture, families) for name, case in by_layout.items()
+        (name, case["states"])
+        for by_layout in (results, tied, mixture, families, shared_mixture)
+        for name, case in by_layout.items()
     ]
     assert any("bfloat16" in name for name, _ in cases) and any("distributed_optimizer" in name for name, _ in cases)
     for name, ranks in cases:

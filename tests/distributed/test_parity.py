@@ -40,6 +40,23 @@ MODELS = {
 MIXTURES = {
     "qwen3_moe": dict(family="qwen3_moe", vocab=131),
     "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, norm_topk_prob=False, experts_per_token=3),
+    "glm4_moe": dict(family="glm4_moe", vocab=131),
+    # norms of query and key, groups of experts, two shared experts, two dense layers, half and more of a head rotated
+    "glm4_moe_groups": dict(
+        family="glm4_moe",
+        vocab=131,
+        tied=True,
+        experts_per_token=4,
+        more=dict(
+            use_qk_norm=True,
+            attention_bias=False,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            first_k_dense_replace=2,
+            partial_rotary_factor=0.75,
+        ),
+    ),
 }
 LAYOUTS = {
     1: {"tp1": {}},

@@ -19,7 +19,12 @@ from tests.tiny_models import make_tiny
 pytestmark = pytest.mark.e2e
 
 # of two layers and besides: parameters of a server, which has q, k and v, and gate and up, in one
-NUM_TENSORS = {"glm4": 2 * (2 + 1 + 2 + 4) + 3, "gemma3": 2 * (1 + 2 + 1 + 2 + 4) + 2}
+NUM_TENSORS = {
+    "glm4": 2 * (2 + 1 + 2 + 4) + 3,
+    "gemma3": 2 * (1 + 2 + 1 + 2 + 4) + 2,
+    # a dense layer; one with a router, its bias, and two each of all experts and of the shared one
+    "glm4_moe": (2 + 1 + 2 + 2) + (2 + 1 + 2 + 2 + 2 + 2) + 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,8 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
 ):
     config = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=EVERYTHING)
     model_path, server = model_paths[family], servers[family]
-    arguments = (free_port(), 2, {"tp": 2, "sp": True}, str(model_path), server.overrides(), {}, config)
+    sizes = {"tp": 2, "sp": True, **({"ep": 2} if family.endswith("_moe") else {})}
+    arguments = (free_port(), 2, sizes, str(model_path), server.overrides(), {}, config)
     with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")
         for version in (0, 150):

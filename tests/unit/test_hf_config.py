@@ -19,6 +19,7 @@ from megatron_dapo.huggingface.model_spec import (
 from megatron_dapo.huggingface.rope import RopeScaling
 from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
+from megatron_dapo.planner.server_time import active_parameters
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -142,6 +143,54 @@ def test_qwen3_30b_a3b_is_read_as_published():
 def test_what_is_not_supported_of_a_mixture_is_named(change, named):
     with pytest.raises(UserError) as error:
         model_spec(QWEN3_MOE | change)
+    (sentence,) = error.value.sentences
+    assert named in sentence
+
+
+GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+    "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False,
+    "vocab_size": 151552,
+}  # fmt: skip
+
+
+def test_glm_4_5_air_is_read_as_published():
+    spec = model_spec(GLM_45_AIR)
+    assert spec.moe == MoEConfig(
+        num_experts=128, experts_per_token=8, norm_topk_prob=True, num_dense_layers=1, dense_ffn_size=10944,
+        shared_ffn_size=1408, score="sigmoid",
+    )  # fmt: skip
+    assert (spec.head_dim, spec.rotary_dim, spec.rope_theta) == (128, 64, 1e6) and spec.qkv_bias and not spec.qk_norm
+    assert (spec.ffn_size, spec.active_ffn_size, spec.num_moe_layers) == (1408, 9 * 1408, 45)
+    # "106 billion total and 12 billion active parameters", model card
+    assert round(sum(math.prod(shape) for shape in hf_tensors(spec).values()) / 1e9) in (106, 107)
+    assert active_parameters(spec) // 10**9 == 12
+    assert model_spec({k: v for k, v in GLM_45_AIR.items() if k != "partial_rotary_factor"}) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"n_group": 4, "topk_group": 2}, "topk_group: 2` is not supported with num_experts_per_tok 8"),
+        ({"n_group": 3}, "`n_group: 3`, `topk_group: 1` do not fit 128 experts"),
+        ({"norm_topk_prob": False}, "norm_topk_prob: false` is not supported with a sigmoid router"),
+        ({"first_k_dense_replace": 46}, "`first_k_dense_replace: 46` leaves no layer with experts"),
+        ({"first_k_dense_replace": -1}, "`first_k_dense_replace: -1` is not a whole number, 0 or above"),
+        ({"n_routed_experts": None}, "`n_routed_experts` is missing"),
+        ({"n_shared_experts": None}, "`n_shared_experts` is missing"),
+        ({"partial_rotary_factor": 1.5}, "`partial_rotary_factor: 1.5` is not supported; it must be above 0"),
+        ({"architectures": ["LlamaForCausalLM"], "attention_bias": False, "partial_rotary_factor": 1.0,
+          "n_shared_experts": 0}, "n_routed_experts: 128` is not supported for LlamaForCausalLM"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_of_a_mixture_with_shared_experts_is_named(change, named):
+    with pytest.raises(UserError) as error:
+        model_spec(GLM_45_AIR | change)
     (sentence,) = error.value.sentences
     assert named in sentence
 

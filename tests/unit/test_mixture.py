@@ -1,15 +1,19 @@
 """A layer's mixture of experts is that of transformers, in outputs and gradients."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
-from megatron_dapo.models.build import build_model
+from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.optimizer import make_training_state
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
@@ -33,30 +37,68 @@ def test_outputs_and_gradients_of_the_experts_and_the_router_are_those_of_transf
     )  # fmt: skip
     model = build_model(read_model_spec(path), layout, MegatronConfig())
     load_hf_weights(model, path, layout)
+    assert_layer_is_that_of_transformers(model, layout, path, layer=0)
+
+
+@pytest.mark.parametrize(
+    ("experts_per_token", "more"),
+    [(2, {}), (4, dict(n_group=4, topk_group=2, n_shared_experts=2)), (1, dict(norm_topk_prob=False))],
+)
+def test_a_sigmoid_router_and_shared_experts_are_those_of_transformers(layout, tmp_path, experts_per_token, more):
+    path = make_tiny(
+        tmp_path, "glm4_moe", layers=2, hidden=HIDDEN, num_experts=EXPERTS, experts_per_token=experts_per_token,
+        more=more,
+    )  # fmt: skip
+    model = build_model(read_model_spec(path), layout, MegatronConfig())
+    load_hf_weights(model, path, layout)
+    assert_layer_is_that_of_transformers(model, layout, path, layer=1)
+
+
+def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayout, path: Path, layer: int) -> None:
+    """Compare the outputs and all gradients of a layer's experts with those of transformers in float64."""
     generator = torch.Generator().manual_seed(0)
     x, outgoing = (torch.randn(24, 1, HIDDEN, generator=generator) for _ in range(2))
-
     ours_in = x.clone().requires_grad_()
-    ours, _ = model.chunks[0].decoder.layers[0].mlp(ours_in)
+    ours, _ = model.chunks[0].decoder.layers[layer].mlp(ours_in)
     ours.backward(outgoing)
     gradients = WeightSource(model, layout, value=lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
-    specs = [spec for spec in gradients.specs() if ".mlp." in spec.name]
+    prefix = f"model.layers.{layer}.mlp."
+    specs = [spec for spec in gradients.specs() if spec.name.startswith(prefix)]
     got = {spec.name: value for spec, value in zip(specs, gradients.gather(specs), strict=True)}
 
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
-    block = oracle.model.layers[0].mlp
+    block = oracle.model.layers[layer].mlp
     exact_in = x.double().transpose(0, 1).requires_grad_()  # [B, S, H] there
     exact = block(exact_in)
     exact.backward(outgoing.double().transpose(0, 1))
-    expected = {"gate.weight": block.gate.weight.grad}
+    expected = {name: value.grad for name, value in block.named_parameters() if not name.startswith("experts.")}
+    expected |= {name: torch.zeros_like(value) for name, value in block.named_buffers()}  # the bias gets no gradient
     for e in range(EXPERTS):
         gate, up = block.experts.gate_up_proj.grad[e].chunk(2)
         parts = {"gate_proj": gate, "up_proj": up, "down_proj": block.experts.down_proj.grad[e]}
         expected |= {f"experts.{e}.{part}.weight": value for part, value in parts.items()}
 
-    assert len(got) == len(expected) == 1 + 3 * EXPERTS
+    assert {name.removeprefix(prefix) for name in got} == expected.keys()
     pairs = {"output": (ours[:, 0], exact[0]), "input": (ours_in.grad[:, 0], exact_in.grad[0])}
-    pairs |= {name: (got[f"model.layers.0.mlp.{name}"], value) for name, value in expected.items()}
+    pairs |= {name: (got[prefix + name], value) for name, value in expected.items()}
     for name, (value, reference) in pairs.items():
         # sums of some tens of float32 products, rounded to 6e-8 each, and a softmax
         assert (value.double() - reference).abs().max() <= 2e-6 * reference.abs().max() + 1e-7, name
+
+
+def test_a_step_in_half_precision_leaves_the_bias_by_which_a_router_chooses_to_the_bit(layout, tmp_path):
+    """Megatron converts a model when it wraps it, and its optimizer steps what has a gradient."""
+    path = make_tiny(tmp_path, "glm4_moe", layers=2, hidden=HIDDEN, num_experts=EXPERTS)
+    model = build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"))
+    load_hf_weights(model, path, layout)
+    state = make_training_state(model, MegatronConfig(dtype="bfloat16"), OptimConfig(lr=1e-2), 1)
+    router = model.chunks[0].decoder.layers[1].mlp.router
+    before = router.weight.detach().clone()
+    for parameter in model.chunks[0].parameters():
+        if parameter.requires_grad:
+            parameter.main_grad.fill_(0.01)
+    state.step()
+    expected = load_file(path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert not torch.equal(router.weight, before)
+    assert router.expert_bias.dtype == torch.float32 and torch.equal(router.expert_bias, expected)
+    assert not torch.equal(expected, expected.bfloat16().float())

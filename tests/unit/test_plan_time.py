@@ -56,6 +56,8 @@ PUBLISHED_PARAMETERS = {
     "qwen3-235b-a22b": 235_093_634_560,
     "glm-4-9b": 9_400_279_040,
     "gemma-3-1b": 999_885_952,
+    "glm-4.5-air": 106_852_245_504,  # this and the next as transformers counts them
+    "glm-4.5": 352_797_814_784,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
 }

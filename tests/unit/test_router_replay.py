@@ -25,7 +25,7 @@ from tests.tiny_models import make_tiny
 pytestmark = pytest.mark.unit
 
 HIDDEN, EXPERTS, TOKENS = 32, 8, 24
-KINDS = {"weights divided by their sum": (True, 2), "weights as they are": (False, 3)}
+KINDS = {"weights divided by their sum": (True, 2), "weights as they are": (False, 3), "sigmoid with a bias": (True, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,9 @@ def folders(tmp_path_factory) -> dict:
     folders = {}
     for name, (norm, per_token) in KINDS.items():
         folders[name] = make_tiny(
-            tmp_path_factory.mktemp("model"), "qwen3_moe", layers=2, hidden=HIDDEN, num_experts=EXPERTS,
-            norm_topk_prob=norm, experts_per_token=per_token,
+            tmp_path_factory.mktemp("model"), "glm4_moe" if "sigmoid" in name else "qwen3_moe", layers=2,
+            hidden=HIDDEN, num_experts=EXPERTS, norm_topk_prob=norm, experts_per_token=per_token,
+            more=dict(first_k_dense_replace=0, routed_scaling_factor=1.5) if "sigmoid" in name else None,
         )  # fmt: skip
     return folders
 
@@ -79,7 +80,8 @@ def gradients(parts: ModelParts) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_computes_what_the_given_experts_make_of_its_tokens(folders, layout, kind):
-    """The oracle, in float64: of these experts the softmax of the router's logits, over all or over them alone."""
+    """The oracle, in float64: of these experts the softmax of the router's logits, over all or over them alone; or
+    their sigmoid, divided by the sum and times 1.5, without the bias, and a shared expert."""
     norm, per_token = KINDS[kind]
     parts = model(folders[kind], layout)
     (chunk,) = parts.chunks
@@ -95,11 +97,19 @@ def test_a_layer_computes_what_the_given_experts_make_of_its_tokens(folders, lay
     logits = x[:, 0].double() @ router.T
     chosen = experts[:, 1].long()
     weights = logits.gather(1, chosen).softmax(-1) if norm else logits.softmax(-1).gather(1, chosen)
+    if "sigmoid" in kind:
+        scores = logits.sigmoid().gather(1, chosen)
+        weights = 1.5 * scores / scores.sum(1, keepdim=True)
+
+    def made_by(expert: torch.nn.Module) -> torch.Tensor:
+        gate, up = (x[:, 0].double() @ expert.linear_fc1.weight.detach().double().T).chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up) @ expert.linear_fc2.weight.detach().double().T
+
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for number, expert in enumerate(layer.experts.local_experts):
-        gate, up = (x[:, 0].double() @ expert.linear_fc1.weight.detach().double().T).chunk(2, -1)
-        made = (torch.nn.functional.silu(gate) * up) @ expert.linear_fc2.weight.detach().double().T
-        expected = expected + made * (weights * (chosen == number)).sum(1, keepdim=True)
+        expected = expected + made_by(expert) * (weights * (chosen == number)).sum(1, keepdim=True)
+    if layer.shared_experts is not None:
+        expected = expected + made_by(layer.shared_experts)
     expected.backward(outgoing[:, 0].double())
 
     for value, reference in ((ours[:, 0], expected), (layer.router.weight.grad, router.grad)):

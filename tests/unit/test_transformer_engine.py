@@ -11,7 +11,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
@@ -107,15 +107,16 @@ def test_a_gpu_that_lacks_the_recipe_of_fp8_is_refused_with_those_it_has(monkeyp
     assert "set fp8_recipe to tensorwise or delayed or blockwise" in sentence
 
 
-def as_named_by_transformer_engine(name: str, is_moe: bool) -> str:
+def as_named_by_transformer_engine(name: str, spec: ModelSpec) -> str:
     """Its layers hold the norm before a product inside the product's module, and all experts in one."""
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
-    if is_moe:
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer and spec.has_experts(int(layer[1])):
         return re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)", r"\2\1", name)
     return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "gemma3", "qwen3_moe", "glm4_moe"])
 def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
     spec = read_model_spec(make_tiny(tmp_path, family, layers=2, hidden=16, heads=2))
     (chunk,) = build_model(spec, layout, MegatronConfig()).chunks
@@ -126,7 +127,7 @@ def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
         decoder = chunk.decoder
 
         def named_parameters(self):
-            return [(as_named_by_transformer_engine(name, bool(spec.moe)), p) for name, p in chunk.named_parameters()]
+            return [(as_named_by_transformer_engine(name, spec), p) for name, p in chunk.named_parameters()]
 
     assert {name for name, _ in Renamed().named_parameters()} != {name for name, _ in chunk.named_parameters()}
     own, renamed = weight_entries([chunk], spec), weight_entries([Renamed()], spec)
@@ -182,8 +183,9 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     megatron = MegatronConfig(fp8=kind, fp8_recipe="blockwise" if kind == "e4m3" else "tensorwise", dtype="bfloat16")
     with pytest.raises(AttributeError, match="decoder"):  # of the model that is not built here
         build_model(read_model_spec(model_path), layout, megatron)
-    (((config, layer), options),) = asked
-    assert layer == ("its layer", {"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False})
+    (((config, block), options),) = asked
+    layer = ("its layer", {"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False})
+    assert block.layer_specs == [layer] * 2
     assert options["position_embedding_type"] == "rope"
     spec = read_model_spec(model_path)
     assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(spec))

@@ -183,6 +183,24 @@ def test_experts_are_stacked_in_their_order_and_cut_within_each_on_the_server():
         assert checksum(held(tensors, f"{p}w2_weight", rank, 2)) == checksum(w2)
 
 
+def test_shared_experts_are_stacked_as_an_mlp_is_and_a_router_with_a_bias_is_in_float32():
+    p = "model.layers.1.mlp."
+    tensors = {
+        f"{p}shared_experts.{m}.weight": torch.randn(shape)
+        for m, shape in {"down_proj": (6, 8), "up_proj": (8, 6), "gate_proj": (8, 6)}.items()
+    }
+    tensors[f"{p}gate.weight"] = torch.randn(12, 6).bfloat16()
+    tensors[f"{p}gate.e_score_correction_bias"] = torch.randn(12)
+    gate, up = (tensors[f"{p}shared_experts.{m}.weight"] for m in ("gate_proj", "up_proj"))
+    stacked = held(tensors, f"{p}shared_experts.gate_up_proj.weight", 1, 2)
+    assert torch.equal(stacked, torch.cat([gate[4:], up[4:]]))
+    assert torch.equal(held(tensors, f"{p}gate.weight", 1, 2), tensors[f"{p}gate.weight"].float())
+    assert held(tensors, f"{p}gate.weight", 1, 2).dtype == torch.float32
+    assert torch.equal(
+        held(tensors, f"{p}gate.e_score_correction_bias", 1, 2), tensors[f"{p}gate.e_score_correction_bias"]
+    )
+
+
 def test_more_server_ranks_than_key_value_heads_share_them():
     tensors = layer(heads=4, kv_heads=2)
     k = tensors["model.layers.0.self_attn.k_proj.weight"]

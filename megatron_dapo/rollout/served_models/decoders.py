@@ -6,6 +6,7 @@ that lacks a package. It still does so for an architecture that is not in this l
 
 from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
 from sglang.srt.models.glm4 import Glm4ForCausalLM
+from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -19,6 +20,7 @@ class MistralForCausalLM(LlamaForCausalLM):
 EntryClass = [
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
