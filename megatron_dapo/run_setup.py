@@ -52,6 +52,7 @@ def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> 
         pp=megatron.pipeline_model_parallel_size,
         vpp=megatron.virtual_pipeline_model_parallel_size,
         ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
         cp=megatron.context_parallel_size,
         sp=megatron.sequence_parallel,
         seed=config.trainer.seed,

@@ -215,7 +215,8 @@ class RunCheckpoints:
             "num_optimizer_steps": self._num_optimizer_steps,
             **self._kl_state(),
             "layout": {
-                size: getattr(self._layout, size) for size in ("world_size", "tp", "pp", "vpp", "cp", "dp", "ep", "sp")
+                size: getattr(self._layout, size)
+                for size in ("world_size", "tp", "pp", "vpp", "cp", "dp", "ep", "etp", "sp")
             },
             "config_hash": config_hash(self._config),
             "config": config_to_plain(self._config),

@@ -11,8 +11,8 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Parallel sizes of the trainer; `dp` is what TP, PP and CP leave of the world. ep: of the TP x CP x DP ranks of a
-    stage. pipeline_layers: of each chunk, where the config says it; planner/pipeline.py reads it."""
+    """Parallel sizes of the trainer; `dp` is what TP, PP and CP leave of the world. ep, etp: of the TP x CP x DP ranks
+    of a stage. pipeline_layers: of each chunk, where the config says it; planner/pipeline.py reads it."""
 
     tp: int
     pp: int
@@ -21,6 +21,7 @@ class ParallelSizes:
     ep: int = 1
     cp: int = 1
     pipeline_layers: tuple[int, ...] | None = None
+    etp: int = 1
 
     @property
     def dp(self) -> int:
@@ -30,6 +31,11 @@ class ParallelSizes:
     def num_copies(self) -> int:
         """Return how many ranks hold the same weights and share their optimizer state."""
         return self.cp * self.dp
+
+    @property
+    def expert_dp(self) -> int:
+        """Return how many ranks hold the same experts, or the same part of them, and share their optimizer state."""
+        return self.tp * self.num_copies // (self.ep * self.etp)
 
     @property
     def segment_multiple(self) -> int:
@@ -56,6 +62,7 @@ def parallel_sizes(config: Config) -> ParallelSizes:
         vpp=megatron.virtual_pipeline_model_parallel_size,
         world=world_size(config),
         ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
         cp=megatron.context_parallel_size,
         pipeline_layers=None if megatron.pipeline_layers is None else tuple(megatron.pipeline_layers),
     )

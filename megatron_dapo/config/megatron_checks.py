@@ -21,10 +21,11 @@ def parallel_layout(config: Config) -> Iterator[Mistake]:
             f"({MEGATRON}.tensor_model_parallel_size {sizes.tp} x pipeline_model_parallel_size {sizes.pp}{context}); "
             f"change one of them.",
         )
-    if sizes.tp * sizes.num_copies % sizes.ep:
+    if sizes.tp * sizes.num_copies % (sizes.ep * sizes.etp):
+        cut = f" x expert_tensor_parallel_size {sizes.etp}" if sizes.etp > 1 else ""
         yield Mistake(
-            (f"{MEGATRON}.expert_model_parallel_size", *WORLD, *STAGES),
-            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the "
+            (f"{MEGATRON}.expert_model_parallel_size", f"{MEGATRON}.expert_tensor_parallel_size", *WORLD, *STAGES),
+            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}{cut}, but does not divide the "
             f"{sizes.tp * sizes.num_copies} ranks of a pipeline stage (TP {sizes.tp} x "
             f"{f'CP {sizes.cp} x ' if sizes.cp > 1 else ''}DP {sizes.dp}); choose a divisor.",
         )

@@ -167,7 +167,8 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
             continue
         if not all(_divides(spec, tp, pp) for spec in specs):
             continue
-        if num_gpus // pp % config.actor_rollout_ref.actor.megatron.expert_model_parallel_size:
+        megatron = config.actor_rollout_ref.actor.megatron
+        if num_gpus // pp % (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size):
             continue
         keys = {
             f"{MEGATRON}.tensor_model_parallel_size": tp,

@@ -165,9 +165,8 @@ def _fp8(megatron: MegatronConfig) -> dict:
 
 
 def _mark_experts(chunk: ModelChunk) -> None:
-    """Mark the experts: they are whole on their rank and have groups of their own to be reduced over. Megatron marks
-    them so only where EP > 1: with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be
-    summed."""
+    """Mark the experts: they have groups of their own to be reduced over. Megatron marks them so only where EP > 1:
+    with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
     for parameter in expert_parameters(chunk):
         # the second for the norm: counted on every rank of their groups. Transformer Engine's lack it where EP > 1
         mark(parameter, allreduce=False, tensor_model_parallel=True)
@@ -196,7 +195,7 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
         moe_grouped_gemm=use_te,
         moe_permute_fusion=use_te,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.etp,
     )
 
 

@@ -85,9 +85,8 @@ def _read_entry(folder: SafetensorsFolder, entry: Entry, model: ModelParts, layo
     is_vocab = entry.hf_names[0] in (EMBEDDING, LM_HEAD)
     padded = model.spec.padded_vocab_size(layout.tp) if is_vocab else None
     transform = entry.transform
-    parts = [
-        folder.read(name, transform.dim, layout.tp_rank, layout.tp, padded, transform.blocks) for name in entry.hf_names
-    ]
+    rank, size = (layout.tp_rank, layout.tp) if entry.expert is None else (layout.etp_rank, layout.etp)
+    parts = [folder.read(name, transform.dim, rank, size, padded, transform.blocks) for name in entry.hf_names]
     return transform.join(parts, model.spec)
 
 

@@ -73,6 +73,8 @@ class LinearAdapter(torch.nn.Module):
         super().__init__()
         self.entry = entry
         self.is_on = True
+        # experts are whole on their rank: ETP is refused with adapters
+        self._cut = None if entry.expert is not None else entry.transform.dim
         self._spec = spec
         self._layout = layout
         self._scale = lora.scale
@@ -87,7 +89,7 @@ class LinearAdapter(torch.nn.Module):
 
     def _add_pair(self, index: int, weight: Tensor, lora: LoraSettings) -> None:
         """Make A and B of one module: A as PEFT draws it, the same at every layout, B zero. weight: this rank's."""
-        cut = self.entry.transform.dim
+        cut = self._cut
         layout = self._layout
         whole_in = weight.size(1) * (layout.tp if cut == 1 else 1)
         name_a, _ = adapter_names(self.entry.hf_names[index])
@@ -126,7 +128,7 @@ class LinearAdapter(torch.nn.Module):
     def _shared(self, low: Tensor) -> Tensor:
         """Return A x as B needs it on this tensor-parallel rank."""
         layout = self._layout
-        cut = self.entry.transform.dim
+        cut = self._cut
         if layout.tp == 1 or self.entry.expert is not None:
             return low
         group = layout.tp_group
@@ -170,7 +172,7 @@ class LinearAdapter(torch.nn.Module):
 
     def entries(self) -> Iterator[Entry]:
         """Yield the parameters with PEFT's names, cut as they are."""
-        cut = self.entry.transform.dim
+        cut = self._cut
         rows = replace(ROWS, blocks=self.entry.transform.blocks)
         transforms = (COLUMNS if cut == 1 else REPLICATED), (rows if cut == 0 else REPLICATED)
         for index in self._targets:

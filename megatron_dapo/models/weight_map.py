@@ -5,7 +5,7 @@ Loading a checkpoint, exporting one and sending weights to the servers all go th
 A row's transform knows three things: along which axis tensor-parallel ranks hold slices of the HF tensors (`dim`; None:
 everybody holds all), how a rank's slices are joined into its Megatron shard, and how the shard is split into them.
 So a full HF tensor is always the concatenation of the ranks' slices along `dim`, block by block where it has several
-(`Transform.whole`). An expert is whole on the expert-parallel rank that has it, and absent on the others.
+(`Transform.whole`). Of an expert they are the expert-tensor-parallel ranks; other expert-parallel ranks do not have it.
 """
 
 import re
@@ -76,7 +76,6 @@ ROWS = Transform(0, REPLICATED.join, REPLICATED.split)
 COLUMNS = Transform(1, REPLICATED.join, REPLICATED.split)
 QKV = Transform(0, _join_qkv, _split_qkv)
 GATE_UP = Transform(0, lambda parts, spec: torch.cat(parts), lambda shard, spec: list(shard.chunk(2)))
-WHOLE_GATE_UP = Transform(None, GATE_UP.join, GATE_UP.split)
 FUSED_GATE_UP = Transform(0, REPLICATED.join, REPLICATED.split, blocks=2)  # one HF tensor, as in Megatron
 
 
@@ -197,10 +196,10 @@ DECODER = (
         lambda m: [(_moe(m).num_experts,)], where=lambda m: m.moe is not None and m.moe.has_bias,
         in_layer=ModelSpec.has_experts),
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc1.weight",
-        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), WHOLE_GATE_UP, _gate_up(_expert_width),
+        (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), GATE_UP, _gate_up(_expert_width),
         in_layer=ModelSpec.has_experts, alias="decoder.layers.{l}.mlp.experts.linear_fc1.weight{e}"),
     Row("decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",),
-        REPLICATED, _down(_expert_width), in_layer=ModelSpec.has_experts,
+        COLUMNS, _down(_expert_width), in_layer=ModelSpec.has_experts,
         alias="decoder.layers.{l}.mlp.experts.linear_fc2.weight{e}"),
     Row("decoder.layers.{l}.mlp.shared_experts.linear_fc1.weight",
         (_HF_LAYER + _SHARED + "gate_proj.weight", _HF_LAYER + _SHARED + "up_proj.weight"), GATE_UP,

@@ -19,13 +19,13 @@ from megatron_dapo.platform.parallel import ParallelLayout
 class _Slot:
     """Where a tensor comes from.
 
-    part: which of the entry's HF tensors. owner: expert-parallel rank that has it, where it is of an expert; entry is
-    then the one in its place here.
+    part: which of the entry's HF tensors. shape: of the tensor, padding included. owner: expert-parallel rank that has
+    it, where it is of an expert; entry is then the one in its place here.
     """
 
     entry: Entry
     part: int
-    local_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     owner: int | None
 
 
@@ -61,16 +61,16 @@ class WeightSource:
             for owner in owners:
                 names = entry.hf_names if owner is None else entry.hf_names_on(owner)
                 for part, (name, local) in enumerate(zip(names, local_parts, strict=True)):
-                    shape = tuple(local.shape)
+                    shape = self._full_shape(entry, tuple(local.shape))
                     self._slots[name] = _Slot(entry, part, shape, owner)
-                    self._specs.append(TensorSpec(name, self._full_shape(entry, shape, name), local.dtype))
+                    if name in (EMBEDDING, LM_HEAD):
+                        shape = (self._model.spec.vocab_size, *shape[1:])  # without the padding
+                    self._specs.append(TensorSpec(name, shape, local.dtype))
 
-    def _full_shape(self, entry: Entry, local: tuple[int, ...], name: str) -> tuple[int, ...]:
+    def _full_shape(self, entry: Entry, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)
         if entry.transform.dim is not None:
-            shape[entry.transform.dim] *= self._layout.tp
-        if name in (EMBEDDING, LM_HEAD):
-            shape[0] = self._model.spec.vocab_size  # without the padding
+            shape[entry.transform.dim] *= self._layout.tp if entry.expert is None else self._layout.etp
         return tuple(shape)
 
     def specs(self) -> list[TensorSpec]:
@@ -82,7 +82,8 @@ class WeightSource:
         """Return full tensors on the stage's source rank, None on the others.
 
         Collective over its ranks that gather (`layout.gathers`); the others may call it, which does nothing.
-        All slices travel in one flat all-gather, other ranks' experts in one all-to-all; the rest does not travel.
+        All slices travel in one flat all-gather, those of experts in another, other ranks' experts then in one
+        all-to-all; the rest does not travel.
         """
         layout = self._layout
         if not layout.gathers:
@@ -91,12 +92,13 @@ class WeightSource:
         here = [i for i, slot in enumerate(slots) if slot.owner in (None, layout.ep_rank)]
         split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
         full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
+        cut = [i for i in here if slots[i].entry.transform.dim is not None]
+        of_experts = [i for i in cut if slots[i].owner is not None]
         if layout.tp > 1 and layout.copy_rank == 0:
-            transforms = {i: slot.entry.transform for i, slot in enumerate(slots)}
-            cut = [i for i, transform in transforms.items() if transform.dim is not None]
-            for i, slices in zip(cut, self._exchange([full[i] for i in cut]), strict=True):
-                full[i] = transforms[i].whole(slices)
-        if layout.ep > 1 and layout.stage_rank < layout.ep:
+            self._join(slots, full, [i for i in cut if slots[i].owner is None], layout.tp_group)
+        if layout.etp > 1 and layout.expert_dp_rank == 0:
+            self._join(slots, full, of_experts, layout.etp_group)
+        if layout.ep > 1 and layout.expert_dp_rank == 0 and layout.etp_rank == 0:
             experts = [i for i, slot in enumerate(slots) if slot.owner is not None]
             full |= self._fetch({i: slots[i] for i in experts}, full)
         if not layout.is_source:
@@ -119,22 +121,26 @@ class WeightSource:
         like = self._value(next(iter(slots.values())).entry.parameter)
         flat = torch.cat(to_send) if to_send else like.new_empty(0)
         wanted = [i for rank in range(1, ep) for i in by_owner[rank]] if is_source else []
-        lengths = {i: math.prod(slots[i].local_shape) for i in wanted}
+        lengths = {i: math.prod(slots[i].shape) for i in wanted}
         counts = [sum(lengths.get(i, 0) for i in indices) for indices in by_owner]
         received = like.new_empty(sum(counts))
         to_source = [flat.numel(), *[0] * (ep - 1)]
         dist.all_to_all_single(received, flat, counts, to_source, group=self._layout.ep_group)
         parts = received.split([lengths[i] for i in wanted])
-        return {i: part.view(slots[i].local_shape) for i, part in zip(wanted, parts, strict=True)}
+        return {i: part.view(slots[i].shape) for i, part in zip(wanted, parts, strict=True)}
 
-    def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """Return for each tensor its slices on all ranks, in rank order."""
-        if not tensors:
-            return []
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        gathered = flat.new_empty((self._layout.tp, flat.numel()))
-        dist.all_gather_into_tensor(gathered.view(-1), flat, group=self._layout.tp_group)
-        by_rank = [row.split([tensor.numel() for tensor in tensors]) for row in gathered]
-        return [
-            [by_rank[rank][i].view(tensor.shape) for rank in range(self._layout.tp)] for i, tensor in enumerate(tensors)
-        ]
+    @staticmethod
+    def _join(slots: list[_Slot], full: dict[int, Tensor], cut: list[int], group: dist.ProcessGroup | None) -> None:
+        """Replace this rank's slices of the tensors numbered in `cut` by the whole tensors. Collective over the
+        group."""
+        assert group is not None, "the layout has the groups of its sizes"
+        slices = [full[i] for i in cut]
+        if not slices:
+            return
+        flat = torch.cat([part.reshape(-1) for part in slices])
+        gathered = flat.new_empty((group.size(), flat.numel()))
+        dist.all_gather_into_tensor(gathered.view(-1), flat, group=group)
+        del flat
+        by_rank = [row.split([part.numel() for part in slices]) for row in gathered]
+        for number, (i, part) in enumerate(zip(cut, slices, strict=True)):
+            full[i] = slots[i].entry.transform.whole([parts[number].view(part.shape) for parts in by_rank])

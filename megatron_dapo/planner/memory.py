@@ -158,7 +158,7 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     experts = 0
     if spec.moe is not None:
         shared += num_moe * (spec.moe.num_experts * hidden + 3 * hidden * spec.moe.shared_ffn_size // tp)
-        experts = num_moe * (spec.moe.num_experts // sizes.ep) * 3 * hidden * spec.ffn_size
+        experts = num_moe * (spec.moe.num_experts // sizes.ep) * 3 * hidden * spec.ffn_size // sizes.etp
     vocabulary = spec.padded_vocab_size(tp) // tp * hidden
     shared += vocabulary if stage == 0 else 0
     if stage == sizes.pp - 1:
@@ -223,7 +223,7 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     by_dp, by_expert_dp = 1, 1
     if megatron.use_distributed_optimizer:
         by_dp = sizes.num_copies
-        by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
+        by_expert_dp = sizes.expert_dp
     optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
     return States(
         weights=num_weights * width + _router_biases(spec, sizes, stage) + _fp8_copies(config, spec, stage),
@@ -252,8 +252,7 @@ def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = Non
 
     def of_rank(stage: int) -> float:
         counts = [num_trained_parameters(config, spec, stage) for spec in specs]
-        by_expert_dp = sizes.tp * sizes.num_copies // sizes.ep
-        return sum(shared / sizes.num_copies + experts / by_expert_dp for shared, experts in counts)
+        return sum(shared / sizes.num_copies + experts / sizes.expert_dp for shared, experts in counts)
 
     largest = max(of_rank(stage) for stage in range(sizes.pp))
     return round(largest * fraction * ON_THE_HOST * config.trainer.n_procs_per_node)
@@ -307,8 +306,8 @@ def kept_per_token(
     attention = 3 * heads * spec.head_dim * width / sizes.tp
     share = sum(map(spec.has_experts, layers)) / max(len(layers), 1)
     mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
-    if spec.moe is not None:  # tokens are evenly spread over the experts; each is copied once per expert
-        experts = spec.moe.experts_per_token * (4 * spec.ffn_size + spec.hidden_size) * width / part
+    if spec.moe is not None:  # tokens are evenly spread over the experts; each is copied once per expert and its parts
+        experts = spec.moe.experts_per_token * (4 * spec.ffn_size + sizes.etp * spec.hidden_size) * width / part
         mlp += share * (experts + 4 * spec.moe.shared_ffn_size * width / sizes.tp)
     # of each norm: float32 input and normed output, input of the product; an output's, of what follows
     rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part

@@ -61,7 +61,7 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
         "num_key_value_heads": _size(model, "num_key_value_heads") or heads,
         "hidden_size": _size(model, "hidden_size"),
         "intermediate_size": _size(model, "intermediate_size") if _has_dense_layers(model) else None,
-        "n_shared_experts x moe_intermediate_size": _shared_size(model),  # the other experts are not cut
+        "n_shared_experts x moe_intermediate_size": _shared_size(model),  # the other experts are cut over ETP
     }
     for name, size in sizes.items():
         if size and size % tp:
@@ -113,12 +113,12 @@ def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
     num_experts = num_experts_of(model)
     if not num_experts:
-        if sizes.ep > 1:
-            yield Mistake(
-                (f"{MEGATRON}.expert_model_parallel_size",),
-                f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but the model has no experts "
-                f"({_architecture(model)}); set it to 1.",
-            )
+        for name, size in (("expert_model_parallel_size", sizes.ep), ("expert_tensor_parallel_size", sizes.etp)):
+            if size > 1:
+                yield Mistake(
+                    (f"{MEGATRON}.{name}",),
+                    f"{MEGATRON}.{name} is {size}, but the model has no experts ({_architecture(model)}); set it to 1.",
+                )
         if (mode := config.actor_rollout_ref.actor.router_replay) != "off":
             yield Mistake(
                 (ROUTER_REPLAY,),
@@ -130,6 +130,13 @@ def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
             (f"{MEGATRON}.expert_model_parallel_size",),
             f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the model's num_experts "
             f"{num_experts}; choose a divisor of {num_experts}.",
+        )
+    width = _size(model, "moe_intermediate_size")
+    if width and width % sizes.etp:
+        yield Mistake(
+            (f"{MEGATRON}.expert_tensor_parallel_size",),
+            f"{MEGATRON}.expert_tensor_parallel_size is {sizes.etp}, but does not divide the model's "
+            f"moe_intermediate_size {width}; choose a divisor of {width}.",
         )
     if sizes.tp > 1 and not megatron.sequence_parallel:
         yield Mistake(
@@ -164,7 +171,22 @@ def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
 def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     family = FAMILIES.get(_architecture(model))
     targets = config.actor_rollout_ref.model.target_modules
-    if family is None or not config.actor_rollout_ref.model.lora_rank or targets == ALL_LINEAR:
+    rank = config.actor_rollout_ref.model.lora_rank
+    if family is None or not rank:
+        return
+    if family.has_shared_experts:
+        yield Mistake(
+            (LORA_RANK,),
+            f"{LORA_RANK} is {rank}, but adapters of a model with shared experts ({_architecture(model)}) are not "
+            f"tested yet; set it to 0.",
+        )
+    if (etp := parallel_sizes(config).etp) > 1:
+        yield Mistake(
+            (LORA_RANK, f"{MEGATRON}.expert_tensor_parallel_size"),
+            f"{MEGATRON}.expert_tensor_parallel_size is {etp}, but adapters ({LORA_RANK} {rank}) need whole "
+            f"experts on each rank; set it to 1, or lora_rank to 0.",
+        )
+    if targets == ALL_LINEAR:
         return
     missing = [n for n in target_modules(config) if n in LINEAR_MODULES and n not in family.linear_modules]
     if missing:

@@ -91,6 +91,7 @@ def _trainer(config: Config) -> Iterator[str]:
     parallel = f"TP {sizes.tp}, PP {sizes.pp}, DP {sizes.dp}"
     parallel += f", CP {sizes.cp}" if sizes.cp > 1 else ""
     parallel += f", EP {sizes.ep}" if sizes.ep > 1 else ""
+    parallel += f", ETP {sizes.etp}" if sizes.etp > 1 else ""
     parallel += f", {sizes.vpp} chunks per stage" if sizes.vpp else ""
     parallel += ", sequence parallel" if config.actor_rollout_ref.actor.megatron.sequence_parallel else ""
     yield f"{_count(sizes.world, 'rank')} ({_count(trainer.nnodes, 'node')} x {trainer.n_procs_per_node}): {parallel}"

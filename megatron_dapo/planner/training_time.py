@@ -295,16 +295,18 @@ def _collectives_s(
 
     Tensor parallel ranks: two all-reduces, or with sequence parallelism two all-gathers and two
     reduce-scatters, which is the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank (arXiv 2205.05198,
-    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls).
+    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls). Expert tensor
+    parallel ranks: each takes the tokens of the others, and gives back its part of what the experts make of them.
     """
     sizes = layout.sizes
     wide = spec.hidden_size * WIDTH
     tensor = 4 * (sizes.tp - 1) / sizes.tp * wide / _bandwidth(sizes.tp, layout, hardware)
     experts = 0.0
-    if spec.moe and sizes.ep > 1:
-        copies = spec.moe.experts_per_token * (sizes.ep - 1) / sizes.ep
-        part = sizes.tp if layout.sequence_parallel else 1
-        experts = 2 * copies * wide / part / _bandwidth(sizes.ep, layout, hardware)
+    if spec.moe:
+        copies = spec.moe.experts_per_token * wide / (sizes.tp if layout.sequence_parallel else 1)
+        sent = copies * (sizes.ep - 1) / sizes.ep
+        experts += 2 * sent / _bandwidth(sizes.ep * sizes.etp, layout, hardware)
+        experts += 2 * copies * (sizes.etp - 1) / _bandwidth(sizes.etp, layout, hardware)
     num_moe = sum(map(spec.has_experts, layers))
     return tokens * (len(layers) * tensor + num_moe * experts) / efficiency.link
 

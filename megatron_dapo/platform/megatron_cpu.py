@@ -117,6 +117,38 @@ def _one_group_of_the_same_ranks(original: Callable) -> Callable:
     return initialize
 
 
+def _gather_all_lengths(original: Callable) -> Callable:
+    """Wrap the gather along the first dimension: ranks with different lengths send theirs to all others."""
+
+    @functools.wraps(original)
+    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        size = group.size()
+        if output_split_sizes is None or size == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        copies = torch.cat([input_] * size)
+        torch.distributed.all_to_all_single(output, copies, output_split_sizes, [len(input_)] * size, group=group)
+        return output
+
+    return gather
+
+
+def _reduce_scatter_all_lengths(original: Callable) -> Callable:
+    """Wrap the reduce-scatter along the first dimension: each rank adds up what the others send it."""
+
+    @functools.wraps(original)
+    def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
+        size = group.size()
+        if input_split_sizes is None or size == 1:
+            return original(input_, group, input_split_sizes, use_global_buffer)
+        own = input_split_sizes[group.rank()]
+        parts = input_.new_empty(size * own, *input_.shape[1:])
+        torch.distributed.all_to_all_single(parts, input_.contiguous(), [own] * size, input_split_sizes, group=group)
+        return parts.view(size, own, *input_.shape[1:]).sum(0)
+
+    return reduce_scatter
+
+
 # fmt: off
 ADAPTATIONS = (
     Adaptation("torch.cuda.current_device", "tensor factories: device=torch.cuda.current_device()",
@@ -148,6 +180,10 @@ ADAPTATIONS = (
                "upstream warns on every use that the CPU generator changed: here it should", _fork_cpu_generator),
     Adaptation("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
                "counts become the numbers that an all-to-all takes only on their way from a GPU", _move_to_host),
+    Adaptation("megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+               "cut experts gather their ranks' tokens: gloo gathers equal lengths only", _gather_all_lengths),
+    Adaptation("megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
+               "and sum up what these made of them: gloo scatters equal lengths only", _reduce_scatter_all_lengths),
     Adaptation("megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func",
                "on a group of one rank gloo copies all gradients to and fro; NCCL does nothing", _nothing_where_alone),
     Adaptation("megatron.core.distributed.param_and_grad_buffer.dist_all_gather_func",

@@ -21,11 +21,12 @@ class ParallelLayout:
     parallel.
 
     cp: the ranks that share the tokens of each micro-batch. They hold the same weights, as data-parallel ranks do.
-    ep: expert parallelism. The experts of a mixture are spread over ep neighbouring ranks of a stage, of its tp x cp x
-    dp, and are the same in each of its expert_dp such groups; none of them is cut.
-    tp_group, pp_group, ep_group, copies_group: Megatron's groups, the last of the ranks that hold the same weights, dp
-    x cp. cpu_group: all ranks over gloo, for Python objects and for collectives that wait for the rollout. agreement:
-    of all ranks, over cpu_group. replicas: by data-parallel rank the ranks that work on the same samples;
+    ep, etp: expert parallelism, and expert tensor parallelism. Each expert of a mixture is cut over etp neighbouring
+    ranks of a stage, of its tp x cp x dp; ep such groups, side by side, have all experts, and each of the stage's
+    expert_dp parts of ep x etp ranks has the same.
+    tp_group, pp_group, ep_group, etp_group, copies_group: Megatron's groups, the last of the ranks that hold the same
+    weights, dp x cp. cpu_group: all ranks over gloo, for Python objects and for collectives that wait for the rollout.
+    agreement: of all ranks, over cpu_group. replicas: by data-parallel rank the ranks that work on the same samples;
     cpu_model_group: those that this rank is one of, over gloo.
     """
 
@@ -48,6 +49,8 @@ class ParallelLayout:
     cpu_model_group: dist.ProcessGroup
     ep: int = 1
     ep_group: dist.ProcessGroup | None = None
+    etp: int = 1
+    etp_group: dist.ProcessGroup | None = None
     cp: int = 1
     cp_rank: int = 0
 
@@ -92,17 +95,21 @@ class ParallelLayout:
         return self.copy_rank * self.tp + self.tp_rank
 
     @property
+    def etp_rank(self) -> int:
+        return self.stage_rank % self.etp
+
+    @property
     def ep_rank(self) -> int:
-        return self.stage_rank % self.ep
+        return self.stage_rank // self.etp % self.ep
 
     @property
     def expert_dp(self) -> int:
-        """Return how many ranks hold the same experts."""
-        return self.tp * self.num_copies // self.ep
+        """Return how many ranks hold the same experts, or the same part of them."""
+        return self.tp * self.num_copies // (self.ep * self.etp)
 
     @property
     def expert_dp_rank(self) -> int:
-        return self.stage_rank // self.ep
+        return self.stage_rank // (self.ep * self.etp)
 
     @property
     def is_source(self) -> bool:
@@ -113,7 +120,7 @@ class ParallelLayout:
     def gathers(self) -> bool:
         """Return whether this rank takes part in gathering the stage's weights. Those that do are the stage's first
         ranks, as many as it takes to hold all slices and all experts."""
-        return self.stage_rank < max(self.tp, self.ep)
+        return self.stage_rank < max(self.tp, self.ep * self.etp)
 
     def coordinates(self) -> RankCoordinates:
         """Return where this rank is."""
@@ -127,6 +134,7 @@ class ParallelLayout:
         pp: int = 1,
         vpp: int | None = None,
         ep: int = 1,
+        etp: int = 1,
         cp: int = 1,
         sp: bool = False,
         seed: int = 1,
@@ -153,7 +161,7 @@ class ParallelLayout:
             virtual_pipeline_model_parallel_size=vpp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=etp,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,  # only Megatron's older checkpoint formats use them
         )
@@ -182,6 +190,8 @@ class ParallelLayout:
             cpu_model_group=_own_group(replicas, object_timeout),
             ep=ep,
             ep_group=parallel_state.get_expert_model_parallel_group(),
+            etp=etp,
+            etp_group=parallel_state.get_expert_tensor_parallel_group(),
             cp=cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
         )

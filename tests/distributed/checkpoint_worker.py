@@ -43,6 +43,7 @@ COMMON = [
 ]
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 SIZES |= {"cp": "context_parallel_size"}
+SIZES |= {"etp": "expert_tensor_parallel_size"}
 SIZES |= {"vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size", "sp": "sequence_parallel"}
 SIZES |= {"pipeline_layers": "pipeline_layers"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -75,6 +76,8 @@ class Run:
         names = (*MOMENTS, MAIN) if self.policy.model.config.bf16 else MOMENTS
         moments = {name: _moments(self.policy, self.layout, name) for name in names}
         whole = gathered(trained_source(self.policy.model, self.layout, torch.nn.Parameter.detach), self.layout)
+        if self.policy.model.lora is None:
+            whole |= gathered(self.policy.weight_source(), self.layout)  # biases of routers, which are not trained, too
         for name, values in moments.items():
             source = trained_source(self.policy.model, self.layout, lambda p, values=values: values[p])
             whole |= {f"{name}.{key}": value for key, value in gathered(source, self.layout).items()}

@@ -83,6 +83,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
         "pp": "pipeline_model_parallel_size",
         "vpp": "virtual_pipeline_model_parallel_size",
         "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
         "cp": "context_parallel_size",
     }
     parallel = [f"actor_rollout_ref.actor.megatron.{names[k]}={v}" for k, v in sizes.items() if k in names]

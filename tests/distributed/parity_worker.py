@@ -18,9 +18,12 @@ from megatron_dapo.data.packing import collate
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
+from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.schedule import Schedule
+from megatron_dapo.weight_sync.plan import plan_buckets
 from tests.distributed.process_groups import leave
+from tests.live_bytes import LiveBytes
 
 
 def sample(index: int, tokens: list[int]) -> TrainSample:
@@ -49,6 +52,22 @@ def log_probs(model, layout: ParallelLayout, samples: list[TrainSample], packed:
     }
 
 
+BUCKET_BYTES = 2**15
+
+
+def peak_of_gathering(model, layout: ParallelLayout) -> list[tuple[int, int, int]]:
+    """Of each rank: most bytes of tensors that one bucket took, bytes of the largest tensor, and of all of them."""
+    source = WeightSource(model, layout)
+    specs = source.specs()
+    sizes = [spec.num_bytes for spec in specs]
+    peak = 0
+    for bucket in plan_buckets(specs, BUCKET_BYTES, BUCKET_BYTES).buckets:
+        with LiveBytes() as live:
+            source.gather(list(bucket.specs))
+        peak = max(peak, live.peak)
+    return layout.gather((peak, max(sizes), sum(sizes)))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     task = json.loads(Path(sys.argv[1]).read_text())
@@ -65,6 +84,7 @@ def main() -> None:
                 dist.all_gather_object(gathered, own, group=layout.cpu_group)
                 key = f"{model_name}/{layout_name}/{'packed' if packed else 'padded'}"
                 results[key] = {index: values for part in gathered for index, values in part.items()}
+            results[f"{model_name}/{layout_name}/peaks"] = peak_of_gathering(model, layout)
             export_hf(model, layout, path, Path(task["out"]) / f"{model_name}-{layout_name}")
         leave(layout)
     if dist.get_rank() == 0:

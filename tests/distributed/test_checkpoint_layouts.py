@@ -31,10 +31,12 @@ READERS = {
     "cp2_dp2": (4, {"cp": 2}, True),  # to a checkpoint the same as DP 4
     "tp1": (1, {}, False),
 }
-# of a mixture of experts: spread over tensor-parallel ranks, over these and data-parallel ones, or on every rank
+# of a mixture of experts behind a dense layer: spread over tensor-parallel ranks, over these and data-parallel ones, on
+# every rank, or cut
 MIXTURE_WRITERS = {
     "moe_tp2_ep2": (2, {"tp": 2, "sp": True, "ep": 2}, False),
     "moe_dp2": (2, {}, False),
+    "moe_tp2_etp2": (2, {"tp": 2, "sp": True, "etp": 2}, True),
     "moe_tp2_dp2_ep2": (4, {"tp": 2, "sp": True, "ep": 2}, True),
 }
 MOE_READERS = {
@@ -42,6 +44,7 @@ MOE_READERS = {
     "dp2_ep2": (2, {"ep": 2}, True),
     "tp2": (2, {"tp": 2, "sp": True}, True),
     "dp4_ep4": (4, {"ep": 4}, False),
+    "dp4_ep2_etp2": (4, {"ep": 2, "etp": 2}, True),
     "tp1": (1, {}, False),
 }
 # of adapters, of which a checkpoint holds these alone
@@ -111,10 +114,10 @@ def results(tmp_path_factory) -> dict[str, dict]:
         "longer": make_tiny(folder / "longer", "qwen2", **{**shape, "layers": 6}),
         "wider": make_tiny(folder / "wider", "qwen2", **{**shape, "vocab": 70}),
         "plain": make_tiny(folder / "plain", "llama", **shape),
-        "moe": make_tiny(folder / "moe", "qwen3_moe", **mixture),
-        "other_moe": make_tiny(folder / "other_moe", "qwen3_moe", seed=5, **mixture),
+        "moe": make_tiny(folder / "moe", "glm4_moe", **mixture),
+        "other_moe": make_tiny(folder / "other_moe", "glm4_moe", seed=5, **mixture),
         "small": make_tiny(folder / "small", "qwen2", seed=5, vocab=67, layers=2, hidden=16, heads=2, kv_heads=2),
-        "fewer_experts": make_tiny(folder / "fewer_experts", "qwen3_moe", **{**mixture, "num_experts": 2}),
+        "fewer_experts": make_tiny(folder / "fewer_experts", "glm4_moe", **{**mixture, "num_experts": 2}),
     }
     with tarfile.open(EARLIER) as archive:
         archive.extractall(folder / "earlier", filter="data")
@@ -367,7 +370,7 @@ def test_weights_alone_can_be_saved_and_loaded(results):
         ("no_bias", ["has, which this model has not, decoder.layers.0.self_attention.linear_qkv.bias"]),
         (
             "experts",
-            ["has, which this model has not, decoder.layers.0.mlp.experts.experts.2.linear_fc1.weight_v", "more"],
+            ["has, which this model has not, decoder.layers.1.mlp.experts.experts.2.linear_fc1.weight_v", "more"],
         ),
         ("dtype", ["float32", "bfloat16", "megatron.dtype"]),
         ("cut_tensors", ["cannot be read (rank 0: ", "; choose another checkpoint."]),

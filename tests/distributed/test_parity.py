@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.distributed.parity_worker import BUCKET_BYTES
 from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny
 
@@ -66,10 +67,17 @@ LAYOUTS = {
 # what tensor and expert parallelism leave is data parallelism: every such rank has the same sequences here
 MIXTURE_LAYOUTS = {
     1: {"tp1": {}},
-    2: {"tp2_sp": {"tp": 2, "sp": True}, "tp2_sp_ep2": {"tp": 2, "sp": True, "ep": 2}, "dp2_ep2": {"ep": 2}},
+    2: {
+        "tp2_sp": {"tp": 2, "sp": True},
+        "tp2_sp_ep2": {"tp": 2, "sp": True, "ep": 2},
+        "dp2_ep2": {"ep": 2},
+        "tp2_sp_etp2": {"tp": 2, "sp": True, "etp": 2},
+    },
     4: {
         "tp2_sp_dp2_ep2": {"tp": 2, "sp": True, "ep": 2},
         "tp2_sp_dp2_ep4": {"tp": 2, "sp": True, "ep": 4},
+        "tp2_sp_dp2_ep2_etp2": {"tp": 2, "sp": True, "ep": 2, "etp": 2},
+        "dp4_etp2": {"etp": 2},
         "tp2_sp_pp2_ep2": {"tp": 2, "sp": True, "pp": 2, "ep": 2},
         "pp2_dp2_ep2": {"pp": 2, "ep": 2},
     },
@@ -141,6 +149,13 @@ def test_export_gives_back_the_checkpoint_bit_for_bit(runs, case):
     for name, tensor in original.items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
     assert (exported / "config.json").read_text() == (folder / model / "config.json").read_text()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "moe" in case])
+def test_gathering_a_bucket_takes_its_slices_and_the_bucket_on_any_rank(runs, case):
+    """And, for a moment, one parameter's parts: never a whole layer's experts, let alone the model's."""
+    for peak, largest, whole in runs[0][f"{case}/peaks"]:
+        assert peak <= 2 * max(BUCKET_BYTES, largest) + largest < whole / 3
 
 
 @pytest.mark.parametrize("scaled", ["llama3_rope", "mistral_yarn"])

@@ -18,6 +18,7 @@ SHORT = {
     "pp": "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
     "vpp": "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
     "ep": "actor_rollout_ref.actor.megatron.expert_model_parallel_size",
+    "etp": "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
     "buffer": "algorithm.dapo.overlong_reward_shaping.buffer_len",
     "actor.": "actor_rollout_ref.actor.",
     "megatron.": "actor_rollout_ref.actor.megatron.",
@@ -242,6 +243,8 @@ MIXTURE_CONTRADICTIONS = [
     ("trainer.n_procs_per_node=16 ep=16", ["expert_model_parallel_size is 16", "num_experts 8"]),
     ("trainer.n_procs_per_node=8 tp=2 pp=2 megatron.sequence_parallel=true ep=8",
      ["expert_model_parallel_size is 8", "4 ranks of a pipeline stage (TP 2 x DP 2)"]),
+    ("trainer.n_procs_per_node=8 tp=2 megatron.sequence_parallel=true ep=4 etp=4",
+     ["expert_model_parallel_size is 4 x expert_tensor_parallel_size 4", "8 ranks of a pipeline stage (TP 2 x DP 4)"]),
     ("trainer.n_procs_per_node=2 tp=2", ["sequence_parallel is false", "tensor_model_parallel_size 2", "Qwen3Moe"]),
     ("megatron.fp8=hybrid", ["fp8 is hybrid", "Qwen3MoeForCausalLM", "fp8 to none"]),
     ("rollout.server.tensor_model_parallel_size=3", ["server.tensor_model_parallel_size is 3", "moe_intermediate"]),
@@ -263,7 +266,7 @@ def test_experts_are_spread_over_tensor_and_data_parallel_ranks(num_experts):
     model = {**MIXTURE_JSON, "num_experts": None, num_experts: 8}
     if num_experts != "num_experts":
         del model["num_experts"]
-    for text in ("", "tp=2 megatron.sequence_parallel=true ep=8", "pp=2 ep=4", "ep=2"):
+    for text in ("", "tp=2 megatron.sequence_parallel=true ep=8", "pp=2 ep=4", "ep=2", "ep=2 etp=4", "pp=2 etp=2"):
         assert mistakes(f"trainer.n_procs_per_node=8 {text}", model_json=model) == []
     for text in ("rollout", "old data.train_batch_size=1024"):
         assert mistakes(f"actor.router_replay={text}", model_json=model) == []
@@ -271,6 +274,27 @@ def test_experts_are_spread_over_tensor_and_data_parallel_ranks(num_experts):
         assert "router_replay is" in sentence and "no experts (Qwen2ForCausalLM); set it to off" in sentence
     (sentence,) = mistakes("trainer.n_procs_per_node=2 ep=2")
     assert "expert_model_parallel_size is 2" in sentence and "no experts (Qwen2ForCausalLM)" in sentence
+    (sentence,) = mistakes("trainer.n_procs_per_node=8 etp=8", model_json=model | {"moe_intermediate_size": 36})
+    assert "expert_tensor_parallel_size is 8" in sentence and "moe_intermediate_size 36" in sentence
+    (sentence,) = mistakes("trainer.n_procs_per_node=8 etp=8 actor_rollout_ref.model.lora_rank=4", model_json=model)
+    assert "expert_tensor_parallel_size is 8" in sentence and "or lora_rank to 0" in sentence
+    (sentence,) = mistakes("trainer.n_procs_per_node=2 etp=2")
+    assert "expert_tensor_parallel_size is 2" in sentence and "no experts (Qwen2ForCausalLM)" in sentence
+
+
+def test_tensor_parallel_ranks_share_shared_experts_and_dense_layers():
+    model = {key: value for key, value in MIXTURE_JSON.items() if key != "num_experts"}
+    model |= {"n_routed_experts": 8, "n_shared_experts": 1}
+    model |= {"architectures": ["Glm4MoeForCausalLM"], "intermediate_size": 256, "first_k_dense_replace": 1}
+    (sentence,) = mistakes("actor_rollout_ref.model.lora_rank=4", model_json=model)
+    assert "lora_rank is 4" in sentence and "shared experts (Glm4MoeForCausalLM)" in sentence
+    text = "trainer.n_procs_per_node=8 tp=4 megatron.sequence_parallel=true"
+    for change in ({}, {"intermediate_size": 255, "first_k_dense_replace": 0}):
+        assert mistakes(text, model_json=model | change) == []
+    (sentence,) = mistakes(text, model_json=model | {"intermediate_size": 255})
+    assert "does not divide the model's intermediate_size 255" in sentence
+    (sentence,) = mistakes(text, model_json=model | {"moe_intermediate_size": 33, "n_shared_experts": 2})
+    assert "does not divide the model's n_shared_experts x moe_intermediate_size 66" in sentence
 
 
 def test_a_sound_config_passes():

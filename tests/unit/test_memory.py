@@ -22,6 +22,7 @@ from megatron_dapo.planner.memory import (
     GB,
     activation_bytes,
     head_bytes,
+    kept_per_token,
     model_states,
     num_parameters,
     num_trained_parameters,
@@ -261,6 +262,31 @@ def test_experts_are_shared_over_their_own_ranks():
     assert whole == 12 * 8 * 3 * 96 * 32
     shared, part = num_parameters(experts(), ParallelSizes(tp=2, pp=1, vpp=None, world=4, ep=4), stage=0)
     assert part == whole // 4 and dense / 2 < shared < dense
+    assert num_parameters(experts(), ParallelSizes(tp=2, pp=1, vpp=None, world=4, ep=2, etp=2), stage=0) == (
+        shared,
+        part,
+    )
+
+
+def test_dense_layers_and_shared_experts_are_counted_where_they_are():
+    """Twelve layers of width 96, three on each of four stages; the first two are dense. A token of a layer with experts
+    keeps, in bfloat16, 4 numbers per column of two experts and of the shared one, and a copy per expert, which ETP 2
+    doubles."""
+    fields = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2}
+    spec = model_spec({**MODEL_JSON, **fields, "moe_intermediate_size": 32, "first_k_dense_replace": 2})
+    dense, shared, expert = (3 * 96 * width for width in (spec.dense_ffn_size, 32, 32))
+    sizes = ParallelSizes(tp=2, pp=4, vpp=None, world=16, ep=2, etp=2)
+    counts = [num_parameters(spec, sizes, stage) for stage in range(4)]
+    assert [experts for _, experts in counts] == [number * 8 * expert // 4 for number in (1, 3, 3, 3)]
+    assert counts[1][0] - (counts[0][0] - spec.vocab_size * 96 // 2) == 2 * (8 * 96 + shared // 2 - dense // 2)
+    of_dense, of_experts = (kept_per_token(spec, sizes, 2, 2, layers)[1] for layers in ([0], [5]))
+    assert of_dense == 4 * spec.dense_ffn_size * 2 / 2
+    assert of_experts == (2 * (4 * 32 + 2 * 96) + 4 * 32) * 2 / 2
+    assert kept_per_token(spec, sizes, 2, 2, [1, 2])[1] == (of_dense + of_experts) / 2
+    bias = model_states(load_config(None, [f"{MEGATRON}.dtype=float32"]), spec, 0).weights - 4 * sum(
+        num_parameters(spec, ONE_RANK, stage=0)
+    )
+    assert bias == 10 * 8 * 4  # float32 numbers of ten routers, which have neither gradient nor optimizer state
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():

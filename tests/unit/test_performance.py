@@ -47,12 +47,12 @@ def test_a_critic_computes_one_number_in_the_place_of_the_logits():
     assert forward_flops(spec, [3, 2], 4) - forward_flops(spec.as_critic(), [3, 2], 4) == 2 * 8 * (10 - 1) * 4
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "glm4_moe"])
 def test_torch_counts_the_same_products(tmp_path, family):
     from transformers import AutoModelForCausalLM
 
     path, length = make_tiny(tmp_path / family, family, layers=2, hidden=32, heads=4, kv_heads=2), 12
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         model(torch.arange(length)[None])
     spec = read_model_spec(path)

@@ -118,7 +118,7 @@ def _complete(
 
 
 def written_with(layout: ParallelLayout) -> dict[str, int]:
-    """Return the layout as it is stored; vpp 0: none; cp: where there is any."""
+    """Return the layout as it is stored; vpp 0: none; cp and etp: where there is any."""
     return {
         "tp": layout.tp,
         "pp": layout.pp,
@@ -126,6 +126,7 @@ def written_with(layout: ParallelLayout) -> dict[str, int]:
         "dp": layout.dp,
         "ep": layout.ep,
         **({"cp": layout.cp} if layout.cp > 1 else {}),
+        **({"etp": layout.etp} if layout.etp > 1 else {}),
         "world_size": layout.world_size,
     }
 

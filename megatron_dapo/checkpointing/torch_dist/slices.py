@@ -120,8 +120,7 @@ def _region(shard: ShardedTensor, parameter: torch.nn.Parameter, vocab_size: int
         return None
     start = shard.data.storage_offset() - parameter.data.storage_offset()
     copy, tensor_replica = shard.replica_id[:2]
-    if is_expert(parameter):  # whole on every rank that has it, tensor-parallel ones too; see `replica_of`
-        assert shape == whole_shape, f"{shard.key} is cut"
+    if is_expert(parameter):  # the tensor-parallel ranks that have the same of it are replicas; see `replica_of`
         tensor_replica = 0
     return Region(shard.key, whole_shape, tuple(shard.global_offset), shape, start, (copy, tensor_replica))
 

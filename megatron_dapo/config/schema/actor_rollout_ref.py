@@ -78,7 +78,10 @@ class MegatronConfig(Section):
     sequence_parallel: MayChangeOnResume[bool] = False
     """Split activations between tensor-parallel regions along the sequence; needs TP > 1."""
     expert_model_parallel_size: MayChangeOnResume[NumProcesses] = 1
-    """Ranks that share the experts of a MoE model, out of a stage's TP x CP x DP; each expert is whole on its rank."""
+    """Ranks that share the experts of a MoE model, out of a stage's TP x CP x DP."""
+    expert_tensor_parallel_size: MayChangeOnResume[NumProcesses] = 1
+    """Ranks that share each expert, out of those that EP leaves of a stage's TP x CP x DP; 1 = each expert is whole on
+    its rank."""
     context_parallel_size: MayChangeOnResume[NumProcesses] = 1
     """Ranks that share the tokens of each packed micro-batch, for sequences too long for one; on GPUs needs Transformer
     Engine."""

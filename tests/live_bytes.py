@@ -1,0 +1,45 @@
+"""How many bytes of tensors are alive at once."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that torch's operations make while it is entered, until they are freed.
+
+    peak: the most bytes of them that were alive together. What is there before does not count, nor what a collective's
+    backend has of its own.
+    """
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.alive = 0
+        self.peak = 0
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in tree_iter((args, kwargs)):  # what came from outside
+            if isinstance(tensor, torch.Tensor):
+                self._seen.add(tensor.untyped_storage())
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._seen:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._freed, size)
+
+    def _freed(self, size: int) -> None:
+        self.alive -= size
