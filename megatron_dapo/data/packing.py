@@ -160,6 +160,13 @@ class MicroBatch:
         """Return whether the samples stand one after the other in one row."""
         return self.cu_seqlens is not None
 
+    def is_token(self) -> np.ndarray:
+        """Return a bool array of the shape of `tokens`, false in the padding."""
+        flat = np.zeros(self.tokens.numel(), dtype=bool)
+        for _, start, length in self._spans():
+            flat[start : start + length] = True
+        return flat.reshape(tuple(self.tokens.shape))
+
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return the same with all tensors on `device`."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -19,6 +19,7 @@ from megatron_dapo.config.lora import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
+from megatron_dapo.models.expert_load import ChunkLoad
 from megatron_dapo.models.layers import (
     ACTIVATIONS,
     RMSNorm,
@@ -120,6 +121,8 @@ def build_model(
         _mark_experts(chunk)
         if lora is not None:
             add_adapters(chunk, spec, layout, lora)
+        if spec.moe is not None:
+            chunk.expert_load = ChunkLoad([layer.mlp.router for layer in layers_with_experts(chunk)])
     if replay_routers:
         _replay_routers(chunks)
     return ModelParts(chunks, config, spec, use_te, lora)

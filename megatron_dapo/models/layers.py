@@ -218,7 +218,11 @@ class Router(TopKRouter):
 
     The bias by which a sigmoid router chooses is a parameter without gradient, where Megatron has a buffer: so it is
     loaded, sent and saved as any other weight, and nothing changes it.
+
+    on_routed: is told, [rows, experts] bool, which tokens go to which expert.
     """
+
+    on_routed: Callable[[Tensor], None] | None = None
 
     def __init__(self, config, pg_collection=None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -238,6 +242,12 @@ class Router(TopKRouter):
         if self.config.moe_router_dtype == "fp32":
             return F.linear(input.float(), self.weight.float())
         return F.linear(input, self.weight).float()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        probs, routing_map = super().routing(logits, padding_mask)
+        if self.on_routed is not None:
+            self.on_routed(routing_map)
+        return probs, routing_map
 
 
 def moe_parts(layer: TransformerLayerSubmodules) -> MoESubmodules:

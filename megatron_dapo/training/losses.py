@@ -30,12 +30,19 @@ from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import HeadLoss
 from megatron_dapo.kernels.row_plan import to_device
 from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask, at_rows
+from megatron_dapo.training.expert_load import LOAD_METRICS
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import all_mismatch_sums, compared, stale
 from megatron_dapo.training.schedule import kl_reference
 
 # what `Policy.update` adds to the metrics of the loss
-_OF_THE_UPDATE = ("actor/grad_norm", "actor/lr", "actor/num_optimizer_steps", "actor/router_mismatch")
+_OF_THE_UPDATE = (
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/num_optimizer_steps",
+    "actor/router_mismatch",
+    *LOAD_METRICS,
+)
 
 
 class MicroBatchLoss(Protocol):

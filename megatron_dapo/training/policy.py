@@ -25,6 +25,7 @@ from megatron_dapo.models.peft_folder import load_adapters
 from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.expert_load import expert_load_metrics
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import correction_per_step, loss_config
 from megatron_dapo.training.losses import MicroBatchLoss, make_loss
@@ -141,6 +142,9 @@ class Policy:
         replays = [chunk.router_replay for chunk in self.model.chunks if chunk.router_replay is not None]
         for chunk_replay in replays:
             chunk_replay.differences = None
+        for chunk in self.model.chunks:
+            if chunk.expert_load is not None:
+                chunk.expert_load.reset()
         parts: list[MetricSums | None] = []
         norms: list[float] = []
         for _ in range(self._num_epochs):
@@ -159,6 +163,8 @@ class Policy:
         metrics["actor/num_optimizer_steps"] = float(len(norms))
         if replays:
             metrics["actor/router_mismatch"] = self._router_mismatch(replays)
+        if self.model.spec.moe is not None:
+            metrics |= expert_load_metrics(self.model, self._device)
         if self.layout.rank == 0:
             for warning in filter(None, (few_effective_tokens(metrics), mostly_rejected(metrics))):
                 log.warning("Step %d: %s", weight_version + 1, warning)

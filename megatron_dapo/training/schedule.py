@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import KLReference
+from megatron_dapo.kernels.row_plan import to_device
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.context_parallel import ContextCut
 from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
@@ -108,22 +109,25 @@ def run_micro_batches(
         stage.train(not forward_only)
     has_head = get_attr_wrapped_model(stages[-1], "post_process")
     group = get_attr_wrapped_model(stages[-1], "cp_group")
+    counts_load = not forward_only and get_attr_wrapped_model(stages[-1], "expert_load") is not None
 
     def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(iterator)
         watchdog.beat()
         asked = task(batch) if task is not None and has_head and stage is stages[-1] else None
         tokens = batch.tokens
+        is_token = to_device(batch.is_token(), tokens.device) if counts_load else None
         cut = None
         if group.size() > 1:
             cut = ContextCut.make(batch.widths, group, tokens.device)
             tokens = cut.part(tokens)
+            is_token = None if is_token is None else cut.part(is_token)
         packed = packed_seq_params(batch, is_cut=cut is not None)
         own = cut.task(asked) if cut is not None and asked is not None else asked
         router_pass = None
         if batch.experts is not None:
             router_pass = RouterPass(batch.experts, records=record_experts, has_backward=not forward_only)
-        answer = stage(tokens, packed_seq_params=packed, task=own, router_pass=router_pass)
+        answer = stage(tokens, packed_seq_params=packed, task=own, router_pass=router_pass, is_token=is_token)
         # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
         output = answer if isinstance(answer, Tensor) else answer.log_probs
 

@@ -364,6 +364,9 @@ def test_a_tied_model_gets_the_gradients_of_both_uses_of_its_weight(tied, case):
 def test_a_mixture_of_experts_gets_the_gradients_of_all_tokens_wherever_its_experts_are(mixture, case):
     assert_same(mixture[case], mixture["tp1/whole"])
     assert mixture[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
+    metrics = mixture[case]["metrics"]
+    assert metrics["actor/expert_load_max"] > 1.0 > metrics["actor/expert_load_entropy"] > 0.0
+    assert metrics["actor/expert_dropped"] == 0.0
 
 
 @pytest.mark.parametrize("case", FAMILY_CASES)

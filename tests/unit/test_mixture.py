@@ -1,18 +1,22 @@
 """A layer's mixture of experts is that of transformers, in outputs and gradients."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model
-from megatron_dapo.models.hf_io import load_hf_weights
+from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.expert_load import load_metrics
 from megatron_dapo.training.optimizer import make_training_state
 from tests.tiny_models import make_tiny
 
@@ -59,7 +63,9 @@ def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayo
     generator = torch.Generator().manual_seed(0)
     x, outgoing = (torch.randn(24, 1, HIDDEN, generator=generator) for _ in range(2))
     ours_in = x.clone().requires_grad_()
-    ours, _ = model.chunks[0].decoder.layers[layer].mlp(ours_in)
+    is_token = torch.arange(24) < 20
+    with model.chunks[0].expert_load.during(is_token):
+        ours, _ = model.chunks[0].decoder.layers[layer].mlp(ours_in)
     ours.backward(outgoing)
     gradients = WeightSource(model, layout, value=lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
     prefix = f"model.layers.{layer}.mlp."
@@ -71,6 +77,9 @@ def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayo
     exact_in = x.double().transpose(0, 1).requires_grad_()  # [B, S, H] there
     exact = block(exact_in)
     exact.backward(outgoing.double().transpose(0, 1))
+    _, _, chosen = block.gate(exact_in[0])
+    counts = chosen[is_token].flatten().bincount(minlength=EXPERTS).tolist()
+    assert model.chunks[0].expert_load.counts[-1].tolist() == [*counts, 20 * chosen.size(1)]
     expected = {name: value.grad for name, value in block.named_parameters() if not name.startswith("experts.")}
     expected |= {name: torch.zeros_like(value) for name, value in block.named_buffers()}  # the bias gets no gradient
     for e in range(EXPERTS):
@@ -84,6 +93,35 @@ def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayo
     for name, (value, reference) in pairs.items():
         # sums of some tens of float32 products, rounded to 6e-8 each, and a softmax
         assert (value.double() - reference).abs().max() <= 2e-6 * reference.abs().max() + 1e-7, name
+
+
+def test_a_layer_of_multi_token_prediction_is_left_where_config_json_names_it(layout, tmp_path):
+    path = make_tiny(tmp_path / "model", "glm4_moe", layers=2, hidden=HIDDEN, num_experts=EXPERTS)
+    tensors = load_file(path / "model.safetensors") | {"model.layers.2.eh_proj.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    model = build_model(read_model_spec(path), layout, MegatronConfig())
+    load_hf_weights(model, path, layout)
+    export_hf(model, layout, path, tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() - exported.keys() == {"model.layers.2.eh_proj.weight"}
+    config = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="1 unexpected: model.layers.2.eh_proj.weight"):
+        load_hf_weights(build_model(read_model_spec(path), layout, MegatronConfig()), path, layout)
+
+
+def test_the_load_by_hand():
+    """Two layers of four experts, two for each of six tokens: even, and 6, 4, 1 of 12, of which one is lost."""
+    metrics = load_metrics(torch.tensor([[3, 3, 3, 3, 12], [6, 4, 1, 0, 12]]))
+    shares = [6 / 11, 4 / 11, 1 / 11]
+    entropy = -sum(share * math.log(share) for share in shares) / math.log(4)
+    assert metrics == pytest.approx(
+        {
+            "actor/expert_load_max": 4 * 6 / 11,
+            "actor/expert_load_entropy": (1 + entropy) / 2,
+            "actor/expert_dropped": 1 / 24,
+        }
+    )
 
 
 def test_a_step_in_half_precision_leaves_the_bias_by_which_a_router_chooses_to_the_bit(layout, tmp_path):

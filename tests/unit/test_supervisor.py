@@ -1,5 +1,6 @@
 """The supervisor of the servers, with servers that start at once in place of SGLang."""
 
+import json
 import os
 import re
 import signal
@@ -288,6 +289,15 @@ def test_servers_of_a_checkpoint_of_ours_start_without_weights(tmp_path):
     config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
     words = " ".join(sglang_command(config, "127.0.0.1", 31000, []).command)
     assert f"--model-path {tmp_path}/hf --host" in words and "--load-format dummy" in words
+
+
+def test_servers_keep_a_shared_expert_under_its_own_name(tmp_path):
+    """SGLang on a GPU would make it one more of the others, under which name no push could be verified."""
+    config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
+    for content, is_told in (({"n_shared_experts": 1}, True), ({"num_experts": 8}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        command = sglang_command(config, "127.0.0.1", 31000, []).command
+        assert ("--disable-shared-experts-fusion" in command) is is_told
 
 
 def test_once_all_were_healthy_a_server_is_given_up_alone_and_only_the_last_one_is_a_failure(tmp_path, caplog):
