@@ -182,28 +182,27 @@ def num_trained_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple
     if lora is None:
         return num_parameters(spec, sizes, stage)
     tp = sizes.tp
-    mlp_tp = 1 if spec.moe else tp  # an expert is whole
-    attention = spec.num_heads * spec.head_dim
-    groups = spec.num_kv_heads * spec.head_dim
-    # of each module columns and rows of its weight on this rank, which A and B have
-    shapes = {
-        "q_proj": (spec.hidden_size, attention // tp),
-        "k_proj": (spec.hidden_size, groups // tp),
-        "v_proj": (spec.hidden_size, groups // tp),
-        "o_proj": (attention // tp, spec.hidden_size),
-        "gate_proj": (spec.hidden_size, spec.ffn_size // mlp_tp),
-        "up_proj": (spec.hidden_size, spec.ffn_size // mlp_tp),
-        "gate_up_proj": (spec.hidden_size, 2 * spec.ffn_size // mlp_tp),
-        "down_proj": (spec.ffn_size // mlp_tp, spec.hidden_size),
-    }
+    hidden = spec.hidden_size
+    attention = spec.num_heads * spec.head_dim // tp
+    groups = spec.num_kv_heads * spec.head_dim // tp
     modules = [name for name in FAMILIES[spec.family].linear_modules if name in lora.targets]
-    counts = {name: lora.rank * sum(shapes[name]) for name in modules}
-    of_attention = sum(count for name, count in counts.items() if name in _ATTENTION)
-    of_mlp = sum(counts.values()) - of_attention
-    layers = split_of(spec, sizes).layers_of(stage)
+
+    def mlp(width: int) -> int:
+        """Count A and B of an MLP of which this rank has so many columns."""
+        sizes_of = {"gate_up_proj": hidden + 2 * width}
+        return lora.rank * sum(sizes_of.get(name, hidden + width) for name in modules if name not in _ATTENTION)
+
+    # A and B have together the columns and rows of the module's weight on this rank
+    heads = {"q_proj": attention, "k_proj": groups, "v_proj": groups, "o_proj": attention}
+    of_attention = lora.rank * sum(hidden + heads[name] for name in modules if name in _ATTENTION)
+    layers = split_of(spec, sizes).numbers_of(stage)
+    num_moe = sum(map(spec.has_experts, layers))
+    shared = len(layers) * of_attention + (len(layers) - num_moe) * mlp(spec.dense_ffn_size // tp)
     if spec.moe is None:
-        return layers * (of_attention + of_mlp), 0
-    return layers * of_attention, layers * spec.moe.num_experts // sizes.ep * of_mlp
+        return shared, 0
+    if spec.moe.shared_ffn_size:
+        shared += num_moe * mlp(spec.moe.shared_ffn_size // tp)
+    return shared, num_moe * spec.moe.num_experts // sizes.ep * mlp(spec.ffn_size)  # an expert is whole
 
 
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:

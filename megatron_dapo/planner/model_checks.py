@@ -174,12 +174,6 @@ def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     rank = config.actor_rollout_ref.model.lora_rank
     if family is None or not rank:
         return
-    if family.has_shared_experts:
-        yield Mistake(
-            (LORA_RANK,),
-            f"{LORA_RANK} is {rank}, but adapters of a model with shared experts ({_architecture(model)}) are not "
-            f"tested yet; set it to 0.",
-        )
     if (etp := parallel_sizes(config).etp) > 1:
         yield Mistake(
             (LORA_RANK, f"{MEGATRON}.expert_tensor_parallel_size"),

@@ -286,8 +286,6 @@ def test_tensor_parallel_ranks_share_shared_experts_and_dense_layers():
     model = {key: value for key, value in MIXTURE_JSON.items() if key != "num_experts"}
     model |= {"n_routed_experts": 8, "n_shared_experts": 1}
     model |= {"architectures": ["Glm4MoeForCausalLM"], "intermediate_size": 256, "first_k_dense_replace": 1}
-    (sentence,) = mistakes("actor_rollout_ref.model.lora_rank=4", model_json=model)
-    assert "lora_rank is 4" in sentence and "shared experts (Glm4MoeForCausalLM)" in sentence
     text = "trainer.n_procs_per_node=8 tp=4 megatron.sequence_parallel=true"
     for change in ({}, {"intermediate_size": 255, "first_k_dense_replace": 0}):
         assert mistakes(text, model_json=model | change) == []
