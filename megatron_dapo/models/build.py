@@ -27,8 +27,8 @@ from megatron_dapo.models.layers import (
     TwoRopesAttention,
     local_layer_spec,
     mark,
-    moe_parts,
     norm_outputs,
+    submodules_of,
 )
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.lora import add_adapters
@@ -316,7 +316,7 @@ def norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
     parts.input_layernorm = parts.pre_mlp_layernorm = engine.layer_norm()
     parts.self_attention.submodules.linear_qkv = engine.column_parallel_linear()
     if is_dense:
-        parts.mlp.submodules.linear_fc1 = engine.column_parallel_linear()
+        submodules_of(parts.mlp).linear_fc1 = engine.column_parallel_linear()
 
 
 def _block_spec(
@@ -352,7 +352,7 @@ def _transformer_engine_layer(
     if has_adapters:
         norms_apart(layer, is_dense=not num_experts)
     if num_experts:
-        moe_parts(layer.submodules).router = Router
+        submodules_of(layer.submodules.mlp).router = Router
     if spec.windows:
         layer.submodules.self_attention.module = TwoRopesAttention
     return layer

@@ -13,11 +13,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -224,8 +222,8 @@ class Router(TopKRouter):
 
     on_routed: Callable[[Tensor], None] | None = None
 
-    def __init__(self, config, pg_collection=None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config, **options) -> None:
+        super().__init__(config=config, **options)
         if config.moe_router_score_function == "sigmoid":
             bias = torch.zeros(config.num_moe_experts, dtype=torch.float32, device=self.weight.device)
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
@@ -250,10 +248,9 @@ class Router(TopKRouter):
         return probs, routing_map
 
 
-def moe_parts(layer: TransformerLayerSubmodules) -> MoESubmodules:
-    """Return what a layer's mixture is made of. Megatron-core 0.16 names it in a ModuleSpec, 0.19 in a partial."""
-    mixture = layer.mlp
-    return mixture.keywords["submodules"] if isinstance(mixture, partial) else mixture.submodules
+def submodules_of(spec: ModuleSpec | partial) -> Any:
+    """Return what an MLP or a mixture is made of: Megatron-core 0.16 has it in a ModuleSpec, 0.19 in a partial."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -293,7 +290,7 @@ def local_layer_spec(
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     if num_experts:
-        moe_parts(layer).router = Router
+        submodules_of(layer.mlp).router = Router
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary, "local_rotary": local_rotary})

@@ -15,7 +15,7 @@ from megatron_dapo.data.conversations import ConversationSet
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.models.build import norms_apart
 from megatron_dapo.models.hf_io import export_hf
-from megatron_dapo.models.layers import moe_parts
+from megatron_dapo.models.layers import submodules_of
 from megatron_dapo.models.lora import without_adapters
 from megatron_dapo.models.peft_folder import export_adapters
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -191,5 +191,7 @@ def test_transformer_engines_norms_stand_apart_beside_adapters(num_experts, monk
     parts = layer.submodules
     assert parts.input_layernorm is parts.pre_mlp_layernorm is TENorm
     assert parts.self_attention.submodules.linear_qkv is TEColumnParallelLinear
-    products = parts.mlp.submodules if num_experts is None else moe_parts(parts).experts.submodules
+    products = submodules_of(parts.mlp)
+    if num_experts is not None:
+        products = submodules_of(products.experts)
     assert products.linear_fc1 is TEColumnParallelLinear
