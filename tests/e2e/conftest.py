@@ -1,8 +1,6 @@
-"""One real SGLang server for all tests of this folder that can share it: a start takes a quarter of a minute."""
+"""One real SGLang server for all tests of this folder that can share it."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from tests.forked_ranks import run_ranks
+from tests.forked_servers import forked_servers
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
@@ -40,7 +39,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model, run = f"actor_rollout_ref.model.path={served}", f"trainer.run_dir={folder}/run"
     config = load_config(None, [model, run, f"{rollout}.startup_timeout_s=200.0"])
     supervisor = ServerSupervisor(config, folder)
-    supervisor.start()
+    with forked_servers():
+        supervisor.start()
     try:
         supervisor.wait_healthy()
         yield RunningServer(supervisor.urls[0], read_server_key(supervisor.key_file), model_path, supervisor)
@@ -50,19 +50,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def converted(model_path: Path, out: Path) -> Path:
     """The model as `hf_to_megatron` writes it, which a run may start from."""
-    options = ("--hf-model", str(model_path), "--output", str(out))
-    subprocess.run([sys.executable, "-m", "checkpoints_tools.hf_to_megatron", *options], cwd=REPOSITORY, check=True)
+    _convert(out.with_suffix(".json"), ["hf_to_megatron", ["--hf-model", str(model_path), "--output", str(out)]])
     return out
 
 
 def _there_and_back(model_path: Path, folder: Path) -> Path:
     megatron, back = folder / "megatron", folder / "converted"
-    commands = [
+    _convert(
+        folder / "convert.json",
         ["hf_to_megatron", ["--hf-model", str(model_path), "--output", str(megatron)]],
         ["megatron_to_hf", ["--checkpoint", str(megatron), "--output", str(back), "--max-file-size", "200KB"]],
-    ]
-    task = folder / "convert.json"
-    task.write_text(json.dumps(commands))
-    run_ranks(REPOSITORY / "tests" / "distributed" / "convert_worker.py", 1, str(task))
+    )
     assert len(list(back.glob("model-0000*.safetensors"))) > 2
     return back
+
+
+def _convert(task: Path, *commands: list) -> None:
+    """Run programs of checkpoints_tools with their arguments, written to `task`, in a fork."""
+    task.write_text(json.dumps(commands))
+    run_ranks(REPOSITORY / "tests" / "distributed" / "convert_worker.py", 1, str(task))

@@ -1,6 +1,7 @@
 """The whole ladder of acceptance, at the sizes of a CPU: TP2 PP2 DP2, two servers, a kill.
 
-Programs that are neither servers, nor killed, nor checks of the machine are forks, which import nothing: half the time.
+Programs that are neither killed nor checks of the machine are forks, which import nothing, and so are the servers and
+trainers that they start: half the time.
 """
 
 import json
@@ -13,18 +14,19 @@ from launch.acceptance.ladder import LADDER, NUM_STEPS
 from megatron_dapo.rollout import child_process
 from megatron_dapo.telemetry.report import read_metrics
 from tests.forked_commands import ForkedPopen
-from tests.forked_local import START
+from tests.forked_servers import START
 
 pytestmark = pytest.mark.e2e
 
 FORKED = ("launch.acceptance.environment", "benchmarks.", "checkpoints_tools.", "examples.")
-WITHOUT_SERVERS = ("layout", "one_process", "whole")  # runs of launch.local
+KILLED = ("lost_servers", "killed")  # runs of launch.local
 
 
 def popen(command: list[str], **options: Any) -> Any:
     """The program as a fork, or as a process."""
     module, text = command[2], " ".join(command)
-    if module == "launch.local" and any(f"/runs/{name} " in text for name in WITHOUT_SERVERS):
+    is_killed = any(f"/runs/{name} " in text for name in KILLED) and "trainer.resume=required" not in command
+    if module == "launch.local" and not is_killed:
         return ForkedPopen([*command[:2], "tests.forked_local", *command[3:]], **options)
     return (ForkedPopen if module.startswith(FORKED) else START)(command, **options)
 

@@ -18,6 +18,7 @@ from megatron_dapo.storage.server_key import read_server_key
 from tests.distributed.test_parity import hugging_face_log_probs
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.weight_sync_trainer import changed, rank_main
+from tests.forked_servers import forked_servers
 from tests.helpers import free_port
 from tests.peft_adapters import MODULES, make_adapter, merged_checkpoint
 from tests.tiny_models import make_tiny
@@ -47,11 +48,12 @@ def started_server(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
         ],
     )
     supervisor = ServerSupervisor(config, logs)
-    supervisor.start()
-    try:
-        yield supervisor
-    finally:
-        supervisor.stop()
+    with forked_servers():
+        supervisor.start()
+        try:
+            yield supervisor
+        finally:
+            supervisor.stop()
 
 
 @pytest.fixture(scope="module")

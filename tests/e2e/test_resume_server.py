@@ -1,6 +1,7 @@
 """A run with a real server and controller, stopped by a file and started again: no group is lost, none comes twice.
 
 It starts from a model that hf_to_megatron wrote: the server begins without weights, and gets them from the trainer.
+launch.local and its trainer are forks, which import nothing.
 """
 
 import json
@@ -15,7 +16,7 @@ import pytest
 from megatron_dapo.checkpointing.folders import newest_first, read_controller_state
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.e2e.conftest import converted
-from tests.helpers import REPOSITORY
+from tests.forked_commands import ForkedPopen
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -55,20 +56,26 @@ def runs(tmp_path_factory) -> tuple[RunFolder, list[str]]:
 
 
 def _stopped_run(run: RunFolder, overrides: list[str], num_steps: int) -> str:
-    """Ask for a stop after num_steps more steps are reported; standard output."""
+    """Ask for a stop after num_steps more steps are reported; what it printed."""
     done = len(_metrics(run))
-    command = [sys.executable, "-m", "launch.local", *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        deadline = time.monotonic() + 240
-        while len(_metrics(run)) < done + num_steps and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        run.stop.touch()
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 85, output
-    return output
+    log = run.path.with_name(f"after_{done}.log")
+    with log.open("ab") as output:
+        process = ForkedPopen(
+            [sys.executable, "-m", "tests.forked_local", *overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=None,
+        )
+    deadline = time.monotonic() + 240
+    while len(_metrics(run)) < done + num_steps and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    run.stop.touch()
+    code = process.wait(120)
+    assert code == 85, log.read_text()
+    return log.read_text()
 
 
 def _metrics(run: RunFolder) -> list[dict]:

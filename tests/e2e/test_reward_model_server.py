@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from megatron_dapo.data.types import Prompt
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.controller import make_scorers
 from megatron_dapo.rollout.run_servers import RunServers
+from tests.forked_servers import forked_servers
 from tests.tiny_models import make_tiny_classifier
 
 pytestmark = pytest.mark.e2e
@@ -43,10 +45,10 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    """By family; their starts take a core each for a quarter of a minute, so they start together."""
+    """By family; they start together."""
     folder = tmp_path_factory.mktemp("reward_models")
     made = {}
-    try:
+    with forked_servers(), ExitStack() as running:
         for family in FAMILIES:
             model = make_tiny_classifier(folder / family, family)
             keys = [
@@ -58,13 +60,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
             ]
             servers = RunServers.of(load_config(None, keys), folder / f"run_{family}")
             made[family] = Served(model, load_config(None, [*keys, *servers.overrides()]), servers)
+            running.callback(servers.stop)
             servers.start()
         while not all([each.servers.check() for each in made.values()]):
             time.sleep(0.2)
         yield made
-    finally:
-        for each in made.values():
-            each.servers.stop()
 
 
 def expected_scores(path: Path) -> list[float]:

@@ -16,6 +16,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.rollout.client import FOREIGN_VERSION, SGLangClient
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.supervisor import ServerSupervisor
+from tests.forked_servers import forked_servers
 from tests.tiny_models import EOS_ID
 
 pytestmark = pytest.mark.e2e
@@ -129,7 +130,8 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
         time.sleep(3)  # the requests are at the server by then
         assert not step.done()
         os.kill(pid, signal.SIGKILL)
-        assert supervise(servers, step).needs_sync
+        with forked_servers():
+            assert supervise(servers, step).needs_sync
         assert servers.pids() != [pid] and servers.urls == [url]
         # it holds the checkpoint's weights again, and says so
         assert asyncio.run(weight_version(server)) == FOREIGN_VERSION

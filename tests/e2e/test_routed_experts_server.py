@@ -18,6 +18,7 @@ from megatron_dapo.rollout.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
+from tests.forked_servers import forked_servers
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -59,12 +60,13 @@ def config_of(model_path: Path, folder: Path, mode: str) -> Config:
 def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSupervisor]:
     folder = tmp_path_factory.mktemp("logs")
     supervisor = ServerSupervisor(config_of(model_path, folder, "rollout"), folder)
-    supervisor.start()
-    try:
-        supervisor.wait_healthy()
-        yield supervisor
-    finally:
-        supervisor.stop()
+    with forked_servers():
+        supervisor.start()
+        try:
+            supervisor.wait_healthy()
+            yield supervisor
+        finally:
+            supervisor.stop()
 
 
 def run(server: ServerSupervisor, question) -> list:

@@ -14,6 +14,7 @@ import pytest
 from launch.local import run_local
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.storage.server_key import read_server_key, server_key_file
 from tests.helpers import REPOSITORY, free_port
 from tests.tiny_models import make_tiny, make_tiny_classifier
 
@@ -76,19 +77,22 @@ def test_servers_that_cannot_start_are_blamed_with_their_log_and_the_trainer_is_
     assert "trainer-rank-0 " not in error
 
 
-def test_the_servers_of_a_node_tell_their_urls_and_end_on_sigterm(tmp_path, overrides):
+def test_the_servers_of_a_node_tell_their_urls_and_not_their_key_and_end_on_sigterm(tmp_path, overrides):
     """As on the node of a job that serves the reward model too."""
     model = make_tiny_classifier(tmp_path / "classifier", "qwen2")
     options = ["--serve", "both", "--first-port", str(free_port()), "--node", "a", "--log-dir", str(tmp_path / "logs")]
     run = start("launch.sglang_server", [*options, *overrides, f"reward.model.path={model}"])
     url, url_of_model = (run.stdout.readline().strip() for _ in range(2))
     family = psutil.Process(run.pid).children(recursive=True)
+    shown = [f"{process.cmdline()} {process.environ()}" for process in family]
     run.terminate()
     _, error = run.communicate(timeout=60)
     assert url.startswith("http://127.0.0.1:") and f"server-a-0 is healthy at {url}" in error
     assert int(url_of_model.rpartition(":")[2]) == int(url.rpartition(":")[2]) + 1
     assert f"reward-model-a-0 is healthy at {url_of_model}" in error
     assert run.returncode == 0 and len(family) >= 6
+    key = read_server_key(server_key_file(load_config(None, overrides)))
+    assert not [text for text in shown if key in text]
     assert not [process for process in family if is_alive(process)]
 
 

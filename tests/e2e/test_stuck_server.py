@@ -13,6 +13,7 @@ from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import read_server_key
+from tests.forked_servers import forked_servers
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -23,12 +24,13 @@ def test_it_is_started_again_and_the_request_that_it_had_is_free_to_be_repeated(
     model = make_tiny(tmp_path / "model", "qwen2")
     config = load_config(None, [f"actor_rollout_ref.model.path={model}", f"trainer.run_dir={tmp_path / 'run'}"])
     servers = ServerSupervisor(config, tmp_path)
-    servers.start()
-    try:
-        servers.wait_healthy()
-        asyncio.run(stop_and_repeat(servers, RunFolder.of(config.trainer)))
-    finally:
-        servers.stop()
+    with forked_servers():
+        servers.start()
+        try:
+            servers.wait_healthy()
+            asyncio.run(stop_and_repeat(servers, RunFolder.of(config.trainer)))
+        finally:
+            servers.stop()
 
 
 async def stop_and_repeat(servers: ServerSupervisor, run: RunFolder) -> None:
