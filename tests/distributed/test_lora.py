@@ -100,11 +100,13 @@ def test_adapters_of_experts_get_the_gradients_of_all_their_tokens(mixture, case
     assert "gradients" not in got or len(got["gradients"]) == 2 * (4 + 3) + 2 * (4 + 4 * 3 + 3)
 
 
-def test_one_adapter_of_gate_and_up_together_is_cut_as_they_are(tmp_path):
-    shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
-    glm = run(tmp_path, make_tiny(tmp_path / "model", "glm4", **shape), GLM_LAYOUTS)
+@pytest.mark.parametrize(("family", "num_tensors"), [("glm4", 2 * (4 + 2) * 2), ("glm4_moe", (2 * 4 + 3 + 5 * 3) * 2)])
+def test_families_with_other_modules_have_their_adapters_cut_as_they_are(tmp_path, family, num_tensors):
+    """Gate and up in one; dense first layers, and shared experts beside four."""
+    shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, num_experts=4)
+    glm = run(tmp_path, make_tiny(tmp_path / "model", family, **shape), GLM_LAYOUTS)
     assert_same(glm["tp2_sp/small"], glm["tp1/whole"])
-    assert len(glm["tp1/whole"]["gradients"]) == 2 * (4 + 2) * 2
+    assert len(glm["tp1/whole"]["gradients"]) == num_tensors
 
 
 def test_the_reference_is_the_model_without_adapters(results):
