@@ -131,8 +131,8 @@ def what_megatron_is_told(monkeypatch, layout, path: str):
     monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
     with pytest.raises(AttributeError, match="decoder"):  # of the model that is not built here
         build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"))
-    (((config, layer), options),) = asked
-    return config, layer, options, chunk
+    (((config, block), options),) = asked
+    return config, block.layer_specs[0], options, chunk
 
 
 def test_transformer_engine_is_told_of_gemmas_windows_norms_and_frequencies(monkeypatch, layout, paths):
