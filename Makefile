@@ -1,6 +1,7 @@
 # Everything a newcomer needs. `make` alone lists what there is.
 
-# empty: what .venv was made with; without a .venv: cpu, and the first of python3.11, python3.12, python3 that runs
+# empty: what .venv was made with; without a .venv: cpu, and the first of python3.11, python3.12, python3 that runs (for
+# cuda python3.12 comes first)
 PLATFORM ?=
 PYTHON ?=
 CONFIG ?=
@@ -17,10 +18,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu mutation lint bench clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu test-other-line mutation lint bench clean need-config
 
 help: ## This table
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PLATFORM=cpu|cuda, PYTHON=python3.11|python3.12, CONFIG=configs/NAME.yaml, ARGS='key=value ...'"
 	@echo "  Every target but help, clean, setup-slurm, setup-browser and setup-sandbox runs setup by itself."
@@ -64,6 +65,9 @@ test-unit: setup ## Unit tests only (five minutes on two cores)
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
+
+test-other-line: setup ## All tests of the last commit with the other Python's versions, in a clone
+	@PYTHON='$(PYTHON)' sh tests/other_line.sh
 
 lint: setup ## Ruff: rules and format; mypy: types
 	@$(BIN)/ruff check

@@ -15,9 +15,12 @@ if [ -n "${PYTHON:-}" ]; then
     exec "$PYTHON" requirements/install.py "${PLATFORM:-}"
 fi
 
-# what .venv was made with comes first; then names that may be shims of pyenv, which exist and fail
+# what .venv was made with comes first; then names that may be shims of pyenv, which exist and fail. Python 3.12 has the
+# main line of versions for clusters (docs/install.md)
 made_with=$(sed -n 's/^executable = //p' .venv/pyvenv.cfg 2>/dev/null || true)
-for candidate in "$made_with" python3.11 python3.12 python3; do
+names="python3.11 python3.12"
+if [ "${PLATFORM:-}" = cuda ]; then names="python3.12 python3.11"; fi
+for candidate in "$made_with" $names python3; do
     if [ -n "$candidate" ] && usable "$candidate"; then
         exec "$candidate" requirements/install.py "${PLATFORM:-}"
     fi

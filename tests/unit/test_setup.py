@@ -58,9 +58,17 @@ def test_the_cpu_lock_has_no_cuda_packages(python):
     assert not unwanted
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_both_pythons_get_the_megatron_that_the_tests_run_with(platform):
-    assert pins(platform, "3.11")["megatron-core"] == pins(platform, "3.12")["megatron-core"]
+@pytest.mark.parametrize(("python", "line"), [("3.12", 0), ("3.11", 1)])
+def test_each_python_gets_the_line_of_versions_that_the_docs_show(python, line):
+    section = (ROOT / "docs" / "install.md").read_text().split("## Two lines of versions")[1]
+    table = section.split("**Transformer Engine.**")[0]
+    cells = re.findall(r"(?m)^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table)
+    shown = {name: versions[line] for name, *versions in cells}
+    assert shown["Python"] == python
+    for platform in ("cpu", "cuda"):
+        assert pins(platform, python)["megatron-core"] == shown["Megatron-core"]
+    engine = f'transformer-engine[pytorch]=={shown["Transformer Engine"]} ; python_version == "{python}"'
+    assert engine in (ROOT / "requirements" / "transformer_engine.txt").read_text().splitlines()
 
 
 def test_triton_is_locked_whichever_one_torch_insists_on():
@@ -122,6 +130,41 @@ def test_a_python_that_does_not_run_is_passed_over(checkout):
     done = setup(checkout, PATH=f"{checkout}:{os.environ['PATH']}", PLATFORM="toaster")
     assert done.returncode == 2 and "PLATFORM=toaster is not one of cpu, cuda" in done.stderr
     assert "requirements/install.py toaster" in (checkout / "called").read_text()
+
+
+@pytest.mark.parametrize(("platform", "first"), [("cpu", "python3.11"), ("cuda", "python3.12")])
+def test_gpu_machines_get_the_main_line_where_both_pythons_are_there(checkout, platform, first):
+    """A setup that fails at once: what is asked is which Python it runs with."""
+    (checkout / "requirements" / "install.py").write_text("")
+    for name in ("python3.11", "python3.12"):
+        script(checkout / name, f'echo {name} "$@" >> {checkout}/called')
+    assert setup(checkout, PATH=f"{checkout}:{os.environ['PATH']}", PLATFORM=platform).returncode == 0
+    assert (checkout / "called").read_text().splitlines()[-1] == f"{first} requirements/install.py {platform}"
+
+
+@pytest.mark.parametrize(("here", "chosen"), [("11", "python3.12"), ("12", "python3.11")])
+def test_the_other_line_is_tested_on_the_last_commit_in_a_clone(checkout, here, chosen):
+    def git(*command: str) -> None:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", *author, *command], cwd=checkout, check=True, capture_output=True)
+
+    (checkout / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "other_line.sh", checkout / "tests")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    script(checkout / ".venv" / "bin" / "python", f"echo {here}")
+    (checkout / "bin").mkdir()
+    script(checkout / "bin" / "make", f'echo "$@" >> {checkout}/called')
+    (checkout / ".gitignore").write_text(".venv/\n.cache/\nbin/\ncalled\n")
+    git("init")
+    environment = {**os.environ, "PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHON": ""}
+    for text in ("first", "second"):
+        (checkout / "file").write_text(text)
+        git("add", ".")
+        git("commit", "-m", text)
+        (checkout / "file").write_text("not committed")
+        subprocess.run(["sh", checkout / "tests" / "other_line.sh"], env=environment, check=True, capture_output=True)
+        assert (checkout / ".cache" / "other_line" / "file").read_text() == text
+    assert (checkout / "called").read_text().splitlines() == [f"-C .cache/other_line test PYTHON={chosen}"] * 2
 
 
 def test_a_python_that_is_not_ours_is_refused_with_a_sentence(checkout):
