@@ -59,4 +59,5 @@ def lengths(config: Config) -> Iterator[Mistake]:
         )
 
 
-SFT_CHECKS = (unread_keys, unused, lengths, *SHARED_CHECKS)
+COMMON_CHECKS = (unused, *SHARED_CHECKS)  # which hold whether or not fine-tuning is on
+SFT_CHECKS = (unread_keys, lengths, *COMMON_CHECKS)

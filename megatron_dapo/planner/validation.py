@@ -17,7 +17,7 @@ from megatron_dapo.config.lora import lora_settings
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, own_host
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.sft_checks import SFT_CHECKS
+from megatron_dapo.config.sft_checks import COMMON_CHECKS, SFT_CHECKS
 from megatron_dapo.huggingface.model_spec import critic_spec, model_spec
 from megatron_dapo.huggingface.peft_config import adapter_faults
 from megatron_dapo.huggingface.reward_model import architecture_of
@@ -62,7 +62,9 @@ def load_and_validate(
     among the keys whose values are known.
     """
     reading = read_config(path, overrides)
-    mistakes = _mistakes(reading.config, read_model_json(reading.config), check_files, num_processes)
+    mistakes = _mistakes(
+        reading.config, read_model_json(reading.config), check_files, num_processes, "sft.enable" in reading.in_doubt
+    )
     _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
     specs = read_model_specs(reading.config)
     return settled(reading.config, *specs) if specs else reading.config
@@ -86,9 +88,16 @@ def _raise(mistakes: list[Mistake]) -> None:
 
 
 def _mistakes(
-    config: Config, model_json: dict[str, Any] | None, check_files: bool, num_processes: int | None
+    config: Config,
+    model_json: dict[str, Any] | None,
+    check_files: bool,
+    num_processes: int | None,
+    either_kind: bool = False,
 ) -> list[Mistake]:
+    """Return the mistakes of a config; either_kind: only those that fine-tuning and reinforcement learning share."""
     checks = SFT_CHECKS if config.sft.enable else (*CHECKS, *CRITIC_CHECKS)
+    if either_kind:
+        checks = COMMON_CHECKS
     mistakes = [mistake for check in checks for mistake in check(config)]
     if model_json is not None:
         mistakes += [mistake for check in (*MODEL_CHECKS, own_model) for mistake in check(config, model_json)]
@@ -109,7 +118,7 @@ def _prompt_files(config: Config) -> Iterator[Mistake]:
     if not config.data.train_files:
         what = "conversations" if config.sft.enable else "prompts"
         yield Mistake(
-            ("data.train_files", *WITHOUT_SERVERS),
+            ("data.train_files", "sft.enable", *WITHOUT_SERVERS),
             f"data.train_files is empty; give one or more .jsonl or .parquet files with {what}.",
         )
     yield from _readable("train_files", config.data.train_files)

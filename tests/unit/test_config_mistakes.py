@@ -76,6 +76,12 @@ def test_a_refused_value_hides_the_mistakes_that_another_value_could_cure_and_no
     hides_what_it_should(row, key)
 
 
+@settings(deadline=None, max_examples=10)
+@given(row=st.sampled_from([row[0] for row in CONTRADICTIONS]))
+def test_a_refused_sft_enable_hides_the_mistakes_of_reinforcement_learning_alone(row):
+    hides_what_it_should(row, known_keys()["sft.enable"])
+
+
 def section_of(key: Key) -> str:
     return key.name.rpartition(".")[0]
 
