@@ -95,10 +95,8 @@ def _mistakes(
     either_kind: bool = False,
 ) -> list[Mistake]:
     """Return the mistakes of a config; either_kind: only those that fine-tuning and reinforcement learning share."""
-    checks = SFT_CHECKS if config.sft.enable else (*CHECKS, *CRITIC_CHECKS)
-    if either_kind:
-        checks = COMMON_CHECKS
-    mistakes = [mistake for check in checks for mistake in check(config)]
+    own_checks = SFT_CHECKS if config.sft.enable else (*CHECKS, *CRITIC_CHECKS)
+    mistakes = [mistake for check in (COMMON_CHECKS if either_kind else own_checks) for mistake in check(config)]
     if model_json is not None:
         mistakes += [mistake for check in (*MODEL_CHECKS, own_model) for mistake in check(config, model_json)]
     if check_files:
