@@ -21,7 +21,7 @@ from megatron_dapo.telemetry.report import read_metrics
 STALENESS, SEEDS = (0, 1, 2, 4), (1, 2, 3)
 QUICK = (0, 1), (1,), ["trainer.total_training_steps=3"]
 NUM_LAST = 5  # steps over which the last reward is a mean
-FEWER_SLOTS = "actor_rollout_ref.rollout.max_concurrency=64"  # half a step's samples: more would make answers older
+FEWER_SLOTS = "actor_rollout_ref.rollout.max_concurrency=64"  # half a gen batch: more would only make answers older
 CORRECTION = "algorithm.rollout_correction.rollout_is=token"
 
 

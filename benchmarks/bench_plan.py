@@ -30,8 +30,8 @@ from megatron_dapo.storage.run_folder import RunFolder
 # The first one is the demo as it is. All of max_staleness 0: with more, trainer and server would share the two cores.
 VARIANTS = {
     "the demo": [],
-    "twice the groups": ["data.train_batch_size=32", "data.gen_batch_size=96"],
-    "half the groups": ["data.train_batch_size=8", "data.gen_batch_size=24"],
+    "twice the groups": ["data.train_batch_size=32", "data.gen_batch_size=32"],
+    "half the groups": ["data.train_batch_size=8", "data.gen_batch_size=8"],
     "twice the samples a group": ["actor_rollout_ref.rollout.n=16"],
     "32 requests at once": ["actor_rollout_ref.rollout.max_concurrency=32"],
 }

@@ -29,7 +29,6 @@ PPO = (
     "algorithm.adv_estimator=gae",
     "algorithm.lam=0.95",
     "algorithm.dapo.dynamic_sampling.enable=false",  # every group trains the critic
-    "data.gen_batch_size=null",
     "actor_rollout_ref.actor.optim.lr=1e-4",
     "critic.optim.lr=5e-4",
     "critic.optim.weight_decay=0.0",

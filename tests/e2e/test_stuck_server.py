@@ -49,5 +49,5 @@ async def stop_and_repeat(servers: ServerSupervisor, run: RunFolder) -> None:
             await asyncio.sleep(0.2)
         with pytest.raises(ServerError):
             await request
-        assert not detokenizer.is_running()
+        assert not detokenizer.is_running() or detokenizer.status() == psutil.STATUS_ZOMBIE
         assert (await client.generate([4, 5, 6], params, timeout_s=60)).tokens.size
