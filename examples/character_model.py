@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,13 @@ def model_config():
         eos_token_id=VOCABULARY[EOS],
         pad_token_id=VOCABULARY[PAD],
     )
+
+
+def new_qwen2():
+    """Return a model with random weights."""
+    from transformers import Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(model_config())
 
 
 def tokenizer():
@@ -122,12 +130,12 @@ def train(
     demonstrations: Demonstrations,
     problems: Sequence[Problem],
     report: Callable[[int, float], None] = lambda step, loss: None,
+    new_model: Callable[[], Any] = new_qwen2,
 ):
-    """Train from random weights and return the model. Call `report(step, loss)` after every step."""
-    from transformers import Qwen2ForCausalLM
-
+    """Train from random weights and return the model. Call `report(step, loss)` after every step. new_model: makes one
+    with random weights."""
     torch.manual_seed(settings.seed)
-    model = Qwen2ForCausalLM(model_config())
+    model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=settings.steps, pct_start=0.1)
     for step, (tokens, targets) in enumerate(lessons(settings, demonstrations, problems), start=1):
@@ -139,10 +147,8 @@ def train(
 
 def random_model(folder: Path, seed: int) -> Path:
     """Write the model with random weights, and the tokenizer, as Hugging Face checkpoint; return the folder."""
-    from transformers import Qwen2ForCausalLM
-
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(model_config())
+    model = new_qwen2()
     model.generation_config = generation_config()
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -188,13 +194,14 @@ def make(
     demonstrations: Demonstrations,
     problems: Sequence[Problem],
     measure: Callable[..., dict],
+    new_model: Callable[[], Any] = new_qwen2,
 ) -> None:
-    """Train and save, and print the progress."""
+    """Train and save, and print the progress. new_model: with random weights."""
 
     def report(step: int, loss: float) -> None:
         if step % 50 == 0:
             print(f"step {step:4d}/{settings.steps}   loss {loss:.3f}", flush=True)
 
-    model = train(settings, demonstrations, problems, report)
+    model = train(settings, demonstrations, problems, report, new_model)
     manifest = save(model, settings, folder, measure)
     print(f"{folder}: { ({key: value for key, value in manifest.items() if key not in ('settings', 'sha256')}) }")
