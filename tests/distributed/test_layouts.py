@@ -226,11 +226,13 @@ MIXTURE_LAYOUTS = {
     "dp2_ep2": {"ep": 2},
     "cp2_ep2": {"cp": 2, "ep": 2},
     "tp2_sp_etp2": {"tp": 2, "sp": True, "etp": 2},
+    "cp2_etp2": {"cp": 2, "etp": 2},  # an expert is cut over ranks that have parts of the same samples
     "tp2_sp_dp2_ep2": {"tp": 2, "sp": True, "ep": 2},
     "tp2_sp_dp2_ep4": {"tp": 2, "sp": True, "ep": 4},
     "pp2_dp2_ep2": {"pp": 2, "ep": 2},
     "tp2_sp_dp2_ep2_etp2": {"tp": 2, "sp": True, "ep": 2, "etp": 2},
     "dp4_ep2_etp2": {"ep": 2, "etp": 2},  # an expert is cut over ranks that have other samples
+    "cp2_dp2_ep2_etp2": {"cp": 2, "ep": 2, "etp": 2},
 }
 MIXTURE_VARIANTS = {
     "small": CUTS["small"],
@@ -249,15 +251,15 @@ MIXTURE_EXTRAS = {  # the reduction of experts and of the rest, in groups of the
 
 
 def mixture_variants(layout: str) -> dict[str, list[str]]:
-    if layout == "cp2_ep2":
+    if layout in ("cp2_ep2", "cp2_etp2"):
         return {"distributed_optimizer": MIXTURE_VARIANTS["distributed_optimizer"], "small": CUTS["small"]}
-    if layout == "dp4_ep2_etp2":
+    if layout in ("dp4_ep2_etp2", "cp2_dp2_ep2_etp2"):
         return {"small": CUTS["small"]}
     return MIXTURE_VARIANTS | MIXTURE_EXTRAS.get(layout, {})
 
 
 MIXTURE_WORLD_SIZES = {
-    name: 1 if name == "tp1" else 2 if name in list(MIXTURE_LAYOUTS)[1:6] else 4 for name in MIXTURE_LAYOUTS
+    name: 1 if name == "tp1" else 2 if name in list(MIXTURE_LAYOUTS)[1:7] else 4 for name in MIXTURE_LAYOUTS
 }
 
 

@@ -32,6 +32,7 @@ LAYOUTS: Layouts = {
             {"tp": 2, "sp": True, "ep": 2},
             {"rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]], "old/small": OLD},
         ),
+        "tp2_sp_etp2": ({"tp": 2, "sp": True, "etp": 2}, {"rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]]}),
         "cp2_ep2": ({"cp": 2, "ep": 2}, {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]}),
         "pp2_vpp2": (
             {"pp": 2, "vpp": 2},
@@ -50,6 +51,10 @@ LAYOUTS: Layouts = {
         "pp2_dp2_ep2": (
             {"pp": 2, "ep": 2},
             {"old/recomputed": [*OLD, *RECOMPUTE["recompute_full"]], "rollout/small": ROLLOUT},
+        ),
+        "cp2_dp2_ep2_etp2": (
+            {"cp": 2, "ep": 2, "etp": 2},
+            {"old/small": OLD, "rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]},
         ),
     },
 }
