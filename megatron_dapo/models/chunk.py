@@ -48,15 +48,23 @@ class ModelChunk(GPTModel):
             nullcontext() if self.router_replay is None else self.router_replay.during(router_pass),
             nullcontext() if self.expert_load is None else self.expert_load.during(self._rows(is_token)),
         ):
-            # rotary: no ids
-            embedded = None
-            if self.pre_process and self.embedding_scale != 1:
-                embedded = self.embedding(input_ids=tokens, position_ids=None) * self.embedding_scale
+            embedded = self._embedded(tokens) if self.pre_process else None
             hidden = super().forward(tokens, None, None, embedded, packed_seq_params=packed_seq_params)
         if not self.post_process:
             return hidden
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(hidden, tied, task)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Return the first layer's input [S (/ tp), B, H], with the strides of its shape.
+
+        Of a micro-batch of one row Megatron leaves those of a transposed tensor, with which torch multiplies a frozen
+        weight token by token, slowly and with other roundings than one that is trained.
+        """
+        embedded = self.embedding(input_ids=tokens, position_ids=None)  # rotary: no ids
+        if self.embedding_scale != 1:
+            embedded = embedded * self.embedding_scale
+        return embedded.flatten(0, 1).view(embedded.shape)
 
     def _rows(self, is_token: Tensor | None) -> Tensor | None:
         """Return the part of [B, S] that this rank's routers meet, flat in Megatron's order s * B + b."""

@@ -229,17 +229,12 @@ def add_adapters(chunk: ModelChunk, spec: ModelSpec, layout: ParallelLayout, lor
             adapters.append(adapter)
     chunk.adapters = ChunkAdapters(adapters, layout)
     if chunk.pre_process:
-        chunk.embedding.register_forward_hook(_as_if_trained)
+        chunk.embedding.register_forward_hook(_ask_for_gradient)
 
 
-def _as_if_trained(embedding: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """Have the first layer's input be as it is where all weights are trained.
-
-    It asks for a gradient: a layer that is recomputed, and a stage without layers, send none backward otherwise. And
-    its strides are those of its shape: Megatron leaves those of a transposed tensor where a micro-batch has one row,
-    with which torch multiplies a frozen weight token by token, slowly and with other roundings.
-    """
-    output = output.flatten(0, 1).view(output.shape)
+def _ask_for_gradient(embedding: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """Have the first layer's input ask for a gradient, as where all weights are trained: a layer that is recomputed,
+    and a stage without layers, send none backward otherwise."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 

@@ -77,6 +77,8 @@ KL = [
     "actor_rollout_ref.rollout.dump_samples=3",
     "actor_rollout_ref.ref.path=REFERENCE",  # other weights than the actor's: a KL that is not 0
 ]
+# the reference is the actor as it begins: frozen weights compute the bits of trained ones
+OWN_REFERENCE = KL[:2]
 # an estimate per token, whitened over the rollout step
 REINFORCE = [*KL, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]
 # replayed samples, whose old log-probs are the recorded ones, with all that reads old log-probs
@@ -141,7 +143,15 @@ def variants(layout: str) -> dict[str, list[str]]:
     means, whose weights come from all ranks, and one case of everything that could fail there alone: the mean over
     tokens in small micro-batches is that of the estimator's, with gradients, and of the sharded optimizer's."""
     if layout == "tp1":
-        extras = {"kl": KL, "reinforce": REINFORCE, "replay": REPLAY, **CORRECTIONS, **RECOMPUTE, **HEADS}
+        extras = {
+            "kl": KL,
+            "own_reference": OWN_REFERENCE,
+            "reinforce": REINFORCE,
+            "replay": REPLAY,
+            **CORRECTIONS,
+            **RECOMPUTE,
+            **HEADS,
+        }
         product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
     if "cp" in layout:
@@ -177,7 +187,13 @@ def context_variants(layout: str) -> dict[str, list[str]]:
 
 
 def _extras(layout: str) -> dict[str, list[str]]:
-    chosen = {"tp2_sp": {**RECOMPUTE, **HEADS}, "pp2": {**RECOMPUTE, **HEADS}, "tp4_sp": HEADS, "tp2_sp_dp2": OVERLAP}
+    chosen = {
+        "tp2": {"own_reference": OWN_REFERENCE},
+        "tp2_sp": {**RECOMPUTE, **HEADS},
+        "pp2": {**RECOMPUTE, **HEADS},
+        "tp4_sp": HEADS,
+        "tp2_sp_dp2": OVERLAP,
+    }
     extras = {**chosen.get(layout, {}), **(OVERLAP if layout in ("dp2", "pp2_dp2") else {}), **UNEVEN.get(layout, {})}
     return {f"{name}/small": [*extra, *CUTS["small"]] for name, extra in extras.items()}
 
@@ -458,6 +474,12 @@ def test_replayed_tokens_are_counted_and_compared_with_the_policy_that_wrote_the
     assert metrics["exp_mask_ratio"] == pytest.approx(share)
     assert first["actor/on_pg_clipfrac"] == first["actor/on_pg_clipfrac_lower"] == 0.0
     assert first["actor/ratio_max"] > 1.01 and first["actor/off_pg_loss"] != 0.0
+
+
+@pytest.mark.parametrize("case", ["tp1/own_reference/whole", "tp2/own_reference/small"])
+def test_a_frozen_reference_has_the_log_probs_of_the_actor_to_the_bit(results, case):
+    """With TP and without sequence parallelism Megatron's first product is given what the embedding returns."""
+    assert results[case]["first"]["actor/kl_loss"] == 0.0 < results[case]["metrics"]["actor/kl_loss"]
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
