@@ -16,7 +16,7 @@ from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group, drop_experts
-from megatron_dapo.planner.flops import TRAINING_PASSES
+from megatron_dapo.planner.flops import forward_flops, training_flops
 from megatron_dapo.planner.hardware import peak_flops
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import device, is_gpu, peak_memory
@@ -224,10 +224,12 @@ class Job:
             return {}
         num_scores = 1 if needs_old_log_probs(self.config) else 0
         works = {
-            "perf/mfu/actor": PhaseWork(TRAINING_PASSES * num_epochs, self.telemetry.seconds("update")),
-            "perf/mfu/actor_infer": PhaseWork(num_scores, self.telemetry.seconds("old_log_probs")),
+            "perf/mfu/actor": PhaseWork(training_flops, num_epochs, self.telemetry.seconds("update")),
+            "perf/mfu/actor_infer": PhaseWork(forward_flops, num_scores, self.telemetry.seconds("old_log_probs")),
         }
-        return performance.mfu_metrics(model.spec, groups, works, self.layout.world_size, peak)
+        return performance.mfu_metrics(
+            model.spec, model.lora, groups, works, num_gpus=self.layout.world_size, peak=peak
+        )
 
     def has_validated(self, step: int) -> bool:
         """Return whether the figures of the weights after this step are in metrics.jsonl: a resumed run does not ask

@@ -22,7 +22,7 @@ from megatron_dapo.config.derived import (
     uses_full_kl,
     uses_servers,
 )
-from megatron_dapo.config.lora import actor_is_reference, lora_settings
+from megatron_dapo.config.lora import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec
 from megatron_dapo.planner.pipeline import split_of
@@ -174,14 +174,21 @@ def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
     return 4 * spec.moe.num_experts * sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
 
 
-def num_trained_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
+def num_trained_parameters(
+    spec: ModelSpec, sizes: ParallelSizes, stage: int, lora: LoraSettings | None
+) -> tuple[int, int]:
     """Return how many parameters one rank of a stage trains, in the two kinds of `num_parameters`: all of them, or with
-    LoRA the adapters (models/lora.py)."""
-    sizes = parallel_sizes(config)
-    lora = lora_settings(config)
+    LoRA the adapters."""
     if lora is None:
         return num_parameters(spec, sizes, stage)
-    tp = sizes.tp
+    layers = split_of(spec, sizes).numbers_of(stage)
+    shared, expert = adapter_parameters(spec, lora, layers, sizes.tp)
+    return shared, expert * spec.moe.num_experts // sizes.ep if spec.moe is not None else 0
+
+
+def adapter_parameters(spec: ModelSpec, lora: LoraSettings, layers: Sequence[int], tp: int = 1) -> tuple[int, int]:
+    """Return how many parameters the adapters (models/lora.py) of these layers, numbered from 0, have on a rank: (all
+    but those of experts, those of one expert in each layer that has some)."""
     hidden = spec.hidden_size
     attention = spec.num_heads * spec.head_dim // tp
     groups = spec.num_kv_heads * spec.head_dim // tp
@@ -195,14 +202,13 @@ def num_trained_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple
     # A and B have together the columns and rows of the module's weight on this rank
     heads = {"q_proj": attention, "k_proj": groups, "v_proj": groups, "o_proj": attention}
     of_attention = lora.rank * sum(hidden + heads[name] for name in modules if name in _ATTENTION)
-    layers = split_of(spec, sizes).numbers_of(stage)
     num_moe = sum(map(spec.has_experts, layers))
     shared = len(layers) * of_attention + (len(layers) - num_moe) * mlp(spec.dense_ffn_size // tp)
     if spec.moe is None:
         return shared, 0
     if spec.moe.shared_ffn_size:
         shared += num_moe * mlp(spec.moe.shared_ffn_size // tp)
-    return shared, num_moe * spec.moe.num_experts // sizes.ep * mlp(spec.ffn_size)  # an expert is whole
+    return shared, num_moe * mlp(spec.ffn_size)  # an expert is whole
 
 
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
@@ -214,8 +220,9 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     num_weights = sum(num_parameters(spec, sizes, stage))
-    shared, experts = num_trained_parameters(config, spec, stage)
-    if lora_settings(config) is not None:
+    lora = lora_settings(config)
+    shared, experts = num_trained_parameters(spec, sizes, stage, lora)
+    if lora is not None:
         num_weights += shared + experts
     megatron = config.actor_rollout_ref.actor.megatron
     state = moment_bytes(config) + (MAIN_PARAMETER if width < 4 else 0)
@@ -250,7 +257,7 @@ def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = Non
     specs = [actor, (critic or actor).as_critic()] if uses_critic(config) else [actor]
 
     def of_rank(stage: int) -> float:
-        counts = [num_trained_parameters(config, spec, stage) for spec in specs]
+        counts = [num_trained_parameters(spec, sizes, stage, lora_settings(config)) for spec in specs]
         return sum(shared / sizes.num_copies + experts / sizes.expert_dp for shared, experts in counts)
 
     largest = max(of_rank(stage) for stage in range(sizes.pp))

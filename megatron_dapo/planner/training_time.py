@@ -17,12 +17,20 @@ from megatron_dapo.config.derived import (
     parallel_sizes,
     samples_per_rollout_step,
 )
+from megatron_dapo.config.lora import LoraSettings, lora_settings
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.flops import TRAINING_PASSES, active_parameters_of, attention_flops, forward_flops
+from megatron_dapo.planner.flops import (
+    TRAINING_PASSES,
+    active_adapters_of,
+    active_parameters_of,
+    attention_flops,
+    forward_flops,
+    training_flops,
+)
 from megatron_dapo.planner.hardware import FP8_SPEED, Hardware
 from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import kept_per_token, num_parameters
+from megatron_dapo.planner.memory import kept_per_token, num_parameters, num_trained_parameters
 from megatron_dapo.planner.pipeline import split_of
 
 NUM_QUANTILES = 400  # lengths that stand for all: the mean of their squares is right to 1 %
@@ -56,6 +64,7 @@ class TrainerLayout:
 
     recompute: forward passes that are repeated in backward, 0 to 1, of all layers. max_tokens: of a micro-batch.
     offloaded: share of the optimizer's state in the node's memory. tp_comm_overlap: every micro-batch has max_tokens.
+    lora: of the adapters, where these alone are trained.
     """
 
     sizes: ParallelSizes
@@ -68,6 +77,7 @@ class TrainerLayout:
     fp8: bool = False
     offloaded: float = 0.0
     tp_comm_overlap: bool = False
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,11 @@ class TrainingWork:
         scale = self.num_samples / NUM_QUANTILES
         layers = forward_flops(spec, self._lengths(multiple), 0)
         return layers * scale, forward_flops(spec, [], sum(self.responses.quantiles(NUM_QUANTILES))) * scale
+
+    def training_flops(self, spec: ModelSpec, lora: LoraSettings | None) -> float:
+        """Return the operations of forward and backward over all samples as they are."""
+        num_answered = sum(self.responses.quantiles(NUM_QUANTILES))
+        return training_flops(spec, self._lengths(), num_answered, lora) * self.num_samples / NUM_QUANTILES
 
     def attention_flops(self, spec: ModelSpec, multiple: int = 1) -> float:
         """Return those of them that attention takes."""
@@ -152,6 +167,7 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
         megatron.fp8 != "none",
         megatron.optimizer_offload_fraction,
         megatron.tp_comm_overlap,
+        lora_settings(config),
     )
 
 
@@ -222,8 +238,9 @@ def _time_of_stage(
         products /= FP8_SPEED
     rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
     products_s = products * share_of_products / rate
+    adapters_s = 2 * active_adapters_of(spec, layers, layout.lora) * tokens * sizes.num_copies / rate
     traffic_s = num_layers * _traffic_s(spec, layout, layers, tokens, hardware, efficiency)
-    layers_s = products_s + attention * share / rate + traffic_s
+    layers_s = products_s + adapters_s + attention * share / rate + traffic_s
     head_s = head_flops / rate if stage == sizes.pp - 1 else 0.0
     collective_s = _collectives_s(spec, layout, layers, tokens, hardware, efficiency)
     if layout.tp_comm_overlap:  # those of a layer go on while the products beside them are computed
@@ -232,6 +249,7 @@ def _time_of_stage(
 
     num_micro_batches = max(tokens * sizes.cp / layout.max_tokens, 1.0)
     parameters = sum(num_parameters(spec, sizes, stage))
+    trained = sum(num_trained_parameters(spec, sizes, stage, layout.lora))
     weights_s = _weights_s(parameters, WIDTH, hardware, efficiency) * num_micro_batches
     score_s = layers_s + head_s + collective_s + ring_s + weights_s
     score_s *= 1 + (sizes.pp - 1) / (sizes.vpp or 1) / num_micro_batches
@@ -240,14 +258,17 @@ def _time_of_stage(
     passes = TRAINING_PASSES + layout.recompute
     tensor_s = collective_s * (2.0 + layout.recompute + (0.5 if layout.sequence_parallel else 0.0))
     tensor_s += ring_s * (TRAINING_PASSES + layout.recompute)  # backward: keys and values, and their gradients
-    weights_s += _weights_s(parameters, WIDTH + 2 * GRADIENT, hardware, efficiency) * num_micro_batches
+    weights_s += _weights_s(parameters, WIDTH, hardware, efficiency) * num_micro_batches
+    weights_s += _weights_s(trained, 2 * GRADIENT, hardware, efficiency) * num_micro_batches
     worked_s = passes * layers_s + TRAINING_PASSES * head_s + tensor_s + weights_s
+    if layout.lora is not None:  # weights that are frozen have no gradients
+        worked_s -= products_s + head_s
     per_step = max(num_micro_batches / work.mini_batches, 1.0)  # micro-batches of an optimizer step
     micro_batch_s = worked_s / (per_step * work.mini_batches)
     bubble_s = micro_batch_s * (sizes.pp - 1) / (sizes.vpp or 1) * work.mini_batches
-    optimizer_s = _optimizer_s(parameters, layout, work, micro_batch_s, hardware, efficiency)
+    optimizer_s = _optimizer_s(trained, layout, work, micro_batch_s, hardware, efficiency)
     update_s = (worked_s + bubble_s) * work.epochs + optimizer_s
-    model_flops = TRAINING_PASSES * sum(work.forward_flops(spec)) * work.epochs
+    model_flops = work.training_flops(spec, layout.lora) * work.epochs
     return TrainingTime(
         update=update_s,
         tensor=tensor_s * work.epochs,

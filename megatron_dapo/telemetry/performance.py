@@ -3,15 +3,15 @@
 A rank has one GPU, or is a process on a CPU.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_dapo.common.sizes import GIB
 from megatron_dapo.config.derived import uses_servers
+from megatron_dapo.config.lora import LoraSettings
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.flops import forward_flops
 
 WAITING = ("start", "rollout")
 """Phases in which the trainer has nothing to do but wait for servers and samples."""
@@ -26,9 +26,11 @@ class RankPeak(NamedTuple):
 
 
 class PhaseWork(NamedTuple):
-    """What one phase computed: so many times the operations of a forward pass over the step's samples."""
+    """What one phase computed: so many passes over the step's samples, each of the operations that `flops` counts
+    (`forward_flops` or `training_flops`)."""
 
-    num_forwards: int
+    flops: Callable[[ModelSpec, Sequence[int], int, LoraSettings | None], int]
+    num_passes: int
     seconds: float
 
 
@@ -48,19 +50,26 @@ def memory_metrics(peaks: Sequence[RankPeak]) -> dict[str, float]:
 
 
 def mfu_metrics(
-    spec: ModelSpec, groups: Sequence[Group], works: Mapping[str, PhaseWork], num_gpus: int, peak: float
+    spec: ModelSpec,
+    lora: LoraSettings | None,
+    groups: Sequence[Group],
+    works: Mapping[str, PhaseWork],
+    *,
+    num_gpus: int,
+    peak: float,
 ) -> dict[str, float]:
     """Return each phase's model FLOPs / (seconds x GPUs x peak), by the metric's name; a phase without work has none.
 
-    The FLOPs are those of the samples as they are, see `forward_flops`. peak: FLOP/s of one GPU in the model's dtype.
+    The FLOPs are those of the samples as they are. lora: of the adapters, where these alone are trained. peak: FLOP/s
+    of one GPU in the model's dtype.
     """
     samples = [sample for group in groups for sample in group.samples]
+    lengths = [sample.num_tokens for sample in samples]
     num_answered = sum(sample.num_written_tokens for sample in samples)
-    flops = forward_flops(spec, [sample.num_tokens for sample in samples], num_answered)
     return {
-        name: work.num_forwards * flops / (work.seconds * num_gpus * peak)
+        name: work.num_passes * work.flops(spec, lengths, num_answered, lora) / (work.seconds * num_gpus * peak)
         for name, work in works.items()
-        if work.num_forwards and work.seconds
+        if work.num_passes and work.seconds
     }
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.lora import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_spec import FAMILIES, model_spec
@@ -91,14 +92,13 @@ def test_the_plan_counts_frozen_weights_at_two_bytes_and_no_reference():
     spec = model_spec(model_json_named("qwen3-8b"))
     kl = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
     config = load_config(None, [RANK, *kl, f"{MEGATRON}.use_distributed_optimizer=false"])
-    sizes = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 12288), (4096, 12288), (12288, 4096)]
-    number = 36 * 16 * sum(rows + columns for rows, columns in sizes)
-    assert num_trained_parameters(config, spec, 0) == (number, 0)
+    shapes = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 12288), (4096, 12288), (12288, 4096)]
+    number = 36 * 16 * sum(rows + columns for rows, columns in shapes)
+    sizes = parallel_sizes(config)
+    assert num_trained_parameters(spec, sizes, 0, lora_settings(config)) == (number, 0)
     full = load_config(None, [*kl, f"{MEGATRON}.use_distributed_optimizer=false"])
     own, whole = trainer_memory(config, spec), trainer_memory(full, spec)
-    from megatron_dapo.config.derived import parallel_sizes
-
-    weights = sum(num_parameters(spec, parallel_sizes(config), 0))
+    weights = sum(num_parameters(spec, sizes, 0))
     assert own.weights == 2 * (weights + number) and own.gradients == 4 * number and own.optimizer == 12 * number
     assert whole.gradients == 4 * weights and whole.optimizer == 12 * weights
     assert own.reference == 0 and whole.reference == 2 * weights and actor_is_reference(config)

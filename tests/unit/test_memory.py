@@ -62,10 +62,10 @@ def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
     shapes = hf_tensors(spec)
     expected = sum(math.prod(shapes[name]) for name in shapes if not name.endswith(ROUTER_BIAS))  # it is not trained
     assert sum(num_parameters(spec, ONE_RANK, stage=0)) == expected
-    config = load_config(None, ["actor_rollout_ref.model.lora_rank=3"])
-    adapters = adapter_tensors(spec, lora_settings(config))
+    lora = lora_settings(load_config(None, ["actor_rollout_ref.model.lora_rank=3"]))
+    adapters = adapter_tensors(spec, lora)
     assert {name.split(".")[-3] for name in adapters} == set(FAMILIES[architecture].linear_modules)
-    assert sum(num_trained_parameters(config, spec, stage=0)) == sum(map(math.prod, adapters.values()))
+    assert sum(num_trained_parameters(spec, ONE_RANK, 0, lora)) == sum(map(math.prod, adapters.values()))
 
 
 def test_the_32b_recipe_by_hand():

@@ -9,10 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora import LINEAR_MODULES, LoraSettings
 from megatron_dapo.huggingface.model_spec import model_spec, read_model_spec
 from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.job import Job
-from megatron_dapo.planner.flops import attention_flops, forward_flops
+from megatron_dapo.planner.flops import attention_flops, forward_flops, training_flops
 from megatron_dapo.planner.hardware import peak_flops
 from megatron_dapo.telemetry import performance
 from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
@@ -61,6 +62,46 @@ def test_torch_counts_the_same_products(tmp_path, family):
     assert forward_flops(spec, [length], length) == counted.get_total_flops() - masked
 
 
+@pytest.mark.parametrize("targets", [None, LINEAR_MODULES, ("q_proj", "down_proj")])
+def test_torch_counts_the_same_products_of_forward_and_backward_with_adapters_or_without(tmp_path, targets):
+    """Adapters beside the modules of transformers, whose weights are frozen then; the embeddings ask for a gradient."""
+    from transformers import AutoModelForCausalLM
+
+    path, length = make_tiny(tmp_path / "model", "qwen2", layers=2, hidden=32, heads=4, kv_heads=2), 12
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    lora = None
+    if targets is not None:
+        lora = LoraSettings(rank=3, alpha=3.0, targets=targets, seed=0)
+        model.requires_grad_(False)
+        model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        for name, module in model.named_modules():
+            if name.split(".")[-1] in targets:
+                module.register_forward_hook(adapter_hook(module, lora.rank))
+    with FlopCounterMode(display=False) as counted:
+        model(torch.arange(length)[None]).logits.sum().backward()
+    spec = read_model_spec(path)
+    masked = spec.num_layers * 4 * spec.num_heads * spec.head_dim * length * (length - 1) // 2
+    assert training_flops(spec, [length], length, lora) == counted.get_total_flops() - 3 * masked
+
+
+def adapter_hook(module: torch.nn.Linear, rank: int):
+    a = torch.ones(rank, module.in_features, requires_grad=True)
+    b = torch.ones(module.out_features, rank, requires_grad=True)
+    return lambda module, inputs, output: output + inputs[0] @ a.T @ b.T
+
+
+def test_an_adapter_of_an_expert_counts_as_often_as_a_token_passes_through_it():
+    """4 tokens, 2 layers, 2 experts of 8 for each: gate, up and down with rank 3. Three passes, all of which compute
+    them, since they are trained."""
+    mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+    spec = model_spec({**SMALL, **mixture, "moe_intermediate_size": 16})
+    attention = LoraSettings(rank=3, alpha=3.0, targets=("q_proj",), seed=0)
+    both = replace(attention, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    more = 4 * 2 * 2 * 2 * 3 * (3 * (8 + 16))
+    assert forward_flops(spec, [4], 0, both) - forward_flops(spec, [4], 0, attention) == more
+    assert training_flops(spec, [4], 0, both) - training_flops(spec, [4], 0, attention) == 3 * more
+
+
 def test_experts_count_as_far_as_a_token_passes_through_them():
     mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
     spec = model_spec({**SMALL, **mixture, "moe_intermediate_size": 16})
@@ -101,8 +142,12 @@ def test_each_phase_is_measured_by_the_samples_as_they_are():
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.prompt_tokens) + len(sample.response_tokens) for sample in samples]
     flops = forward_flops(spec, lengths, sum(sum(sample.loss_mask.tolist()) for sample in samples))
-    works = {"update": PhaseWork(2 * 3, 4.0), "score": PhaseWork(1, 2.0), "none": PhaseWork(0, 1.0)}
-    got = performance.mfu_metrics(spec, groups, works, num_gpus=8, peak=flops)
+    works = {
+        "update": PhaseWork(training_flops, 2, 4.0),
+        "score": PhaseWork(forward_flops, 1, 2.0),
+        "none": PhaseWork(forward_flops, 0, 1.0),
+    }
+    got = performance.mfu_metrics(spec, None, groups, works, num_gpus=8, peak=flops)
     assert got == pytest.approx({"update": 6 / (4 * 8), "score": 1 / (2 * 8)})
     speed = performance.update_metrics(groups, num_epochs=2, seconds=4.0, num_ranks=8)
     assert speed == {"perf/update_tokens_per_s_per_gpu": 2 * sum(lengths) / 4 / 8}
@@ -144,7 +189,7 @@ def job() -> SimpleNamespace:
     job = SimpleNamespace(
         config=load_config(None, []),
         layout=SimpleNamespace(world_size=2, pp_rank=0, gather=lambda own: [own, RankPeak(0, 4 * 2**30, 4 * 2**30)]),
-        policy=SimpleNamespace(model=SimpleNamespace(config=config, spec=model_spec(SMALL))),
+        policy=SimpleNamespace(model=SimpleNamespace(config=config, spec=model_spec(SMALL), lora=None)),
         telemetry=SimpleNamespace(seconds=seconds.__getitem__, step_seconds=lambda: 10.0),
     )
     job._mfu = partial(Job._mfu, job)

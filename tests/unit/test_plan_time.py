@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora import LINEAR_MODULES, LoraSettings
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.huggingface.windows import Windows
@@ -166,6 +167,28 @@ def test_training_takes_what_was_worked_out_by_hand():
     assert time.update == pytest.approx(worked + 5.112) == pytest.approx(12.1488)
     assert time.mfu == pytest.approx(3 * (9856 + 1536) / (12.1488 * 2e4))
     assert time.tensor == time.bubble == 0.0
+
+
+def test_training_adapters_leaves_out_the_gradients_of_weights():
+    """As above, with adapters of rank 2 beside all modules: 2 x (2 x 16 + 2 x 12 + 3 x 24) = 256 parameters a layer,
+    512 in two, 4096 operations for 4 tokens. What is frozen has no gradients, in 9216 operations of layers' products
+    and 1536 of the head's; gradients of 4 bytes are read and written, and Adam steps, for 512 parameters alone."""
+    layout = replace(ALONE, lora=LoraSettings(2, 2.0, LINEAR_MODULES, seed=0))
+    time = training_time(SMALL, layout, TrainingWork(1, THREE_TOKENS, 1, mini_batches=1), SLOW, HALF)
+    layers, adapters, head, weights = 0.9856 + 0.5248, 0.4096, 0.1536, 0.3408
+    assert time.score == pytest.approx(layers + adapters + head + weights)
+    assert time.optimizer == pytest.approx(512 * 30 / 1e4)
+    worked = 3 * (layers + adapters + head) - (0.9216 + 0.1536) + 2 * weights + 512 * 8 / 1e4
+    assert time.update == pytest.approx(worked + time.optimizer)
+    assert time.mfu == pytest.approx((3 * (9856 + 4096 + 1536) - 9216 - 1536) / (time.update * 2e4))
+
+
+def test_the_plan_of_a_recipe_updates_faster_with_adapters():
+    spec = model_spec(model_json_named("qwen2.5-7b"))
+    plain, lora = (load_config(recipe("dapo_7b"), [f"actor_rollout_ref.model.lora_rank={rank}"]) for rank in (0, 32))
+    work = TrainingWork(512, Lengths.with_mean(6000, 0.9, 20480), 200, mini_batches=16)
+    times = [training_time(spec, trainer_layout(c, spec), work, HARDWARE["h100"], Efficiency()) for c in (plain, lora)]
+    assert 2 / 3 < times[1].update / times[0].update < 0.85 and times[1].score > times[0].score
 
 
 def test_recomputation_adds_forward_passes_of_the_layers_alone():
