@@ -6,7 +6,10 @@ from functools import partial
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
@@ -349,6 +352,9 @@ def _transformer_engine_layer(
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, moe_grouped_gemm=is_grouped, qk_layernorm=spec.qk_norm
     )
+    # a norm has one name in checkpoints, inside the product behind it or apart from it
+    local = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     if has_adapters:
         norms_apart(layer, is_dense=not num_experts)
     if num_experts:

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
+from megatron_dapo.checkpointing.torch_dist.slices import model_regions
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple
 from megatron_dapo.config.loader import load_config
@@ -23,6 +25,11 @@ from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.optimizer import make_training_state
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
+
+# after megatron_dapo.models, which prepares megatron.core for this machine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # isort: skip
+from megatron.core.models.gpt import gpt_layer_specs  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
 pytestmark = pytest.mark.unit
 
@@ -135,6 +142,24 @@ def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
     assert all(a.parameter is b.parameter and a.transform is b.transform for a, b in zip(own, renamed, strict=True))
 
 
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_norm_has_one_name_in_checkpoints_apart_from_the_product_behind_it_too(
+    layout, tmp_path, monkeypatch, family, has_adapters
+):
+    """So a run with its layers starts from the checkpoint of one with ours, and one with adapters from either."""
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)  # absent as the package is
+    monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.20"))
+    spec = read_model_spec(make_tiny(tmp_path, family, layers=1, hidden=16, heads=2))
+    model = build_model(spec, layout, MegatronConfig())
+    stored = {region.name for regions in model_regions(model, layout).values() for region in regions}
+    num_experts = spec.moe.num_experts if spec.moe else None
+    parts = build._transformer_engine_layer(spec, model.config, has_adapters, num_experts).submodules
+    apart = [name for name in ("input_layernorm.", "pre_mlp_layernorm.") if getattr(parts, name[:-1]) is not IdentityOp]
+    assert len(apart) == (2 if has_adapters else 0 if num_experts is None else 1)
+    assert {f"decoder.layers.0.{parts.sharded_state_dict_keys_map[name]}weight" for name in apart} <= stored
+
+
 @pytest.mark.parametrize(
     ("recipe", "multiple"), [("tensorwise", 16), ("delayed", 16), ("mxfp8", 32), ("blockwise", 128)]
 )
@@ -178,14 +203,20 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb_thd", print)
-    monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **options: ("its layer", options))
+    layers = []
+
+    def its_layer(**options) -> SimpleNamespace:
+        layers.append(options)
+        return SimpleNamespace(submodules=SimpleNamespace())
+
+    monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", its_layer)
     monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
     megatron = MegatronConfig(fp8=kind, fp8_recipe="blockwise" if kind == "e4m3" else "tensorwise", dtype="bfloat16")
     with pytest.raises(AttributeError, match="decoder"):  # of the model that is not built here
         build_model(read_model_spec(model_path), layout, megatron)
     (((config, block), options),) = asked
-    layer = ("its layer", {"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False})
-    assert block.layer_specs == [layer] * 2
+    assert layers == [{"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False}]
+    assert len(block.layer_specs) == 2
     assert options["position_embedding_type"] == "rope"
     spec = read_model_spec(model_path)
     assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(spec))

@@ -149,7 +149,8 @@ def test_megatron_is_told_where_the_layers_are_its(layout, model_path, asked, mo
     monkeypatch.setattr(build, "_use_transformer_engine", lambda megatron: True)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb_thd", print)
-    monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **options: None)
+    its_layer = SimpleNamespace(submodules=SimpleNamespace())
+    monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", lambda **options: its_layer)
     monkeypatch.setattr(build, "ModelChunk", lambda config, *_, **__: configs.append(config))
     for overlap in (True, False):
         megatron = MegatronConfig(tp_comm_overlap=overlap, dtype="bfloat16")
