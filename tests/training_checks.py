@@ -4,6 +4,7 @@ Needs megatron-core and all that the trainer needs.
 """
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
+from tests.distributed.layout_worker import gathered, trained_source
 from tests.kernel_checks import CountedReads, forbidding_host_syncs
 from tests.model_json import MODEL_JSON
 from tests.synthetic import synthetic_groups
@@ -172,6 +174,24 @@ def check_agreement(layout: ParallelLayout, model_path: str | Path, a: list[str]
     """Log-probs of the same weights under two settings, up to `bound` in the mean."""
     difference = (scored(layout, model_path, a) - scored(layout, model_path, b)).abs().mean()
     assert difference <= bound, f"log-probs differ by {difference:.1e} in the mean"
+
+
+def check_gradients(layout: ParallelLayout, model_path: str | Path, a: list[str], b: list[str]) -> None:
+    """Gradients of a mini-batch of the same weights under two settings, each kind of tensor at once: its experts, whose
+    own tokens may be few, together. One that is missing or counted twice is off by its norm: half of that is allowed.
+    """
+    gradients = []
+    for overrides in (a, b):
+        policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
+        policy.accumulate_gradients(mini_batches[0])
+        by_kind: dict[str, list[Tensor]] = {}
+        for name, gradient in gathered(trained_source(policy.model, layout), layout).items():
+            by_kind.setdefault(re.sub(r"\.experts\.\d+", "", name), []).append(gradient.float().flatten())
+        gradients.append({kind: torch.cat(parts) for kind, parts in by_kind.items()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for kind, expected in gradients[0].items():
+        error = (gradients[1][kind] - expected).norm()
+        assert error <= expected.norm() / 2, f"{kind}: {error:.1e} of {expected.norm():.1e}"
 
 
 def check_export(layout: ParallelLayout, model_path: str | Path, overrides: list[str], folder: Path) -> None:

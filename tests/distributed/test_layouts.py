@@ -143,15 +143,8 @@ def variants(layout: str) -> dict[str, list[str]]:
     means, whose weights come from all ranks, and one case of everything that could fail there alone: the mean over
     tokens in small micro-batches is that of the estimator's, with gradients, and of the sharded optimizer's."""
     if layout == "tp1":
-        extras = {
-            "kl": KL,
-            "own_reference": OWN_REFERENCE,
-            "reinforce": REINFORCE,
-            "replay": REPLAY,
-            **CORRECTIONS,
-            **RECOMPUTE,
-            **HEADS,
-        }
+        extras = {"kl": KL, "own_reference": OWN_REFERENCE, "reinforce": REINFORCE, "replay": REPLAY}
+        extras |= {**CORRECTIONS, **RECOMPUTE, **HEADS}
         product = {f"{m}/{cut}": [*mode(m), *CUTS[cut]] for m in MODES for cut in CUTS}
         return {**product, **{f"{name}/whole": extra for name, extra in extras.items()}}
     if "cp" in layout:

@@ -45,3 +45,12 @@ def test_other_layers_would_be_noticed(layout, model_path):
     hot = ["actor_rollout_ref.rollout.temperature=1.1"]
     with pytest.raises(AssertionError, match="log-probs differ"):
         checks.check_agreement(layout, model_path, [], hot, bound=1e-3)
+
+
+def test_gradients_in_half_precision_are_near_and_those_of_another_loss_would_be_noticed(layout, tmp_path):
+    """Also where near ties send some tokens to other experts."""
+    path = make_tiny(tmp_path, "qwen3_moe", layers=2, hidden=32, heads=4)
+    exact, half = ([f"{checks.MEGATRON}.dtype={dtype}"] for dtype in ("float32", "bfloat16"))
+    checks.check_gradients(layout, path, exact, half)
+    with pytest.raises(AssertionError, match=" of "):
+        checks.check_gradients(layout, path, exact, [*exact, f"{checks.ACTOR}.entropy_coef=1"])
