@@ -19,6 +19,7 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.report import read_metrics
 
 STALENESS, SEEDS = (0, 1, 2, 4), (1, 2, 3)
+ALL_STEPS = ["trainer.total_training_steps=40"]
 QUICK = (0, 1), (1,), ["trainer.total_training_steps=3"]
 NUM_LAST = 5  # steps over which the last reward is a mean
 FEWER_SLOTS = "actor_rollout_ref.rollout.max_concurrency=64"  # half a gen batch: more would only make answers older
@@ -30,11 +31,11 @@ def overrides(max_staleness: int, seed: int, folder: Path) -> list[str]:
     return [f"trainer.seed={seed}", f"data.seed={seed}", f"trainer.run_dir={folder}", *(ahead if max_staleness else [])]
 
 
-def measured(max_staleness: int, seed: int, runs: Path, shorter: list[str]) -> dict:
+def measured(max_staleness: int, seed: int, runs: Path, length: list[str]) -> dict:
     """Run the demo, unless its folder holds a run that came to its end; return the run's figures."""
     folder = runs / f"demo_k{max_staleness}_s{seed}"
     if not RunFolder(folder).model.exists():
-        arguments = [*overrides(max_staleness, seed, folder), *shorter]
+        arguments = [*overrides(max_staleness, seed, folder), *length]
         subprocess.run([sys.executable, "-m", "examples.arithmetic.demo", *arguments], check=True, stdout=sys.stderr)
     rows = read_metrics(RunFolder(folder).metrics)
     steps = [row for row in rows if "actor/loss" in row]
@@ -71,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="async-demo-") as temporary:
         runs = options.runs or Path(temporary)
-        staleness, seeds, shorter = QUICK if options.quick else (STALENESS, SEEDS, [])
-        results = [measured(each, seed, runs, shorter) for seed in seeds for each in staleness]
+        staleness, seeds, length = QUICK if options.quick else (STALENESS, SEEDS, ALL_STEPS)
+        results = [measured(each, seed, runs, length) for seed in seeds for each in staleness]
     Console(highlight=False, width=120).print(table(results))
     written("async_demo", torch.device("cpu"), results, options.json)
     return 0

@@ -15,8 +15,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.report import plain_table, written
-from examples.arithmetic.pretrain import BASE
-from examples.arithmetic.problems import write_files
+from examples.arithmetic.problems import BASE, write_files
 from examples.demo_run import config_path, prompt_files
 from megatron_dapo.config.schema import Config
 from megatron_dapo.planner.validation import load_and_validate

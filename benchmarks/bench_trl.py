@@ -28,8 +28,7 @@ from benchmarks.cpu_watch import Reading, between, watched
 from benchmarks.product_floor import Products, Step, floor
 from benchmarks.report import plain_table, written
 from benchmarks.synthetic_model import ModelSize, write_model
-from examples.arithmetic.pretrain import BASE
-from examples.arithmetic.problems import write_files
+from examples.arithmetic.problems import BASE, write_files
 from examples.cache import ROOT
 from megatron_dapo.common.child_environment import ONE_THREAD
 from megatron_dapo.telemetry.report import read_metrics

@@ -5,8 +5,7 @@ python -m examples.arithmetic.demo [key=value ...]
 
 import sys
 
-from examples.arithmetic.pretrain import BASE
-from examples.arithmetic.problems import write_files
+from examples.arithmetic.problems import BASE, write_files
 from examples.demo_run import Demo
 
 DEMO = Demo(

@@ -70,6 +70,7 @@ DEMO = Demo(
 )
 OVERRIDES = (
     "trainer.experiment_name=mixture",
+    "trainer.total_training_steps=40",
     "actor_rollout_ref.actor.router_replay=rollout",
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
 )

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 
-from examples.arithmetic.problems import Sum, split
+from examples.arithmetic.problems import BASE, Sum, split
 from examples.arithmetic.reward import is_right
 from examples.character_model import VOCABULARY, Demonstrations, Settings, make, rambling, tokenizer, written
 
-BASE = Path(__file__).parent / "base"
 SETTINGS = Settings(mixture=(("right", 0.08), ("wrong", 0.42), ("worked", 0.28), ("slipped", 0.02), ("rambling", 0.20)))
 
 

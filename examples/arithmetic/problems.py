@@ -9,6 +9,7 @@ from pathlib import Path
 
 from examples.prompts import Problem, held_apart, write_prompt_files
 
+BASE = Path(__file__).parent / "base"  # the base model, which pretrain.py made
 NUM_HELD_OUT = 200
 SPLIT_SEED = 20
 

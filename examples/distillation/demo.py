@@ -9,8 +9,7 @@ The teacher is the same base model after supervised fine-tuning on sums that are
 import sys
 from pathlib import Path
 
-from examples.arithmetic.pretrain import BASE
-from examples.arithmetic.problems import write_files
+from examples.arithmetic.problems import BASE, write_files
 from examples.arithmetic.sft import fine_tune
 from examples.cache import cache_folder
 from examples.character_model import Settings

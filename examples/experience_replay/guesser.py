@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from examples.arithmetic.pretrain import BASE, accuracies
-from examples.arithmetic.problems import split
+from examples.arithmetic.pretrain import accuracies
+from examples.arithmetic.problems import BASE, split
 from examples.character_model import Demonstrations, Settings, learn, lessons, save, written
 
 # twenty numbers, one of them the sum: what is learned is which, and nothing that is right for other sums too

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.arithmetic.pretrain import BASE
+from examples.arithmetic.problems import BASE
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import make_cursor
 from megatron_dapo.data.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from examples.arithmetic import problems
-from examples.arithmetic.pretrain import BASE
+from examples.arithmetic.problems import BASE
 from examples.demo_run import config_path
 from launch.local import main
 from megatron_dapo.rollout.batch_files import read_batch

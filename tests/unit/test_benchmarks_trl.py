@@ -23,8 +23,7 @@ from benchmarks.bench_trl import (
 )
 from benchmarks.cpu_watch import ProcessTree, Reading, between, watched
 from benchmarks.product_floor import Products, Step, floor
-from examples.arithmetic.pretrain import BASE
-from examples.arithmetic.problems import write_files
+from examples.arithmetic.problems import BASE, write_files
 from examples.demo_run import config_path, prompt_files
 from launch.trainer_ranks import trainer_command
 from megatron_dapo.planner.validation import load_and_validate

@@ -62,7 +62,7 @@ def test_the_script_still_makes_a_model_that_learns_and_can_be_loaded(script, pr
 def test_the_base_model_knows_the_right_way_but_rarely_takes_it():
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(pretrain.BASE, dtype="float32").eval()
+    model = AutoModelForCausalLM.from_pretrained(sums.BASE, dtype="float32").eval()
     greedy = pretrain.accuracy(model, sums.split()[1], sample=False)
     assert 0.15 < greedy < 0.4  # so that training can more than double it
 
@@ -114,10 +114,10 @@ def test_the_demonstrations_to_fine_tune_on_are_those_of_the_base_model(tmp_path
     prompts = {json.loads(line)["prompt"] for line in paths[0].read_text().splitlines()}
     assert not prompts & {problem.prompt for problem in held_out}
 
-    files = [f"data.train_files=[{paths[0]}]", f"actor_rollout_ref.model.path={pretrain.BASE}"]
+    files = [f"data.train_files=[{paths[0]}]", f"actor_rollout_ref.model.path={sums.BASE}"]
     config = load_config("configs/sft_demo.yaml", files)
     validate(config, read_model_json(config))
-    tokenizer = load_tokenizer(pretrain.BASE)
+    tokenizer = load_tokenizer(sums.BASE)
     loaded = ConversationSet.load(config.data.train_files, config, tokenizer)
     assert len(loaded.samples) == 400
     draw = random.Random(settings.seed)

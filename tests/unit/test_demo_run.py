@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -90,3 +91,8 @@ def test_earlier_runs_are_kept(started, tmp_path):
     for _ in range(3):
         assert started()[0] == 0
     assert all(RunFolder(tmp_path / name).metrics.exists() for name in ("run", "run-1", "run-2"))
+
+
+def test_servers_start_before_torch_is_imported():
+    code = "import sys; import examples.arithmetic.demo; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=demo_run.ROOT, timeout=60).returncode == 0

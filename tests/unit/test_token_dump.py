@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from examples.arithmetic.pretrain import BASE
+from examples.arithmetic.problems import BASE
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
