@@ -12,7 +12,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.keys import Key, known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.validation import load_and_validate
-from tests.unit.test_config_validation import CONTRADICTIONS, SOUND, overrides
+from tests.config_overrides import SOUND, overrides
+from tests.unit.test_config_validation import CONTRADICTIONS
 
 pytestmark = pytest.mark.unit
 

@@ -1,53 +1,14 @@
-"""Keys that contradict each other, the model or the machine are refused before anything starts, all at once."""
-
-import json
+"""Keys that contradict each other are refused before anything starts, all at once."""
 
 import pytest
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.model_checks import read_model_json
 from megatron_dapo.planner.validation import validate
+from tests.config_overrides import mistakes
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
-
-SOUND = ["data.train_files=[train.jsonl]", "data.val_files=[val.jsonl]", "actor_rollout_ref.model.path=model"]
-SHORT = {
-    "tp": "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-    "pp": "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
-    "vpp": "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
-    "ep": "actor_rollout_ref.actor.megatron.expert_model_parallel_size",
-    "etp": "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
-    "buffer": "algorithm.dapo.overlong_reward_shaping.buffer_len",
-    "actor.": "actor_rollout_ref.actor.",
-    "megatron.": "actor_rollout_ref.actor.megatron.",
-    "rollout.": "actor_rollout_ref.rollout.",
-    "ref.": "actor_rollout_ref.ref.",
-    "sampling.": "algorithm.dapo.dynamic_sampling.",
-    "overlong.": "algorithm.dapo.overlong_reward_shaping.",
-    "groups.": "algorithm.filter_groups.",
-    "rc.": "algorithm.rollout_correction.",
-}
-
-
-def overrides(text: str) -> list[str]:
-    """`"rollout.n=2 tp=3"` -> overrides with the whole keys."""
-    whole = []
-    for word in text.split():
-        short = next((short for short in SHORT if word.startswith(short if short.endswith(".") else f"{short}=")), "")
-        whole.append(SHORT.get(short, "") + word.removeprefix(short))
-    return whole
-
-
-def mistakes(text: str, **options) -> list[str]:
-    options = {"model_json": MODEL_JSON, "check_files": False} | options
-    try:
-        validate(load_config(None, SOUND + overrides(text)), **options)
-    except UserError as error:
-        return error.sentences
-    return []
-
 
 # Each row: overrides that make one mistake, and words its one sentence must hold (keys, values, the cure).
 OVERLONG_ON = "algorithm.dapo.enable=true overlong.enable=true"
@@ -203,96 +164,6 @@ CONTRADICTIONS = [
     ("reward.function=math-dapo", ["'math-dapo'", "the nearest is math_dapo"]),
     ("reward.function=my_rewards.py", ["'my_rewards.py'", "package.module:function"]),
 ]  # fmt: skip
-MODEL_CONTRADICTIONS = [
-    ("trainer.n_procs_per_node=8 tp=8",
-     ["size is 8", "num_attention_heads 12"], {"num_key_value_heads": 8}),
-    ("trainer.n_procs_per_node=2 tp=2", ["size is 2", "num_key_value_heads 3"],
-     {"num_key_value_heads": 3}),
-    ("trainer.n_procs_per_node=2 tp=2", ["intermediate_size 255"], {"intermediate_size": 255}),
-    ("trainer.n_procs_per_node=2 tp=2", ["hidden_size 97"], {"hidden_size": 97}),
-    ("trainer.n_procs_per_node=16 pp=16", ["pipeline_model_parallel_size 16 is 16 chunks", "num_hidden_layers 12"], {}),
-    ("trainer.n_procs_per_node=2 pp=2 vpp=8", ["size 2 x virtual", "size 8 is 16 chunks", "num_hidden_layers 12"], {}),
-    ("trainer.n_procs_per_node=2 pp=2 megatron.pipeline_layers=[7,6]",
-     ["pipeline_layers is [7, 6], 13 layers", "num_hidden_layers is 12"], {}),
-    ("megatron.recompute_granularity=full megatron.recompute_num_layers=5", ["recompute_num_layers is 5", "12"], {}),
-    ("trainer.n_procs_per_node=2 pp=2 megatron.recompute_granularity=full megatron.recompute_num_layers=3",
-     ["recompute_num_layers is 3", "divide the layers of every pipeline chunk (7, 6)"], {"num_hidden_layers": 13}),
-    ("trainer.n_procs_per_node=2 pp=2 megatron.pipeline_layers=[8,4] megatron.recompute_granularity=full "
-     "megatron.recompute_num_layers=9 megatron.recompute_method=block", ["recompute_num_layers is 9", "at most 8"], {}),
-    ("megatron.recompute_granularity=full megatron.recompute_num_layers=13 megatron.recompute_method=block",
-     ["recompute_num_layers is 13", "at most"], {}),
-    ("", ["max_position_embeddings 3000"], {"max_position_embeddings": 3000}),
-    ("rollout.server.tensor_model_parallel_size=5", ["server.tensor_model_parallel_size is 5"], {}),
-    ("rollout.server.tensor_model_parallel_size=6", ["size is 6", "neither a divisor nor a multiple", "heads 4"], {}),
-    ("rollout.stop_token_ids=[1,1000]", ["[1000]", "1000 tokens"], {}),
-    ("megatron.fp8=hybrid", ["fp8 is hybrid", "multiples of 16", "intermediate_size / TP is 264"],
-     {"intermediate_size": 264}),
-    ("megatron.fp8=e4m3 megatron.fp8_recipe=mxfp8", ["fp8 is e4m3", "multiples of 32", "hidden_size is 112"],
-     {"hidden_size": 112, "head_dim": 8}),
-]  # fmt: skip
-
-
-MIXTURE_JSON = MODEL_JSON | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "intermediate_size": 255,  # of no layer: it need not divide
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
-MIXTURE_CONTRADICTIONS = [
-    ("trainer.n_procs_per_node=16 ep=16", ["expert_model_parallel_size is 16", "num_experts 8"]),
-    ("trainer.n_procs_per_node=8 tp=2 pp=2 megatron.sequence_parallel=true ep=8",
-     ["expert_model_parallel_size is 8", "4 ranks of a pipeline stage (TP 2 x DP 2)"]),
-    ("trainer.n_procs_per_node=8 tp=2 megatron.sequence_parallel=true ep=4 etp=4",
-     ["expert_model_parallel_size is 4 x expert_tensor_parallel_size 4", "8 ranks of a pipeline stage (TP 2 x DP 4)"]),
-    ("trainer.n_procs_per_node=2 tp=2", ["sequence_parallel is false", "tensor_model_parallel_size 2", "Qwen3Moe"]),
-    ("megatron.fp8=hybrid", ["fp8 is hybrid", "Qwen3MoeForCausalLM", "fp8 to none"]),
-    ("rollout.server.tensor_model_parallel_size=3", ["server.tensor_model_parallel_size is 3", "moe_intermediate"]),
-    ("actor.router_replay=old", ["router_replay is old", "one optimizer step per rollout step", "rollout or off"]),
-    ("actor.router_replay=old data.train_batch_size=1024 algorithm.rollout_correction.bypass_mode=true",
-     ["router_replay is old", "with algorithm.rollout_correction.bypass_mode the servers'"]),
-    ("actor.router_replay=rollout trainer.synthetic_batch=true", ["router_replay is rollout", "synthetic_batch"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "words"), MIXTURE_CONTRADICTIONS)
-def test_a_contradiction_with_a_mixture_of_experts_is_one_sentence(text, words):
-    (sentence,) = mistakes(text, model_json=MIXTURE_JSON | {"moe_intermediate_size": 64})
-    assert all(word in sentence for word in words), sentence
-
-
-@pytest.mark.parametrize("num_experts", ["num_experts", "num_local_experts"])
-def test_experts_are_spread_over_tensor_and_data_parallel_ranks(num_experts):
-    model = {**MIXTURE_JSON, "num_experts": None, num_experts: 8}
-    if num_experts != "num_experts":
-        del model["num_experts"]
-    for text in ("", "tp=2 megatron.sequence_parallel=true ep=8", "pp=2 ep=4", "ep=2", "ep=2 etp=4", "pp=2 etp=2"):
-        assert mistakes(f"trainer.n_procs_per_node=8 {text}", model_json=model) == []
-    for text in ("rollout", "old data.train_batch_size=1024"):
-        assert mistakes(f"actor.router_replay={text}", model_json=model) == []
-        (sentence,) = mistakes(f"actor.router_replay={text}")
-        assert "router_replay is" in sentence and "no experts (Qwen2ForCausalLM); set it to off" in sentence
-    (sentence,) = mistakes("trainer.n_procs_per_node=2 ep=2")
-    assert "expert_model_parallel_size is 2" in sentence and "no experts (Qwen2ForCausalLM)" in sentence
-    (sentence,) = mistakes("trainer.n_procs_per_node=8 etp=8", model_json=model | {"moe_intermediate_size": 36})
-    assert "expert_tensor_parallel_size is 8" in sentence and "moe_intermediate_size 36" in sentence
-    (sentence,) = mistakes("trainer.n_procs_per_node=8 etp=8 actor_rollout_ref.model.lora_rank=4", model_json=model)
-    assert "expert_tensor_parallel_size is 8" in sentence and "or lora_rank to 0" in sentence
-    (sentence,) = mistakes("trainer.n_procs_per_node=2 etp=2")
-    assert "expert_tensor_parallel_size is 2" in sentence and "no experts (Qwen2ForCausalLM)" in sentence
-
-
-def test_tensor_parallel_ranks_share_shared_experts_and_dense_layers():
-    model = {key: value for key, value in MIXTURE_JSON.items() if key != "num_experts"}
-    model |= {"n_routed_experts": 8, "n_shared_experts": 1}
-    model |= {"architectures": ["Glm4MoeForCausalLM"], "intermediate_size": 256, "first_k_dense_replace": 1}
-    text = "trainer.n_procs_per_node=8 tp=4 megatron.sequence_parallel=true"
-    for change in ({}, {"intermediate_size": 255, "first_k_dense_replace": 0}):
-        assert mistakes(text, model_json=model | change) == []
-    (sentence,) = mistakes(text, model_json=model | {"intermediate_size": 255})
-    assert "does not divide the model's intermediate_size 255" in sentence
-    (sentence,) = mistakes(text, model_json=model | {"moe_intermediate_size": 33, "n_shared_experts": 2})
-    assert "does not divide the model's n_shared_experts x moe_intermediate_size 66" in sentence
 
 
 def test_a_sound_config_passes():
@@ -303,13 +174,6 @@ def test_a_sound_config_passes():
 def test_a_contradiction_is_one_sentence_with_keys_and_values(text, words):
     (sentence,) = mistakes(text)
     assert all(word in sentence for word in words), sentence
-
-
-@pytest.mark.parametrize(("text", "words", "model"), MODEL_CONTRADICTIONS)
-def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
-    (sentence,) = mistakes(text, model_json=MODEL_JSON | model)
-    assert all(word in sentence for word in words), sentence
-    assert mistakes(text, model_json=None) == []
 
 
 @pytest.mark.parametrize(
@@ -377,114 +241,6 @@ def test_the_number_of_processes_started_must_be_the_world_size():
     (sentence,) = mistakes("", num_processes=4)
     assert "started 4 processes" in sentence and "n_procs_per_node 1" in sentence
     assert mistakes("trainer.nnodes=2 trainer.n_procs_per_node=2", num_processes=4) == []
-
-
-def test_odd_values_in_the_models_file_are_left_to_the_models_package():
-    assert (
-        mistakes("", model_json={"num_attention_heads": "twelve", "num_hidden_layers": None, "hidden_size": True}) == []
-    )
-
-
-# ---------------------------------------------------------------------------------------------------- this machine
-
-
-def on_this_machine(folder, text: str = "") -> list[str]:
-    paths = [
-        f"data.train_files=[{folder}/train.jsonl]",
-        "data.val_files=[]",
-        f"actor_rollout_ref.model.path={folder}/model",
-    ]
-    config = load_config(None, paths + overrides(text))
-    try:
-        validate(config, read_model_json(config))
-    except UserError as error:
-        return error.sentences
-    return []
-
-
-@pytest.fixture
-def machine(tmp_path):
-    (tmp_path / "train.jsonl").write_text("")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL_JSON))
-    return tmp_path
-
-
-def test_files_that_are_there_pass(machine):
-    assert on_this_machine(machine) == []
-
-
-def test_a_run_must_name_its_prompts_and_its_model(machine):
-    prompts, model = on_this_machine(machine, "data.train_files=[] actor_rollout_ref.model.path=")
-    assert prompts.startswith("data.train_files is empty") and model.startswith("actor_rollout_ref.model.path is empty")
-
-
-def test_missing_and_unreadable_files_are_named(machine):
-    (machine / "train.jsonl").unlink()
-    (machine / "model" / "config.json").write_text("[not json")
-    (machine / "val.csv").write_text("")
-    prompts, val, model = on_this_machine(machine, f"data.val_files=[{machine}/val.csv]")
-    assert "train.jsonl, which is not a file here" in prompts
-    assert "val.csv; only .jsonl and .parquet" in val
-    assert "does not hold a JSON object" in model
-
-
-def test_a_model_folder_without_config_json_and_a_missing_reference_are_named(machine):
-    (machine / "model" / "config.json").unlink()
-    kl = "actor.use_kl_loss=true actor.kl_loss_coef=0.1 ref.path=/nowhere/ref"
-    model, ref = on_this_machine(machine, kl)
-    assert "has no config.json" in model
-    assert "ref.path is /nowhere/ref, which is not a folder here" in ref
-
-
-def test_a_checkpoint_of_this_program_is_a_model_too(machine):
-    """As `hf_to_megatron` and training write it: config.json is in hf/, whose sizes are checked as well."""
-    made = machine / "made"
-    (made / "megatron").mkdir(parents=True)
-    path = f"actor_rollout_ref.model.path={made}"
-    (fault,) = on_this_machine(machine, path)
-    assert f"{made}, which has megatron/, but no hf/config.json" in fault
-    (machine / "model").rename(made / "hf")
-    assert on_this_machine(machine, path) == []
-    (sentence,) = on_this_machine(machine, f"{path} rollout.server.tensor_model_parallel_size=5")
-    assert "num_attention_heads 12" in sentence
-    (wrong,) = on_this_machine(machine, f"actor_rollout_ref.model.path={made}/megatron")
-    assert "has no config.json, and no megatron/ with hf/" in wrong
-
-
-def test_a_model_that_is_not_supported_is_named_before_anything_starts(machine):
-    unsupported = MODEL_JSON | {"hidden_act": "gelu", "mlp_bias": True}
-    (machine / "model" / "config.json").write_text(json.dumps(unsupported))
-    activation, bias = on_this_machine(machine)
-    assert "hidden_act: gelu" in activation and "mlp_bias: True" in bias
-    (machine / "model" / "config.json").write_text(json.dumps(MODEL_JSON | {"architectures": ["MixtralForCausalLM"]}))
-    (architecture,) = on_this_machine(machine)
-    assert "MixtralForCausalLM" in architecture and "Qwen3ForCausalLM" in architecture
-
-
-def test_the_models_sizes_are_read_from_its_folder(machine):
-    (sentence,) = on_this_machine(machine, "rollout.server.tensor_model_parallel_size=5")
-    assert "num_attention_heads 12" in sentence
-
-
-def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert on_this_machine(machine, "megatron.use_transformer_engine=on") == []  # a laptop, where a recipe is read
-    (tmp_path / "version").touch()
-    monkeypatch.setattr("megatron_dapo.common.nvidia_driver.VERSION_FILE", tmp_path / "version")
-    (sentence,) = on_this_machine(machine, "megatron.use_transformer_engine=on")
-    assert "transformer_engine is not installed here" in sentence
-    assert on_this_machine(machine, "megatron.use_transformer_engine=auto") == []
-    (sentence,) = on_this_machine(machine, "megatron.fp8=hybrid")
-    assert "fp8 is hybrid, but the package transformer_engine is not installed here" in sentence
-    assert "set fp8 to none" in sentence
-    two_ranks = "megatron.context_parallel_size=2 trainer.n_procs_per_node=2"
-    (sentence,) = on_this_machine(machine, two_ranks)
-    assert "context_parallel_size is 2, but the package transformer_engine is not installed here" in sentence
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert on_this_machine(machine, two_ranks) == []
-    (sentence,) = on_this_machine(machine, f"{two_ranks} megatron.dtype=float32")
-    assert "context_parallel_size is 2, but dtype is float32" in sentence
 
 
 @pytest.mark.parametrize("key", ["reward.pass_env", "actor_rollout_ref.rollout.multi_turn.pass_env"])

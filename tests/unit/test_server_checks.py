@@ -10,7 +10,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.rollout_checks import REFUSED_OPTIONS
 from megatron_dapo.planner.validation import load_and_validate, validate
 from megatron_dapo.rollout.server_list import parse_urls
-from tests.unit.test_config_validation import SOUND, mistakes
+from tests.config_overrides import SOUND, mistakes
 
 pytestmark = pytest.mark.unit
 
