@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from megatron_dapo.common.errors import UserError
@@ -92,15 +93,26 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars and some responses by rollout step."""
+    """Scalars and some responses by rollout step.
+
+    A thread of the package writes them, and ends at the first error, which the next call then raises. Later records go
+    to a new writer, in a file of its own.
+    """
 
     def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # half a second of imports
 
-        purge_step = None if resumed_after is None else resumed_after + 1
-        self._writer = SummaryWriter(str(run_folder.tensorboard), flush_secs=10, purge_step=purge_step)
+        self._open = partial(SummaryWriter, str(run_folder.tensorboard), flush_secs=10)
+        self._writer = self._open(purge_step=None if resumed_after is None else resumed_after + 1)
 
     def write(self, record: Record) -> None:
+        try:
+            self._add(record)
+        except OSError:
+            self._writer = self._open()
+            raise
+
+    def _add(self, record: Record) -> None:
         for tag, value in _scalars(record).items():
             self._writer.add_scalar(tag, value, record.step)
         if record.samples is not None:

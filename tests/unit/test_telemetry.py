@@ -8,6 +8,9 @@ import pty
 import resource
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -156,23 +159,51 @@ def test_a_resumed_run_keeps_its_steps_whatever_else_is_in_metrics_jsonl(tmp_pat
     assert "7 lines that are no records are removed" in caplog.text
 
 
-def test_training_goes_on_on_a_full_disk_and_no_metric_is_lost_when_there_is_room_again(tmp_path, caplog):
-    log, path = telemetry(tmp_path, "jsonl", "tensorboard"), RunFolder(tmp_path).metrics
-    log.log(1, {"reward/mean": 0.1})
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file grows beyond num_bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))  # a part of the next line fits
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_training_goes_on_on_a_full_disk_and_no_metric_is_lost_when_there_is_room_again(tmp_path, caplog):
+    log, path = telemetry(tmp_path, "jsonl"), RunFolder(tmp_path).metrics
+    log.log(1, {"reward/mean": 0.1})
+    with full_disk(path.stat().st_size + 10):  # a part of the next line fits
         log.log(2, {"reward/mean": 0.2})
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]  # and none is torn
         log.log(3, {"reward/mean": 0.3})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     log.log(4, {"reward/mean": 0.4})
     log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["reward/mean"]) for line in lines] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
-    messages = [text for text in caplog.messages if "jsonl" in text]
-    assert messages == ["metrics for jsonl cannot be written at step 2 ([Errno 27] File too large); training goes on"]
+    messages = ["metrics for jsonl cannot be written at step 2 ([Errno 27] File too large); training goes on"]
+    assert caplog.messages == messages
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_tensorboard_goes_on_when_there_is_room_again(tmp_path, caplog):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log, step = telemetry(tmp_path, "tensorboard", steps=10_000), 1
+    log.log(step, {"reward/mean": 0.1})
+    with full_disk(1):
+        while not caplog.messages:  # a thread writes: the failure shows some calls later
+            step += 1
+            log.log(step, {"reward/mean": 0.1})
+            time.sleep(0.01)
+    for _ in range(3):
+        step += 1
+        log.log(step, {"reward/mean": 0.2})
+    log.close()
+    events = EventAccumulator(str(RunFolder(tmp_path).tensorboard)).Reload().Scalars("reward/mean")
+    written = [event.step for event in events]
+    assert written == [*range(1, len(written) - 1), step - 1, step], "at most the first with room tells of the failure"
+    assert "metrics for tensorboard cannot be written" in caplog.text and "at the end" not in caplog.text
 
 
 class FullDisk:
