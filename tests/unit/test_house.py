@@ -4,6 +4,9 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,12 +74,41 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def swallows(tree: ast.AST) -> list[int]:
+@dataclass(frozen=True)
+class Facts:
+    """What the rules ask of a Python file. adaptations: those that are imported with it."""
+
+    docstring: str | None
+    swallowing: list[int]
+    adaptations: list[str]
+    classes: list[tuple[str, int]]
+    unclear: list[str]
+
+
+@cache
+def facts(path: Path) -> Facts:
+    """Read a file once for all rules."""
+    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(tree))
+    return Facts(
+        docstring=ast.get_docstring(tree),
+        swallowing=swallows(nodes),
+        adaptations=adaptations_imported_on_load(tree),
+        classes=[(node.name, node.lineno) for node in nodes if isinstance(node, ast.ClassDef)],
+        unclear=unclear_variables(nodes),
+    )
+
+
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+def swallows(nodes: Sequence[ast.AST]) -> list[int]:
     """Lines of handlers that catch everything and do nothing."""
     broad = ("Exception", "BaseException")
     return [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in broad))
         and all(isinstance(statement, ast.Pass | ast.Continue) for statement in node.body)
@@ -121,14 +153,14 @@ def test_no_file_is_longer_than_a_person_reads():
 
 
 def test_every_module_begins_with_what_it_is_for():
-    silent = [name(path) for path in python_files() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [name(path) for path in python_files() if not facts(path).docstring]
     assert not silent
 
 
 def test_no_error_is_swallowed():
-    offending = [f"{name(path)}:{line}" for path in python_files() for line in swallows(ast.parse(path.read_text()))]
+    offending = [f"{name(path)}:{line}" for path in python_files() for line in facts(path).swallowing]
     assert not offending
-    assert swallows(ast.parse("try:\n    f()\nexcept Exception:\n    pass")) == [3]
+    assert swallows(nodes_of("try:\n    f()\nexcept Exception:\n    pass")) == [3]
 
 
 @pytest.mark.parametrize("what", NEVER)
@@ -146,8 +178,7 @@ def test_the_cpu_adaptation_is_loaded_on_demand_only():
     offending = {
         name(path): names
         for path in python_files("megatron_dapo", "launch")
-        if "megatron_dapo/platform/" not in path.as_posix()
-        and (names := adaptations_imported_on_load(ast.parse(path.read_text())))
+        if "megatron_dapo/platform/" not in path.as_posix() and (names := facts(path).adaptations)
     }
     assert not offending
     sources = (
@@ -172,9 +203,8 @@ def test_no_class_name_exists_twice():
     """Who searches for a class finds one."""
     places: dict[str, list[str]] = {}
     for path in python_files(*PROGRAM):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{name(path)}:{node.lineno}")
+        for class_name, line in facts(path).classes:
+            places.setdefault(class_name, []).append(f"{name(path)}:{line}")
     twice = {class_name: where for class_name, where in places.items() if len(where) > 1}
     assert not twice
 
@@ -197,28 +227,26 @@ def test_no_name_that_was_replaced_comes_back():
     assert not offending, f"{offending}; the names in use are {REPLACED}"
 
 
-def unclear_variables(tree: ast.AST) -> list[str]:
+def unclear_variables(nodes: Sequence[ast.AST]) -> list[str]:
     """Return "line: name" of variables and parameters in UNCLEAR. Fields of a class are attributes: not meant."""
     fields = {
         statement.target
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ClassDef)
         for statement in node.body
         if isinstance(statement, ast.AnnAssign)
     }
-    bound = [(node.lineno, node.arg) for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    bound = [(node.lineno, node.arg) for node in nodes if isinstance(node, ast.arg)]
     bound += [
         (node.lineno, node.id)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields
     ]
     return [f"{line}: {word}" for line, word in sorted(bound) if word in UNCLEAR]
 
 
 def test_variables_are_named_after_what_they_hold():
-    unclear = {
-        name(path): lines for path in python_files() if (lines := unclear_variables(ast.parse(path.read_text())))
-    }
+    unclear = {name(path): lines for path in python_files() if (lines := facts(path).unclear)}
     assert not unclear
 
 
@@ -235,4 +263,4 @@ def outer():
     for pieces in lambda mine: mine: x.told = pieces
 """
     expected = ["5: mine", "5: told", "8: given", "8: theirs", "9: found", "10: mine", "10: pieces"]
-    assert unclear_variables(ast.parse(source)) == expected
+    assert unclear_variables(nodes_of(source)) == expected
