@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -121,15 +122,12 @@ class SimulatedServer:
         self._written = 0.0  # tokens that a request would have that began first of all
         self._running: list[tuple[float, SimulatedRequest]] = []  # (written at its end, request)
         self._written_before = [0.0]  # version -> written when it was pushed
+        self._count_requests()
 
-    @property
-    def num_in_flight(self) -> int:
-        """Return the number of its requests."""
-        return len(self._running)
-
-    @property
-    def _seconds_per_token(self) -> float:
-        return self._machines.token_s + self.num_in_flight * self._machines.token_s_per_request
+    def _count_requests(self) -> None:
+        """Note what follows from the number of requests: it is asked for more often than they change."""
+        self.num_in_flight = len(self._running)
+        self._seconds_per_token = self._machines.token_s + self.num_in_flight * self._machines.token_s_per_request
 
     def seconds_to_next_end(self) -> float:
         """Return the seconds until the next request is done; infinite where there is none."""
@@ -140,6 +138,7 @@ class SimulatedServer:
     def add(self, request: SimulatedRequest) -> None:
         """Begin a request."""
         heapq.heappush(self._running, (self._written + request.length, request))
+        self._count_requests()
 
     def push(self) -> None:
         """Write with weights of the next version from now on."""
@@ -152,6 +151,7 @@ class SimulatedServer:
     def pop(self) -> tuple[SimulatedRequest, dict[int, int]]:
         """End the request that is next; return it with the number of its tokens by the version that wrote them."""
         self._written, request = heapq.heappop(self._running)
+        self._count_requests()
         began = self._written - request.length
         num_tokens: dict[int, int] = {}
         num_left = request.length
@@ -189,7 +189,8 @@ class Simulation:
         self._servers = [SimulatedServer(machines) for _ in range(machines.num_servers)]
         self._waiting: deque[SimulatedRequest] = deque()  # without a slot
         self._numbers = itertools.count()
-        self._groups: dict[str, Group] = {}  # uid -> open group with the samples that are done
+        self._groups: dict[str, Group] = {}  # uid -> open group, as it was drawn
+        self._samples: dict[str, list[Sample]] = {}  # uid -> those of the group that are done
         self._now = 0.0
         self._num_in_flight = 0
         self._slot_seconds = 0.0
@@ -259,11 +260,11 @@ class Simulation:
     def _end(self, request: SimulatedRequest, num_tokens: Mapping[int, int]) -> None:
         """Take in an answer; its slot takes the request that waits longest."""
         self._num_in_flight -= 1
-        group = self._groups[request.uid]
-        samples = (*group.samples, _sample(request, num_tokens))
-        self._groups[request.uid] = replace(group, samples=samples)
+        samples = self._samples[request.uid]
+        samples.append(_sample(request, num_tokens))
         if len(samples) == self._recipe.n:
-            self._queue.add_finished(self._groups.pop(request.uid))
+            del self._samples[request.uid]
+            self._queue.add_finished(replace(self._groups.pop(request.uid), samples=tuple(samples)))
             self._queue.decide()
         self._fill_slots()
 
@@ -283,6 +284,7 @@ class Simulation:
         prompt = Prompt(number, str(number), (0,), "", "", "")
         group = self._queue.draw(prompt, self._confirmed)
         self._groups[group.uid] = group
+        self._samples[group.uid] = []
         for position, length in enumerate(draw.lengths):
             is_correct = position > 0 or not draw.has_signal
             self._waiting.append(SimulatedRequest(next(self._numbers), group.uid, length, is_correct))
@@ -319,7 +321,7 @@ def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
     return Sample(
         uid=request.uid,
         prompt_tokens=np.zeros(1, TOKEN),
-        response_tokens=np.broadcast_to(TOKEN(0), request.length),  # so many tokens, without their memory
+        response_tokens=_tokens(request.length),
         response_text="",
         rollout_log_probs=nothing(LOG_PROB),
         loss_mask=np.fromiter(num_tokens.values(), np.int64),  # its sum counts
@@ -330,6 +332,12 @@ def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
         reward=float(request.is_correct),
         is_truncated=False,
     )
+
+
+@cache
+def _tokens(number: int) -> np.ndarray:
+    """Return so many tokens, without their memory."""
+    return np.broadcast_to(TOKEN(0), number)
 
 
 def _discarded_share(before: Account, after: Account) -> float:

@@ -3,7 +3,7 @@
 Pure. What a metric is made of is a row of a table.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dapo.data.types import Group, Sample
 
@@ -68,7 +68,7 @@ class StepStatistics:
         self.num_groups += 1
         generated = [sample for sample in group.samples if not sample.exp_mask]
         for metric, count in _COUNTS.items():
-            self._add_to_sum(metric, sum(count(sample) for sample in generated))
+            self._add_to_sum(metric, sum(map(count, generated)))
         self._add_values(_MEANS, generated)
         self._add_values(_MEANS_WITH_REPLAYED, group.samples)
         lengths = [*self._lengths, *(sample.num_response_tokens for sample in generated)]
@@ -128,12 +128,13 @@ class StepStatistics:
         sources = state.get("sources", {}).items()
         self._sources = {source: dict(sums) for source, sums in sources if _NUM_GROUPS in sums}
 
-    def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Iterable[Sample]) -> None:
-        for sample in samples:
-            for metric, value_of in table.items():
-                if (value := value_of(sample)) is not None:
-                    self._add_to_sum(metric, value)
-                    self._num_values[metric] = self._num_values.get(metric, 0) + 1
+    def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Sequence[Sample]) -> None:
+        for metric, value_of in table.items():
+            values = [value for value in map(value_of, samples) if value is not None]
+            for value in values:
+                self._add_to_sum(metric, value)
+            if values:
+                self._num_values[metric] = self._num_values.get(metric, 0) + len(values)
 
     def _add_to_sum(self, metric: str, value: float) -> None:
         self._sums[metric] = self._sums.get(metric, 0) + value
