@@ -10,10 +10,12 @@ import random
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.step_statistics import StepStatistics
@@ -41,15 +43,22 @@ def number_of(group: Group | Sample) -> int:
     return int(group.uid.partition("-")[0])
 
 
+@cache
+def arrays_of(versions: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {
+        "prompt_tokens": np.ones(1, TOKEN),
+        "response_tokens": np.array(versions, TOKEN),
+        "rollout_log_probs": np.array(versions, LOG_PROB),
+        "loss_mask": np.ones(len(versions), MASK),
+        "weight_versions": np.array(versions, VERSION),
+    }
+
+
 def sample_of(uid: str, versions: tuple[int, ...], correct: bool) -> Sample:
     return Sample(
         uid=uid,
-        prompt_tokens=(1,),
-        response_tokens=versions,
         response_text="",
-        rollout_log_probs=versions,
-        loss_mask=(1,) * len(versions),
-        weight_versions=versions,
+        **arrays_of(versions),
         finish_reason="stop",
         raw_reward=0.0,
         correct=correct,
