@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from itertools import zip_longest
+from pathlib import Path
 
 from megatron_dapo.common import ends
 from megatron_dapo.common.child_environment import ONE_THREAD
@@ -32,21 +33,50 @@ hypothesis.settings.load_profile("megatron_dapo")
 # also on a machine that is busy with other work; unit tests have that of pyproject.toml.
 PROCESSES_TIMEOUT_S = 1800
 
+TESTS = Path(__file__).resolve().parent
+
 # end-to-end files that take half a minute at most; the others take up to two
 SHORT = ("test_classic_control.py", "test_docs.py", "test_server_decode.py", "test_server_options.py")
-# distributed files that take from four minutes to one, the longest first; the others take less
-LONG = (
-    "test_layouts.py",
-    "test_checkpoint_layouts.py",
-    "test_kills_in_flight.py",
-    "test_head.py",
-    "test_critic.py",
-    "test_critic_kinds.py",
-    "test_mpi.py",
-    "test_parity.py",
-    "test_convert.py",
-    "test_weight_sync_group.py",
-)
+# by layer, the files that take longest, the longest first: distributed ones from four minutes to one, unit ones from
+# half a minute to ten seconds, those that mostly wait between those that compute; the others take less
+LONG = {
+    "distributed": (
+        "test_layouts.py",
+        "test_checkpoint_layouts.py",
+        "test_kills_in_flight.py",
+        "test_head.py",
+        "test_critic.py",
+        "test_critic_kinds.py",
+        "test_mpi.py",
+        "test_parity.py",
+        "test_convert.py",
+        "test_weight_sync_group.py",
+    ),
+    "unit": (
+        "test_rewards_pool.py",
+        "test_token_loss_mutants.py",
+        "test_launch.py",
+        "test_schedules.py",
+        "test_server_watch.py",
+        "test_handle.py",
+        "test_length_bias.py",
+        "test_plan_steps.py",
+        "test_supervisor.py",
+        "test_recipes.py",
+        "test_code_tests.py",
+        "test_judged_answers.py",
+        "test_telemetry.py",
+        "test_config_loader.py",
+        "test_stops_in_flight.py",
+        "test_platform.py",
+        "test_pushes_in_flight.py",
+        "test_policy_losses.py",
+        "test_convert_errors.py",
+        "test_setup.py",
+        "test_child_environment.py",
+        "test_published_runs.py",
+    ),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,10 +105,11 @@ def _mix(items: list[pytest.Item]) -> None:
 
 def _place(item: pytest.Item) -> int:
     """Return what the items are sorted by; those of equal places stay in their order."""
-    name = item.path.name
-    if item.path.parent.name == "distributed" and name in LONG:
-        return LONG.index(name) - len(LONG)
-    is_filler = item.path.parent.name in ("compile", "distributed")
+    layer, name = item.path.relative_to(TESTS).parts[0], item.path.name
+    long = LONG.get(layer, ())
+    if name in long:
+        return long.index(name) - len(long)
+    is_filler = layer in ("compile", "distributed")
     return 2 if name in SHORT else int(is_filler)
 
 

@@ -49,10 +49,11 @@ def supervisor(tmp_path: Path, behaviour: str, *keys: str, overrides: Sequence[s
 
 
 def eventually(condition, timeout_s: float = 10.0) -> bool:
+    """Return whether the condition holds at some time: perhaps not any more when it is asked again."""
     deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return bool(condition())
+    return bool(holds)
 
 
 def can_connect(url: str) -> bool:
