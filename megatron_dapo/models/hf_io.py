@@ -85,7 +85,7 @@ def _read_entry(folder: SafetensorsFolder, entry: Entry, model: ModelParts, layo
     is_vocab = entry.hf_names[0] in (EMBEDDING, LM_HEAD)
     padded = model.spec.padded_vocab_size(layout.tp) if is_vocab else None
     transform = entry.transform
-    rank, size = (layout.tp_rank, layout.tp) if entry.expert is None else (layout.etp_rank, layout.etp)
+    rank, size = layout.place(of_expert=entry.expert is not None)
     parts = [folder.read(name, transform.dim, rank, size, padded, transform.blocks) for name in entry.hf_names]
     return transform.join(parts, model.spec)
 

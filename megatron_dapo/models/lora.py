@@ -36,7 +36,6 @@ from megatron_dapo.models.weight_map import (
     REPLICATED,
     ROWS,
     Entry,
-    Transform,
     hf_tensors,
     weight_entries,
 )
@@ -73,10 +72,10 @@ class LinearAdapter(torch.nn.Module):
         super().__init__()
         self.entry = entry
         self.is_on = True
-        # experts are whole on their rank: ETP is refused with adapters
-        self._cut = None if entry.expert is not None else entry.transform.dim
         self._spec = spec
         self._layout = layout
+        self._place, self._num_places = layout.place(of_expert=entry.expert is not None)
+        self._cut = entry.transform.dim if entry.expert is None or layout.etp > 1 else None
         self._scale = lora.scale
         self._rank = lora.rank
         self._out_sizes: list[int] = []
@@ -90,13 +89,12 @@ class LinearAdapter(torch.nn.Module):
     def _add_pair(self, index: int, weight: Tensor, lora: LoraSettings) -> None:
         """Make A and B of one module: A as PEFT draws it, the same at every layout, B zero. weight: this rank's."""
         cut = self._cut
-        layout = self._layout
-        whole_in = weight.size(1) * (layout.tp if cut == 1 else 1)
+        whole_in = weight.size(1) * (self._num_places if cut == 1 else 1)
         name_a, _ = adapter_names(self.entry.hf_names[index])
         generator = torch.Generator().manual_seed(lora.seed + zlib.crc32(name_a.encode()))
         bound = whole_in**-0.5  # kaiming_uniform_(a=sqrt(5))
         drawn = torch.empty(lora.rank, whole_in).uniform_(-bound, bound, generator=generator)
-        own = drawn.chunk(layout.tp, dim=1)[layout.tp_rank] if cut == 1 else drawn
+        own = drawn.chunk(self._num_places, dim=1)[self._place] if cut == 1 else drawn
         pair = own.to(weight), weight.new_zeros(weight.size(0), lora.rank)
         for kind, values in zip("AB", pair, strict=True):
             parameter = torch.nn.Parameter(values.contiguous())
@@ -107,10 +105,12 @@ class LinearAdapter(torch.nn.Module):
         """Tell Megatron how the parameter is cut, and over whom its gradient is summed.
 
         What is whole on every tensor-parallel rank sees, with sequence parallelism, a part of the tokens only; without
-        it all ranks compute the same gradient, because what comes from the cut half is summed in the backward pass.
+        it all ranks compute the same gradient, because what comes from the cut half is summed in the backward pass. Of
+        an expert it is summed there too (`_half`), and counts once in the norm.
         """
         if self.entry.expert is not None:  # as `build._mark_experts` does of the experts themselves
-            mark(parameter, allreduce=False, tensor_model_parallel=True)
+            is_counted = cut_dim is not None or self._place == 0 or self._cut is None
+            mark(parameter, allreduce=False, tensor_model_parallel=True, shared=not is_counted)
         elif cut_dim is None:
             mark(parameter, sequence_parallel=self._layout.sp)
         else:
@@ -122,8 +122,19 @@ class LinearAdapter(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the layer's output gets. x: the layer's input, as this rank has it."""
-        low = F.linear(x, torch.cat([self.pair(index)[0] for index in self._targets])) * self._scale
+        low = F.linear(x, torch.cat([self._half("A", index) for index in self._targets])) * self._scale
         return F.linear(self._shared(low), self._joined_b())
+
+    def _half(self, kind: str, index: int) -> Tensor:
+        """Return A or B of a module, as the product takes it.
+
+        The ranks over which an expert is cut have the same tokens. Megatron sums what they give to these, and back to
+        their inputs; so the half that is whole stands beside a part of the other, and its gradient is summed here.
+        """
+        parameter = getattr(self, f"{kind}{index}")
+        if self.entry.expert is None or (self._cut, kind) not in ((0, "A"), (1, "B")):
+            return parameter
+        return copy_to_tensor_model_parallel_region(parameter, group=self._layout.etp_group)
 
     def _shared(self, low: Tensor) -> Tensor:
         """Return A x as B needs it on this tensor-parallel rank."""
@@ -149,7 +160,7 @@ class LinearAdapter(torch.nn.Module):
         for index, size in enumerate(self._out_sizes):
             if index in self._targets:
                 left = self._targets.index(index) * self._rank
-                blocks.append(F.pad(self.pair(index)[1], (left, width - left - self._rank)))
+                blocks.append(F.pad(self._half("B", index), (left, width - left - self._rank)))
             else:
                 blocks.append(self.entry.parameter.new_zeros(size, width))
         return self.entry.transform.join(blocks, self._spec)
@@ -197,24 +208,26 @@ class ChunkAdapters(torch.nn.ModuleList):
             (name,) = entry.hf_names
             key = f"{ADAPTERS}{name.removeprefix(PEFT_PREFIX)}"
             if entry.transform.blocks == 1:
-                described[key] = self._describe(key, entry.parameter, entry.transform.dim)
+                described[key] = self._describe(entry, key, entry.parameter)
             else:
                 described[key] = ShardedTensorFactory(
-                    key, entry.parameter, partial(self._describe_blocks, entry.transform), lambda parts: parts
+                    key, entry.parameter, partial(self._describe_blocks, entry), lambda parts: parts
                 )
         return described
 
-    def _describe(self, key: str, values: Tensor, dim: int | None) -> ShardedTensor:
-        offsets = [] if dim is None else [(dim, self._layout.tp_rank, self._layout.tp)]
-        replica = (0, self._layout.tp_rank if dim is None else 0, 0)
-        return ShardedTensor.from_rank_offsets(key, values, *offsets, replica_id=replica)
+    def _describe(self, entry: Entry, key: str, values: Tensor) -> ShardedTensor:
+        place, num_places = self._layout.place(of_expert=entry.expert is not None)
+        dim = entry.transform.dim
+        offsets = [] if dim is None else [(dim, place, num_places)]
+        copy = place if dim is None else 0  # the tensor has as many
+        return ShardedTensor.from_rank_offsets(key, values, *offsets, replica_id=(copy, 0, 0))
 
     def _describe_blocks(
-        self, transform: Transform, key: str, values: Tensor, replica: object, flattened: object
+        self, entry: Entry, key: str, values: Tensor, replica: object, flattened: object
     ) -> list[ShardedTensor]:
         """Return the blocks of a tensor under names of their own: a rank has a part of each."""
-        blocks = values.chunk(transform.blocks)
-        return [self._describe(f"{key}.{number}", block, transform.dim) for number, block in enumerate(blocks)]
+        blocks = values.chunk(entry.transform.blocks)
+        return [self._describe(entry, f"{key}.{number}", block) for number, block in enumerate(blocks)]
 
 
 def add_adapters(chunk: ModelChunk, spec: ModelSpec, layout: ParallelLayout, lora: LoraSettings) -> None:

@@ -51,7 +51,8 @@ def load_adapters(model: ModelParts, layout: ParallelLayout, path: str | Path) -
         (name,) = entry.hf_names
         try:
             transform = entry.transform
-            values = folder.read(name, transform.dim, layout.tp_rank, layout.tp, blocks=transform.blocks)
+            place = layout.place(of_expert=entry.expert is not None)
+            values = folder.read(name, transform.dim, *place, blocks=transform.blocks)
         except OSError as error:
             raise UserError(f"{KEY}: `{path}` cannot be read ({error}); copy it again.") from error
         entry.parameter.copy_(values)

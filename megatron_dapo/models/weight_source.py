@@ -70,7 +70,8 @@ class WeightSource:
     def _full_shape(self, entry: Entry, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)
         if entry.transform.dim is not None:
-            shape[entry.transform.dim] *= self._layout.tp if entry.expert is None else self._layout.etp
+            _, num_places = self._layout.place(of_expert=entry.expert is not None)
+            shape[entry.transform.dim] *= num_places
         return tuple(shape)
 
     def specs(self) -> list[TensorSpec]:

@@ -182,11 +182,13 @@ def num_trained_parameters(
     if lora is None:
         return num_parameters(spec, sizes, stage)
     layers = split_of(spec, sizes).numbers_of(stage)
-    shared, expert = adapter_parameters(spec, lora, layers, sizes.tp)
+    shared, expert = adapter_parameters(spec, lora, layers, sizes.tp, sizes.etp)
     return shared, expert * spec.moe.num_experts // sizes.ep if spec.moe is not None else 0
 
 
-def adapter_parameters(spec: ModelSpec, lora: LoraSettings, layers: Sequence[int], tp: int = 1) -> tuple[int, int]:
+def adapter_parameters(
+    spec: ModelSpec, lora: LoraSettings, layers: Sequence[int], tp: int = 1, etp: int = 1
+) -> tuple[int, int]:
     """Return how many parameters the adapters (models/lora.py) of these layers, numbered from 0, have on a rank: (all
     but those of experts, those of one expert in each layer that has some)."""
     hidden = spec.hidden_size
@@ -208,7 +210,7 @@ def adapter_parameters(spec: ModelSpec, lora: LoraSettings, layers: Sequence[int
         return shared, 0
     if spec.moe.shared_ffn_size:
         shared += num_moe * mlp(spec.moe.shared_ffn_size // tp)
-    return shared, num_moe * mlp(spec.ffn_size)  # an expert is whole
+    return shared, num_moe * mlp(spec.ffn_size // etp)
 
 
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:

@@ -174,12 +174,6 @@ def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     rank = config.actor_rollout_ref.model.lora_rank
     if family is None or not rank:
         return
-    if (etp := parallel_sizes(config).etp) > 1:
-        yield Mistake(
-            (LORA_RANK, f"{MEGATRON}.expert_tensor_parallel_size"),
-            f"{MEGATRON}.expert_tensor_parallel_size is {etp}, but adapters ({LORA_RANK} {rank}) need whole "
-            f"experts on each rank; set it to 1, or lora_rank to 0.",
-        )
     if targets == ALL_LINEAR:
         return
     missing = [n for n in target_modules(config) if n in LINEAR_MODULES and n not in family.linear_modules]

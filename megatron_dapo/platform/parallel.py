@@ -111,6 +111,10 @@ class ParallelLayout:
     def expert_dp_rank(self) -> int:
         return self.stage_rank // (self.ep * self.etp)
 
+    def place(self, *, of_expert: bool) -> tuple[int, int]:
+        """Return this rank's place among those over which a weight may be cut, and how many they are."""
+        return (self.etp_rank, self.etp) if of_expert else (self.tp_rank, self.tp)
+
     @property
     def is_source(self) -> bool:
         """Return whether this rank has the stage's weights whole, once they are gathered."""

@@ -38,6 +38,7 @@ MIXTURE_WRITERS = {
     "moe_dp2": (2, {}, False),
     "moe_tp2_etp2": (2, {"tp": 2, "sp": True, "etp": 2}, True),
     "moe_tp2_dp2_ep2": (4, {"tp": 2, "sp": True, "ep": 2}, True),
+    "moe_dp4_ep2_etp2": (4, {"ep": 2, "etp": 2}, False),
 }
 MOE_READERS = {
     "pp2_uneven": (2, {"pp": 2, "pipeline_layers": [2, 0]}, False),
@@ -50,6 +51,12 @@ MOE_READERS = {
 # of adapters, of which a checkpoint holds these alone
 LORA_WRITERS = {"lora_tp2": (2, {"tp": 2, "sp": True}, True)}
 LORA_READERS = {"pp2": (2, {"pp": 2}, False), "tp1": (1, {}, True)}
+LORA_MIXTURE_WRITERS = {"lora_moe_tp2_etp2": (2, {"tp": 2, "sp": True, "etp": 2}, True)}
+LORA_MIXTURE_READERS = {
+    "dp2_ep2": (2, {"ep": 2}, False),
+    "dp4_ep2_etp2": (4, {"ep": 2, "etp": 2}, True),
+    "tp1": (1, {}, True),
+}
 # the layouts in which three steps, a checkpoint and three steps must equal six steps
 SAME = {
     "tp1": (1, {}, False),
@@ -71,7 +78,7 @@ STEPS, END = 3, 6
 
 
 def is_moe(name: str) -> bool:
-    return name.startswith("moe")
+    return "moe" in name
 
 
 def is_lora(name: str) -> bool:
@@ -86,14 +93,22 @@ def adapters(name: str) -> list[str]:
 def kind_of(name: str, weights: str = "start") -> str:
     """The model of a writer's checkpoint. weights: "start", or "other" values, which loading must overwrite."""
     if is_lora(name):
-        return "start"  # weights that are in no checkpoint
+        return "moe" if is_moe(name) else "start"  # weights that are in no checkpoint
     return {"start": "moe", "other": "other_moe"}[weights] if is_moe(name) else weights
 
 
 # what processes of a number wrote can be read by as many, and by those that come later; see `results`
+READ_BY = (
+    (WRITERS, READERS),
+    (MIXTURE_WRITERS, MOE_READERS),
+    (LORA_WRITERS, LORA_READERS),
+    (LORA_MIXTURE_WRITERS, LORA_MIXTURE_READERS),
+)
+ALL_WRITERS = {name: case for writers, _ in READ_BY for name, case in writers.items()}
+READERS_OF = {name: readers for writers, readers in READ_BY for name in writers}
 PAIRS = [
     (writer, reader)
-    for writers, readers in ((WRITERS, READERS), (MIXTURE_WRITERS, MOE_READERS), (LORA_WRITERS, LORA_READERS))
+    for writers, readers in READ_BY
     for reader, (to_read, *_) in readers.items()
     for writer, (to_write, *_) in writers.items()
     if (to_write, to_read) != (4, 2)
@@ -136,7 +151,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
 def cases_of(world: int, folder: Path) -> list[dict]:
     """In an order in which whatever is loaded has been saved."""
     cases = []
-    for name, (processes, sizes, sharded) in {**WRITERS, **MIXTURE_WRITERS, **LORA_WRITERS}.items():
+    for name, (processes, sizes, sharded) in ALL_WRITERS.items():
         case = dict(sizes=sizes, sharded=sharded, steps=(0, STEPS), more=STEPS + 1, model=kind_of(name))
         case["overrides"] = adapters(name)
         if processes == world:
@@ -149,8 +164,7 @@ def cases_of(world: int, folder: Path) -> list[dict]:
         cases.append(dict(read, name="read/tied/pp2", model="other_tied"))
         cases.append(dict(name="failed", model="start", sizes={}, save=str(folder / "failed"), failing_rank=1))
     for writer, reader in PAIRS:
-        readers = MOE_READERS if is_moe(writer) else LORA_READERS if is_lora(writer) else READERS
-        processes, sizes, sharded = readers[reader]
+        processes, sizes, sharded = READERS_OF[writer][reader]
         if processes == world:
             case = dict(sizes=sizes, sharded=sharded, steps=(STEPS, STEPS), more=STEPS + 1)
             case |= dict(model=kind_of(writer, "other"), load=str(folder / f"from_{writer}"))

@@ -38,11 +38,18 @@ LAYOUTS = {
         "tp2_sp_dp2": (SP, {"kl": [*KL, *GATHERED], "bfloat16": [f"{MEGATRON}.dtype=bfloat16", *SHARDED]}),
     },
 }
-# experts have adapters of their own, wherever they are
+# experts have adapters of their own, wherever they are, whole or cut
 MIXTURE_LAYOUTS = {
     1: {"tp1": ({}, {"whole": []})},
-    2: {"tp2_sp": (SP, {"small": [SMALL]}), "tp2_sp_ep2": ({**SP, "ep": 2}, {"small": [SMALL]})},
-    4: {"pp2_dp2_ep2": ({"pp": 2, "ep": 2}, {"small": [SMALL], "gathered": [SMALL, *GATHERED]})},
+    2: {
+        "tp2_sp": (SP, {"small": [SMALL]}),
+        "tp2_sp_ep2": ({**SP, "ep": 2}, {"small": [SMALL]}),
+        "tp2_sp_etp2": ({**SP, "etp": 2}, {"small": [SMALL], "gathered": [SMALL, *GATHERED]}),
+    },
+    4: {
+        "pp2_dp2_ep2": ({"pp": 2, "ep": 2}, {"small": [SMALL], "gathered": [SMALL, *GATHERED]}),
+        "cp2_dp2_ep2_etp2": ({"cp": 2, "ep": 2, "etp": 2}, {"recomputed": RECOMPUTED}),
+    },
 }
 # gate and up in one tensor, rotated pairs that are neighbours in the checkpoint
 GLM_LAYOUTS = {1: {"tp1": ({}, {"whole": []})}, 2: {"tp2_sp": (SP, {"small": [SMALL]})}}
