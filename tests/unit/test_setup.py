@@ -154,6 +154,7 @@ def test_the_other_line_is_tested_on_the_last_commit_in_a_clone(checkout, here, 
     script(checkout / ".venv" / "bin" / "python", f"echo {here}")
     (checkout / "bin").mkdir()
     script(checkout / "bin" / "make", f'echo "$@" >> {checkout}/called')
+    script(checkout / "bin" / chosen, "exit 0")
     (checkout / ".gitignore").write_text(".venv/\n.cache/\nbin/\ncalled\n")
     git("init")
     environment = {**os.environ, "PATH": f"{checkout}/bin:{os.environ['PATH']}", "PYTHON": ""}
@@ -165,6 +166,11 @@ def test_the_other_line_is_tested_on_the_last_commit_in_a_clone(checkout, here, 
         subprocess.run(["sh", checkout / "tests" / "other_line.sh"], env=environment, check=True, capture_output=True)
         assert (checkout / ".cache" / "other_line" / "file").read_text() == text
     assert (checkout / "called").read_text().splitlines() == [f"-C .cache/other_line test PYTHON={chosen}"] * 2
+    script(checkout / "bin" / chosen, "echo 'pyenv: command not found' >&2; exit 127")
+    done = subprocess.run(["sh", checkout / "tests" / "other_line.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        f"{chosen} does not run here; name one that does: make test-other-line PYTHON=/path/to/python\n"
+    )
 
 
 def test_a_python_that_is_not_ours_is_refused_with_a_sentence(checkout):
