@@ -92,15 +92,16 @@ CASES = [
 
 
 def hugging_face_log_probs(path: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """float64 log_softmax of transformers' float32 logits."""
+    """Of transformers in float64."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    how = dict(attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **how).eval()
     answers = []
     with torch.no_grad():
         for tokens in sequences:
             ids = torch.tensor([tokens])
-            log_p = torch.log_softmax(model(ids).logits[0].double(), -1)
+            log_p = torch.log_softmax(model(ids).logits[0], -1)
             answers.append(log_p[:-1].gather(1, ids[0, 1:, None])[:, 0])
     return answers
 
