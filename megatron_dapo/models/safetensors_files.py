@@ -259,7 +259,8 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 def _memory(tensor: Tensor) -> memoryview:
     """Return the same as what files read into and write from."""
-    return memoryview(byte_view(tensor).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers since 3.12 only
+    array: Any = byte_view(tensor).numpy()  # numpy 2.4's types say that it is a buffer from Python 3.12 on
+    return memoryview(array)
 
 
 def listed(names: Sequence[str]) -> str:
