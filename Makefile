@@ -66,7 +66,8 @@ test-unit: setup ## Unit tests only (three minutes on two cores)
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
 
-test-other-line: setup ## All tests of the last commit with the other Python's versions, in a clone
+test-other-line: ## All tests of the last commit with the other Python's versions, in a clone
+	@PLATFORM= PYTHON= sh requirements/setup.sh # PYTHON is the clone's
 	@PYTHON='$(PYTHON)' sh tests/other_line.sh
 
 lint: setup ## Ruff: rules and format; mypy: types

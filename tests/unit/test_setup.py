@@ -173,6 +173,16 @@ def test_the_other_line_is_tested_on_the_last_commit_in_a_clone(checkout, here, 
     )
 
 
+def test_the_python_of_the_other_line_is_not_given_to_this_checkouts_venv():
+    """It would be made anew, with that Python."""
+    command = ["make", "--dry-run", "--no-print-directory", "test-other-line", "PYTHON=/another", "PLATFORM="]
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    setup_line, run_line = done.stdout.splitlines()
+    assert setup_line.startswith("PLATFORM= PYTHON= sh requirements/setup.sh")
+    assert run_line == "PYTHON='/another' sh tests/other_line.sh"
+
+
 def test_a_python_that_is_not_ours_is_refused_with_a_sentence(checkout):
     old = script(checkout / "python2", "exit 1")
     done = setup(checkout, PYTHON=str(old))
