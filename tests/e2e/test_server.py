@@ -136,24 +136,27 @@ def test_a_paused_servers_scheduler_sleeps(server):
 
 
 def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, model):
-    async def abort(client: SGLangClient):
+    async def abort(client: SGLangClient, number: int):
         sampling = SamplingParams(max_new_tokens=400, temperature=0.0)
         kept, ended = (
-            asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=letter * 32))
+            asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=f"{letter}{number:031}"))
             for letter in "ab"
         )
         while not ended.done():  # on a busy machine the first comes before the request that it is about
             await asyncio.sleep(0.1)
-            await client.abort("b" * 32)
+            await client.abort(f"b{number:031}")
         return await kept, await ended
 
-    kept, ended = ask(server, abort)
-    assert kept.finish_reason != "abort" and ended.finish_reason in ("abort", kept.finish_reason)
-    assert 0 < len(ended.tokens) <= len(kept.tokens)
-    assert ended.tokens.tolist() == kept.tokens[: len(ended.tokens)].tolist()
+    for number in range(20):
+        kept, ended = ask(server, lambda client, number=number: abort(client, number))
+        assert kept.finish_reason != "abort" and ended.finish_reason in ("abort", kept.finish_reason)
+        assert ended.tokens.tolist() == kept.tokens[: len(ended.tokens)].tolist()
+        assert len(ended.weight_versions) == len(ended.tokens)
+        if 0 < len(ended.tokens) < len(kept.tokens):  # else it was aborted before its first token, or had ended
+            break
+    assert ended.finish_reason == "abort" and 0 < len(ended.tokens) < len(kept.tokens)
     expected = log_probs(model, [4, 4, 4], list(ended.tokens))
     assert max(abs(a - b) for a, b in zip(ended.log_probs, expected, strict=True)) < 1e-4
-    assert len(ended.weight_versions) == len(ended.tokens)
 
 
 def test_a_server_tells_how_full_its_cache_is(server):
