@@ -172,7 +172,8 @@ def test_a_plan_refuses_lengths_that_the_named_model_has_no_positions_for(capsys
     assert "above the model's max_position_embeddings 40960" in capsys.readouterr().err
 
 
-def test_the_command_shows_memory_time_and_what_it_assumed(capsys):
+def test_the_command_shows_memory_time_and_what_it_assumed(capsys, monkeypatch):
+    monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
     arguments = ["plan", "--config", recipe("dapo_7b"), "--mean-length", "2000", "data.train_batch_size=64"]
     assert main([*arguments, "--staleness", "0,1", "--hardware", "H200"]) == 0
     shown = capsys.readouterr().out
@@ -206,7 +207,10 @@ def test_groups_that_are_masked_are_not_sampled_anew(capsys):
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", recipe("dapo_7b"), "--mean-length", "30000"], "--mean-length is 30000"),
         (["--config", recipe("dapo_7b"), "actor_rollout_ref.model.path=models/mine"], "models/mine"),
-        (["--config", recipe("dapo_7b"), "--model", "llama-3.1-70b"], "A trainer GPU would need"),
+        (
+            ["--config", recipe("dapo_7b"), "--model", "llama-3.1-70b", "data.train_batch_size=64"],
+            "A trainer GPU would need",
+        ),
         (["--config", recipe("grpo_baseline"), "--model", "qwen2.5-7b", "--acceptance", "0.5"], "--acceptance is 0.5"),
         (
             ["--config", recipe("dapo_7b"), "--hardware", "a100", "actor_rollout_ref.actor.megatron.fp8=hybrid"],
