@@ -258,8 +258,8 @@ class TestItDoesNotGetToTheTrainer:
     def test_gpus_that_slurm_counts_and_torch_does_not_see_fail_the_preflight(self, cluster):
         job = cluster.submit("no-gpus", flags=("--gpus-per-node=2",))
         assert job.exit_code() == 10, job.report()
-        told = "Slurm gives it GPUs, and its torch" if torch.version.cuda is None else "offers 0 GPUs, the config needs"
-        assert re.match(rf"FAILED \(10\): preflight: node[12]: {told}", job.last_line())
+        text = "Slurm gives it GPUs, and its torch" if torch.version.cuda is None else "offers 0 GPUs, the config needs"
+        assert re.match(rf"FAILED \(10\): preflight: node[12]: {text}", job.last_line())
         assert job.leaves_nothing()
 
     def test_more_ranks_than_gpus_are_refused_before_anything_starts(self, cluster):
