@@ -15,7 +15,17 @@ import torch
 from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
-from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, Dtype, joined, nothing
+from megatron_dapo.data.token_arrays import (
+    EXPERT,
+    LOG_PROB,
+    MASK,
+    TOKEN,
+    VERSION,
+    Dtype,
+    has_one_value,
+    joined,
+    nothing,
+)
 from megatron_dapo.data.types import Group, Sample
 
 
@@ -194,7 +204,6 @@ def _train_sample(index: int, sample: Sample, group: Group, advantage: float, fi
     num_prompt = len(sample.prompt_tokens)
     num_response = len(sample.response_tokens)
     versions = sample.weight_versions
-    is_one_version = num_response > 0 and bool((versions == versions[0]).all())
     lengths = {len(sample.loss_mask), len(sample.rollout_log_probs), len(sample.weight_versions)}
     assert lengths == {num_response}, f"sample {sample.uid}: lengths differ"
 
@@ -216,7 +225,7 @@ def _train_sample(index: int, sample: Sample, group: Group, advantage: float, fi
         advantage=advantage,
         correct=sample.correct,
         # a third of the bytes that go to the ranks, and nearly always the same number
-        weight_versions=versions[:1] if is_one_version else aligned(versions, VERSION),
+        weight_versions=versions[:1] if has_one_value(versions) else aligned(versions, VERSION),
         exp_mask=sample.exp_mask,
         baseline_reward=group.baseline_reward,
         keep=group.keep,

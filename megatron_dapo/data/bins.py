@@ -3,11 +3,12 @@
 A tree or a heap names the bin that comes next, so no sample is compared with all bins.
 """
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, count
 
-from megatron_dapo.common.sizes import round_up
+from megatron_dapo.common.sizes import ceil_div, round_up
 from megatron_dapo.data.batching import CostModel, TrainSample, longest_first
 
 Bin = list[TrainSample]
@@ -42,6 +43,13 @@ def first_fit_decreasing(
 def usable_tokens(max_tokens: int, pad_multiple: int) -> int:
     """Return how many tokens of samples a packed bin holds: what is more is over the cap once it is padded."""
     return max_tokens // pad_multiple * pad_multiple
+
+
+def least_bins(sizes: Sequence[int], capacity: int) -> int:
+    """Return a number of bins below which samples of these sizes cannot go: as many as hold all their tokens, or all
+    samples, if each bin held as many as the shortest ones that fit into it together."""
+    most_in_one = bisect_right(list(accumulate(sorted(sizes))), capacity)
+    return max(ceil_div(sum(sizes), capacity), ceil_div(len(sizes), max(1, most_in_one)))
 
 
 def _rectangles(ordered: Iterable[TrainSample], max_tokens: int, pad_multiple: int) -> Iterator[Bin]:

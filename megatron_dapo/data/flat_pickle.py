@@ -1,14 +1,16 @@
 """Objects that hold many arrays, as one view of memory: the arrays are copied there once, not written out.
 
-The memory: the number of parts, their sizes, and the parts, each at a multiple of ALIGNMENT. The first part is a pickle
-of protocol 5, the others are the arrays' memory, which the pickle does not contain.
+The memory: the length of a pickle, the pickle, and the arrays' memory, each part at a multiple of ALIGNMENT. The pickle
+says where in that memory an array begins. Of an array that repeats one value (`token_arrays.repeated`) the value alone
+is there.
 """
 
+import io
 import mmap
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import repeat
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -20,6 +22,7 @@ from megatron_dapo.common.sizes import round_up
 
 ALIGNMENT = 8  # bytes: the largest element of the arrays here
 _NUMBER = np.dtype(np.int64)
+_REPEATED = (0,)  # strides
 _MAX_VIEWS = 1024  # that one call of the system writes
 
 
@@ -38,11 +41,10 @@ def flat_pickle(value: Any) -> np.ndarray:
 @collection_paused()
 def from_flat_pickle(flat: np.ndarray) -> Any:
     """Return what `flat_pickle` described. Its arrays are views of `flat`, which lives as long as one of them does."""
-    num_parts = int(flat[: _NUMBER.itemsize].view(_NUMBER)[0])
-    sizes = flat[_NUMBER.itemsize : (1 + num_parts) * _NUMBER.itemsize].view(_NUMBER).tolist()
-    memory = flat.data
-    parts = (memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True))
-    return pickle.loads(next(parts), buffers=parts)
+    num_bytes = int(flat[: _NUMBER.itemsize].view(_NUMBER)[0])
+    memory = flat.data[_NUMBER.itemsize :]
+    arrays = memory[round_up(num_bytes, ALIGNMENT) :]
+    return pickle.loads(memory[:num_bytes], buffers=repeat(arrays))
 
 
 def send(connection: Connection, value: Any) -> None:
@@ -71,17 +73,46 @@ def receive(connection: Connection) -> Any:
     return from_flat_pickle(np.frombuffer(memory, dtype=np.uint8))
 
 
+class _Pickler(pickle.Pickler):
+    """Writes an array as a call of its constructor, with the place where it begins in the arrays' memory.
+
+    That memory is what the pickle leaves out of band, once per array and always the same.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=lambda _: None)
+        self.arrays: list[np.ndarray] = []
+        self._end = 0
+        self._memory = pickle.PickleBuffer(b"")
+        self.dispatch_table = {np.ndarray: self._described}
+
+    def _described(self, array: np.ndarray) -> str | tuple:
+        if array.dtype.hasobject:
+            return array.__reduce_ex__(4)  # within the pickle: of 5 it would ask for memory of its own
+        written = array[:1] if array.strides == _REPEATED else np.asarray(array, order="C")
+        strides = array.strides if array.strides == _REPEATED else written.strides
+        start = self._end
+        self.arrays.append(written)
+        self._end += round_up(written.nbytes, ALIGNMENT)
+        return np.ndarray, (array.shape, array.dtype, self._memory, start, strides)
+
+
 @collection_paused()
 def _memory_of(value: Any) -> list[memoryview]:
     """Return the memory, in order, of which the arrays' part is not copied."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    sizes = [part.nbytes for part in parts]
-    views = [np.array([len(sizes), *sizes], dtype=_NUMBER).view(np.uint8).data]
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    head = np.frombuffer(file.getbuffer(), dtype=np.uint8)
+    parts: list[np.ndarray] = [np.array([len(head)], dtype=_NUMBER), head, *pickler.arrays]
+    views = []
     for part in parts:
-        views += [part, memoryview(bytes(round_up(part.nbytes, ALIGNMENT) - part.nbytes))]
-    return [view for view in views if view.nbytes]
+        if not part.nbytes:
+            continue
+        views.append(part.data.cast("B"))
+        if padding := -part.nbytes % ALIGNMENT:
+            views.append(memoryview(bytes(padding)))
+    return views
 
 
 def _write(file: int, views: Sequence[memoryview]) -> None:
@@ -97,9 +128,3 @@ def _behind(views: Sequence[memoryview], num_bytes: int) -> Iterator[memoryview]
         if view.nbytes > num_bytes:
             yield view[num_bytes:]
         num_bytes = max(0, num_bytes - view.nbytes)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each part begins."""
-    first = (1 + len(sizes)) * _NUMBER.itemsize
-    return list(accumulate((round_up(size, ALIGNMENT) for size in sizes[:-1]), initial=first))

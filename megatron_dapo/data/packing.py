@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.rollout_correction import Corrected
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.sizes import ceil_div, round_up
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.data.batching import CostModel, TrainSample, shard_over_data_parallel
-from megatron_dapo.data.bins import Bins, balanced, first_fit_decreasing, halved, usable_tokens
+from megatron_dapo.data.bins import Bins, balanced, first_fit_decreasing, halved, least_bins, usable_tokens
 from megatron_dapo.data.tight_bins import tight
 from megatron_dapo.data.token_arrays import VERSION, Dtype
 
@@ -84,12 +84,12 @@ def schedule_shards(
 def _fewest_bins(
     shard: Sequence[TrainSample], max_tokens: int, pad_multiple: int, packed: bool, segment_multiple: int
 ) -> Bins:
-    """Return the bins of first-fit-decreasing, or those of a tighter search: where the tokens would go into fewer, and
-    it finds fewer."""
+    """Return the bins of first-fit-decreasing, or those of a tighter search: where fewer are possible, and it finds
+    fewer."""
     bins = first_fit_decreasing(shard, max_tokens, pad_multiple, packed, segment_multiple)
     capacity = usable_tokens(max_tokens, pad_multiple)
-    num_tokens = sum(round_up(sample.length, segment_multiple) for sample in shard)
-    if not packed or len(bins) <= ceil_div(num_tokens, capacity):
+    sizes = [round_up(sample.length, segment_multiple) for sample in shard]
+    if not packed or len(bins) <= least_bins(sizes, capacity):
         return bins
     return min(bins, tight(shard, capacity, segment_multiple), key=len)
 
@@ -114,10 +114,10 @@ def _cost(samples: Iterable[TrainSample], cost: CostModel) -> float:
 class MicroBatch:
     """The tensors of one forward and backward pass; shape [1, T] packed, [B, S] not.
 
-    tokens, targets, segment_ids: int64; exp_mask (1 in replayed samples): float32; weight_versions (of the weights that
-    wrote the token): int32, and loss_mask, advantages, *_log_probs, values, returns: float32, aligned to the position
-    that predicts: entry t belongs to token t + 1 of the same sequence, which is targets[t]. A sequence's last token and
-    padding have target 0 and mask 0.
+    tokens, targets: int64; weight_versions (of the weights that wrote the token): int32, and loss_mask, advantages,
+    *_log_probs, values, returns: float32, aligned to the position that predicts: entry t belongs to token t + 1 of the
+    same sequence, which is targets[t]. A sequence's last token and padding have target 0 and mask 0. replayed
+    [num_segments] float32: 1 where the sample is.
     Packed: cu_seqlens [num_segments + 1] int32 covers all T; segments may be padded at their right, and what T was
     padded with is one more segment, the last. Not packed: cu_seqlens is None, every row is a segment, padded at its
     right.
@@ -129,8 +129,7 @@ class MicroBatch:
     advantages: Tensor
     rollout_log_probs: Tensor
     weight_versions: Tensor
-    exp_mask: Tensor
-    segment_ids: Tensor
+    replayed: Tensor
     cu_seqlens: Tensor | None
     max_seqlen: int
     num_segments: int
@@ -159,6 +158,20 @@ class MicroBatch:
     def is_packed(self) -> bool:
         """Return whether the samples stand one after the other in one row."""
         return self.cu_seqlens is not None
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """Return the segment of each position, int64 of the shape of `tokens`."""
+        segments = torch.arange(self.num_segments, device=self.tokens.device)
+        if self.cu_seqlens is None:
+            return segments[:, None].expand_as(self.tokens)
+        # the size is given, so that nobody waits for the device to add it up
+        return segments.repeat_interleave(self.cu_seqlens.diff(), output_size=self.tokens.numel()).view_as(self.tokens)
+
+    @property
+    def exp_mask(self) -> Tensor:
+        """Return 1 at the positions of replayed samples, float32 of the shape of `tokens`."""
+        return self.replayed[self.segment_ids]
 
     def is_token(self) -> np.ndarray:
         """Return a bool array of the shape of `tokens`, false in the padding."""
@@ -230,6 +243,7 @@ def collate(
     tensors = {name: torch.from_numpy(row).view(shape) for name, row in _rows(samples, widths).items()}
     return MicroBatch(
         **tensors,
+        replayed=torch.tensor([*(float(sample.exp_mask) for sample in samples), 0.0][: len(widths)]),
         cu_seqlens=torch.tensor([0, *accumulate(widths)], dtype=torch.int32) if packed else None,
         max_seqlen=max(widths),
         num_segments=len(widths),
@@ -248,8 +262,6 @@ _DTYPES: dict[str, Dtype] = {
     "advantages": np.float32,
     "rollout_log_probs": np.float32,
     "weight_versions": VERSION,
-    "exp_mask": np.float32,
-    "segment_ids": np.int64,
 }
 _PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
 
@@ -261,8 +273,6 @@ def _rows(samples: Sequence[TrainSample], widths: Sequence[int]) -> dict[str, np
     Every place is written once: zeros to begin with would take a third of the time.
     """
     rows = {name: np.empty(sum(widths), dtype=dtype) for name, dtype in _DTYPES.items()}
-    rows["segment_ids"] = np.repeat(np.arange(len(widths), dtype=np.int64), widths)
-    rows["exp_mask"] = np.repeat(np.array([*(s.exp_mask for s in samples), False], np.float32)[: len(widths)], widths)
     start = 0
     for sample, width in zip(samples, widths, strict=False):
         end = start + sample.length

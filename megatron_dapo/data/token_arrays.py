@@ -55,8 +55,20 @@ def token_array(values: Any, dtype: Dtype, what: str = "value") -> np.ndarray:
 
 
 def joined(dtype: Dtype, *parts: TokenIds) -> np.ndarray:
-    """Return arrays, or sequences, one after the other in one array."""
-    return np.concatenate([np.asarray(part, dtype=dtype) for part in parts])
+    """Return arrays, or sequences, one after the other in one array; an array that is the only one with values as it
+    is."""
+    arrays = [np.asarray(part, dtype=dtype) for part in parts if len(part)]
+    return arrays[0] if len(arrays) == 1 else np.concatenate([nothing(dtype), *arrays])
+
+
+def repeated(value: float, length: int, dtype: Dtype) -> np.ndarray:
+    """Return an array [length] of one value, which memory holds once."""
+    return np.broadcast_to(np.array(value, dtype=dtype), length)
+
+
+def has_one_value(array: np.ndarray) -> bool:
+    """Return whether all of at least one value are the same; without looking where it is a `repeated` one."""
+    return len(array) > 0 and (array.strides == (0,) or bool((array == array[0]).all()))
 
 
 def nothing(dtype: Dtype) -> np.ndarray:

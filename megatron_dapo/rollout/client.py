@@ -24,6 +24,7 @@ from megatron_dapo.data.token_arrays import (
     TokenIds,
     TokenRecord,
     nothing,
+    repeated,
     token_array,
 )
 from megatron_dapo.rollout.request_pipeline import RequestPipeline
@@ -456,5 +457,7 @@ def _versions_per_token(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
     if end != num_tokens:
         raise ValueError(f"weight version spans cover {end} of {num_tokens} tokens")
     versions = token_array([_version(span["version"]) for span in spans], VERSION, "weight version")
+    if len(versions) == 1:
+        return repeated(versions[0], num_tokens, VERSION)
     lengths = np.array([span["end"] - span["start"] for span in spans], dtype=np.int64)
     return np.repeat(versions, lengths)

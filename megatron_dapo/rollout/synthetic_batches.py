@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_dapo.config.schema import Config
-from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION
+from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, repeated
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
 from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.rollout.no_servers import NoServerRollout
@@ -71,9 +71,9 @@ class SyntheticBatches(NoServerRollout):
             prompt_tokens=prompt,
             response_tokens=self._tokens(length, values),
             response_text="",
-            rollout_log_probs=np.full(length, -math.log(self._vocab_size), LOG_PROB),
-            loss_mask=np.ones(length, MASK),
-            weight_versions=np.full(length, version, VERSION),
+            rollout_log_probs=repeated(-math.log(self._vocab_size), length, LOG_PROB),
+            loss_mask=repeated(1, length, MASK),
+            weight_versions=repeated(version, length, VERSION),
             finish_reason="length" if is_truncated else "stop",
             raw_reward=float(right),
             correct=right,

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing
+from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing, repeated
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.data.types import PartialResponse, Prompt
 from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
@@ -103,7 +103,7 @@ class Trajectory:
     def add_environment_turn(self, tokens: Sequence[int]) -> None:
         """Add what the model reads: no loss, log-prob 0, the weight version of the turn before it."""
         version = self.weight_versions[-1] if len(self.weight_versions) else 0
-        self._add(tokens, np.zeros(len(tokens), LOG_PROB), 0, np.full(len(tokens), version, VERSION))
+        self._add(tokens, np.zeros(len(tokens), LOG_PROB), 0, repeated(version, len(tokens), VERSION))
 
     def resume(self, begun: PartialResponse, max_tokens: int) -> None:
         """Take over what there is of a response."""
@@ -122,7 +122,7 @@ class Trajectory:
     def _add(self, tokens: TokenIds, log_probs: np.ndarray, mask: int, weight_versions: np.ndarray) -> None:
         self.tokens = joined(TOKEN, self.tokens, tokens)
         self.log_probs = joined(LOG_PROB, self.log_probs, log_probs)
-        self.loss_mask = joined(MASK, self.loss_mask, np.full(len(tokens), mask, MASK))
+        self.loss_mask = joined(MASK, self.loss_mask, repeated(mask, len(tokens), MASK))
         self.weight_versions = joined(VERSION, self.weight_versions, weight_versions)
 
     def add_reward(self, observation: Observation) -> None:

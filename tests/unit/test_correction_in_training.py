@@ -196,7 +196,7 @@ def test_replayed_tokens_are_neither_of_these_weights_nor_older(layout, model_pa
     _, mini_batches = checks.policy_and_mini_batches(layout, model_path, [])
     batch = mini_batches[0][0]
     assert torch.equal(stale(batch, 1), batch.loss_mask != 0) and not stale(batch, 0).any()
-    assert not stale(replace(batch, exp_mask=torch.ones_like(batch.exp_mask)), 1).any()
+    assert not stale(replace(batch, replayed=torch.ones_like(batch.replayed)), 1).any()
 
 
 def test_without_old_weights_nothing_is_said_of_them(layout, model_path):

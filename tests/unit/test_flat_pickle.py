@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.data.flat_pickle import ALIGNMENT, _behind, flat_pickle, from_flat_pickle, receive, send
+from megatron_dapo.data.token_arrays import repeated
 from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.rollout.errors import RolloutError
 from tests.synthetic import synthetic_groups
@@ -98,6 +99,29 @@ def test_what_the_system_writes_in_part_is_written_whole():
     views = [memoryview(bytes([number]) * 5) for number in range(4)]
     for num_bytes in range(21):
         assert b"".join(_behind(views, num_bytes)) == b"".join(views)[num_bytes:]
+
+
+def test_an_array_that_repeats_a_value_is_written_once():
+    value = {"versions": repeated(7, 10**6, np.int32), "mask": repeated(1, 0, np.uint8), "between": np.arange(3)}
+    flat = flat_pickle(value)
+    assert len(flat) < 1000
+    received = from_flat_pickle(flat)
+    assert plain(list(received.values())) == plain(list(value.values()))
+
+
+@pytest.mark.parametrize("name", ["two dimensions", "every third", "turned round", "a number", "objects"])
+def test_arrays_of_any_form_come_back_as_they_were(name):
+    matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
+    forms = {
+        "two dimensions": matrix,
+        "every third": np.arange(10)[::3],
+        "turned round": matrix.T,
+        "a number": np.array(3.0),
+        "objects": np.array([None, "a"], dtype=object),
+    }
+    array = forms[name]
+    first, received = from_flat_pickle(flat_pickle([np.arange(5), array]))
+    assert received.dtype == array.dtype and np.array_equal(received, array) and first.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_samples_cost_their_arrays_and_little_more():

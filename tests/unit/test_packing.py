@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, assemble, shard_over_data_parallel
-from megatron_dapo.data.bins import first_fit_decreasing
+from megatron_dapo.data.bins import first_fit_decreasing, least_bins
 from megatron_dapo.data.packing import MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.data.tight_bins import tight
 from tests.synthetic import synthetic_groups
@@ -174,6 +174,27 @@ def test_tight_bins_hold_every_sample_once_under_the_cap_whatever_the_order(leng
 )
 def test_tight_bins_by_hand(lengths, bins):
     assert [lengths_of(bin_) for bin_ in tight(make_samples(lengths), 10)] == bins
+
+
+@QUICK
+@given(LENGTHS, st.integers(24, 60))
+def test_no_way_to_fill_bins_takes_fewer_than_the_least(lengths, capacity):
+    samples = make_samples(lengths)
+    ways = (tight(samples, capacity), first_fit_decreasing(samples, capacity))
+    assert least_bins(lengths, capacity) <= min(map(len, ways))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number"),
+    [
+        ([], 0),
+        ([4] * 7, 4),  # 28 tokens would go into three bins, but a bin holds two samples
+        ([5, 5, 6, 4], 2),
+        ([1, 1, 10, 10], 3),
+    ],
+)
+def test_the_least_number_of_bins_by_hand(sizes, number):
+    assert least_bins(sizes, 10) == number
 
 
 def test_the_number_of_micro_batches_counts_the_padding():

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
-from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, joined, nothing, token_array
+from megatron_dapo.data.token_arrays import (
+    LOG_PROB,
+    MASK,
+    TOKEN,
+    VERSION,
+    has_one_value,
+    joined,
+    nothing,
+    repeated,
+    token_array,
+)
 from megatron_dapo.data.types import Group, PartialResponse, Prompt, Sample
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.client import Generation, generation_of
@@ -60,11 +70,19 @@ def trajectory(length: int) -> Trajectory:
 
 
 def sample(length: int) -> Sample:
-    return _to_sample("uid", trajectory(length), "word " * length, RewardResult(1.0, True), None)
+    return sample_of(trajectory(length))
+
+
+def sample_of(played: Trajectory) -> Sample:
+    return _to_sample("uid", played, "word " * len(played.tokens), RewardResult(1.0, True), None)
+
+
+def of_trajectory(played: Trajectory) -> Group:
+    return Group("uid", Prompt(0, "key", (1, 2, 3), "", "test", ""), (sample_of(played),))
 
 
 def group(length: int) -> Group:
-    return Group("uid", Prompt(0, "key", (1, 2, 3), "", "test", ""), (sample(length),))
+    return of_trajectory(trajectory(length))
 
 
 def resumed(length: int) -> Trajectory:
@@ -113,18 +131,48 @@ def test_no_object_per_token_is_held(what):
     assert num_blocks(8000) - num_blocks(2000) < 600, "of 6000 tokens"
 
 
-def test_a_group_costs_what_its_arrays_and_its_text_do():
+def one_turn(length: int) -> Trajectory:
+    """Of the model, by one version."""
+    played = Trajectory((1, 2, 3))
+    answered = generation(length)
+    played.add_model_turn(replace(answered, weight_versions=repeated(3, length, VERSION)))
+    return played
+
+
+@pytest.mark.parametrize(
+    ("played", "bytes_per_token"),
+    [(trajectory, BYTES_PER_TOKEN), (one_turn, 8)],  # 8: ids and log-probs
+)
+def test_a_group_costs_what_its_arrays_and_its_text_do(played, bytes_per_token):
     length = 8000
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        held = group(length)
+        held = of_trajectory(played(length))
         gc.collect()
         num_bytes = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
     (one,) = held.samples
-    assert num_bytes <= BYTES_PER_TOKEN * one.num_response_tokens + len(one.response_text) + 16 * 1024
+    assert num_bytes <= bytes_per_token * one.num_response_tokens + len(one.response_text) + 16 * 1024
+
+
+def test_one_version_of_a_whole_answer_is_held_once():
+    plain = orjson.loads(answer(4000))
+    plain["meta_info"]["weight_versions"] = [{"version": "5", "start": 0, "end": 4000}]
+    versions = generation_of(plain).weight_versions
+    assert versions.strides == (0,) and versions.dtype == VERSION and versions.tolist() == [5] * 4000
+
+
+def test_an_array_has_one_value_where_all_its_values_are_the_same():
+    assert has_one_value(repeated(3, 5, VERSION)) and has_one_value(np.full(5, 3))
+    assert not has_one_value(np.array([3, 3, 4])) and not has_one_value(repeated(3, 0, VERSION))
+
+
+def test_what_stands_alone_is_joined_without_a_copy():
+    array = np.arange(5, dtype=TOKEN)
+    assert joined(TOKEN, nothing(TOKEN), array, ()) is array
+    assert joined(TOKEN, array, [7]).tolist() == [0, 1, 2, 3, 4, 7] and joined(TOKEN).dtype == TOKEN
 
 
 def test_the_fields_of_a_sample_are_arrays_of_their_dtypes_as_the_server_gave_them():
