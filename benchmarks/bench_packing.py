@@ -26,7 +26,9 @@ from megatron_dapo.data.packing import schedule
 
 CAP = 22528
 PAD_MULTIPLE = 8
-COST = CostModel.of_decoder(hidden_size=5120, ffn_size=27648, num_heads=40, num_kv_heads=8, head_dim=128)
+COST = CostModel.of_decoder(
+    hidden_size=5120, ffn_size=27648, attention_weights=5120 * 128 * 2 * (40 + 8), attention_width=40 * 128
+)
 LONGEST = 20480
 ROUNDS = 5
 CPU = torch.device("cpu")

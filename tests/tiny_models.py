@@ -9,6 +9,8 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -42,17 +44,29 @@ _FAMILIES = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def make_tiny(
     path: str | Path,
-    family: Literal["qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe"],
+    family: Literal["qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"],
     *,
     tied: bool = False,
     vocab: int = 64,
@@ -82,6 +96,15 @@ def make_tiny(
     )
     if family == "glm4_moe":
         mixture |= dict(n_routed_experts=mixture.pop("num_experts"), routed_scaling_factor=1.5, attention_bias=True)
+    # heads of other widths than hidden_size / heads: 16 + 8 of queries and keys, 12 of values
+    latent = dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    if family == "deepseek_v3":
+        latent |= dict(n_routed_experts=mixture.pop("num_experts"), n_group=2, topk_group=experts_per_token // 2)
+        # what DeepSeek's own code and SGLang read, and transformers does not
+        mixture |= latent | dict(first_k_dense_replace=1, moe_layer_freq=1)
+        mixture |= dict(topk_method="noaux_tc", scoring_func="sigmoid")
+        kv_heads = heads
+        rope = rope or DEEPSEEK_ROPE
     if family == "gemma3":  # as all of its checkpoints; two kinds of rotary settings
         tied, rope = True, rope or GEMMA3_ROPE
     # every other layer sees 8 tokens; the products are not divided by the root of head_dim
@@ -100,7 +123,9 @@ def make_tiny(
         bos_token_id=None,
         eos_token_id=EOS_ID,
     )
-    fields |= mixture if family.endswith("_moe") else {}
+    fields |= mixture if family in MIXTURES else {}
+    if family == "deepseek_v3":
+        del fields["head_dim"]
     fields |= dict(sliding_window=None) if family == "mistral" else {}
     fields |= gemma if family == "gemma3" else {}
     fields |= dict(rope_parameters=rope) if rope else {}

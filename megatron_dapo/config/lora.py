@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from megatron_dapo.config.schema import Config
 
 ALL_LINEAR = "all-linear"
-LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+LINEAR_MODULES = (
+    "q_proj", "q_a_proj", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
+    "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+)  # fmt: skip
 """What `all-linear` stands for, as far as a family has it: the linear modules of a layer by their Hugging Face names,
 in the layer's order."""
 

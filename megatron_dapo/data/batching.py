@@ -84,14 +84,13 @@ class CostModel:
 
     @classmethod
     def of_decoder(
-        cls, *, hidden_size: int, ffn_size: int, num_heads: int, num_kv_heads: int, head_dim: int
+        cls, *, hidden_size: int, ffn_size: int, attention_weights: int, attention_width: float
     ) -> "CostModel":
         """Return the multiply-adds of one layer (gated MLP, causal attention), scaled so that linear = 1.
 
-        Per L: the weights; per L^2: half of two products of num_heads * head_dim.
+        Per L: the weights; per L^2: half of two products of attention_width, which is heads x dim.
         """
-        attention_weights = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-        return cls(1.0, num_heads * head_dim / (attention_weights + 3 * hidden_size * ffn_size))
+        return cls(1.0, attention_width / (attention_weights + 3 * hidden_size * ffn_size))
 
 
 def assemble(

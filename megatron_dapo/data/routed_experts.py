@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dapo.data.token_arrays import EXPERT, Dtype
-from megatron_dapo.huggingface.model_spec import ModelSpec, MoEConfig
+from megatron_dapo.huggingface.experts import MoEConfig
+from megatron_dapo.huggingface.model_spec import ModelSpec
 
 _SENT = np.dtype("<i4")  # as SGLang sends them
 

@@ -4,50 +4,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import round_up
+from megatron_dapo.huggingface.experts import SHARED_MOE_SIZES, MoEConfig, read_experts
+from megatron_dapo.huggingface.latent import LATENT_SIZES, LatentAttention, read_latent
 from megatron_dapo.huggingface.rope import RopeScaling, read_rope
 from megatron_dapo.huggingface.windows import Windows, of_global_layers, read_windows
 from megatron_dapo.storage.model_folder import ModelFolder
 
 Activation = Literal["silu", "gelu_tanh"]
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """A mixture of experts (MoE) in the place of the layers' MLP.
-
-    norm_topk_prob: the weights of a token's experts are divided by their sum. num_dense_layers: the first layers have
-    an MLP, of width dense_ffn_size. shared_ffn_size: width of the experts that every token passes through, together.
-
-    score: what the router makes of its logits. A sigmoid router adds a bias per expert to the scores by which it
-    chooses, not to the weights (aux-loss-free balancing, arXiv 2408.15664), and multiplies the weights by
-    scaling_factor. Of num_groups groups of experts it takes those of the groups_per_token with the largest scores
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-    """
-
-    num_experts: int
-    experts_per_token: int
-    norm_topk_prob: bool
-    num_dense_layers: int = 0
-    dense_ffn_size: int = 0
-    shared_ffn_size: int = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    scaling_factor: float = 1.0
-    num_groups: int = 1
-    groups_per_token: int = 1
-
-    @property
-    def has_bias(self) -> bool:
-        """Return whether the routers choose with a bias per expert."""
-        return self.score == "sigmoid"
-
-    @property
-    def bytes_per_choice(self) -> int:
-        """Return how many bytes hold the number of an expert."""
-        return 1 if self.num_experts <= 256 else 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +27,7 @@ class ModelSpec:
     ffn_size: int  # of the MLP; in a MoE model, of one expert
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     rotary_dim: int  # the first of a head's dimensions, which are rotated
     vocab_size: int
     max_positions: int
@@ -76,6 +43,7 @@ class ModelSpec:
     embedding_scale: float = 1.0  # what embeddings are multiplied by, rounded to the model's type
     attention_dim: int | None = None  # products of query and key are divided by its root; none = head_dim
     activation: Activation = "silu"  # of the gate
+    latent: LatentAttention | None = None  # none = queries, keys and values are products of the hidden states
     windows: Windows | None = None  # none = all layers see all tokens before them
     moe: MoEConfig | None = None  # none = dense
     num_prediction_layers: int = 0  # of multi-token prediction, which checkpoints may have behind the last layer
@@ -84,6 +52,32 @@ class ModelSpec:
     def as_critic(self) -> "ModelSpec":
         """Return the same body with a value head."""
         return replace(self, tied_embeddings=False, value_head=True)
+
+    @property
+    def value_dim(self) -> int:
+        """Return the dimensions of a head of values, which is what a head of the attention answers."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def attention_modules(self) -> dict[str, tuple[int, int]]:
+        """Return (inputs, outputs) of the linear modules of a layer's attention, by their last names."""
+        if self.latent is not None:
+            before = self.latent.linear_sizes(self.hidden_size, self.num_heads)
+        else:
+            heads = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads, "v_proj": self.num_kv_heads}
+            before = {name: (self.hidden_size, number * self.head_dim) for name, number in heads.items()}
+        return before | {"o_proj": (self.num_heads * self.value_dim, self.hidden_size)}
+
+    @property
+    def linear_modules(self) -> tuple[str, ...]:
+        """Return the last names of the linear modules of a layer, experts' too."""
+        gate_up = ("gate_up_proj",) if FAMILIES[self.family].fused_gate_up else ("gate_proj", "up_proj")
+        return (*self.attention_modules, *gate_up, "down_proj")
+
+    @property
+    def num_attention_weights(self) -> int:
+        """Return how many numbers the weights of a layer's attention have."""
+        return sum(inputs * outputs for inputs, outputs in self.attention_modules.values())
 
     @property
     def dense_ffn_size(self) -> int:
@@ -162,6 +156,16 @@ MIXTURE: NeutralValues = {  # every layer has experts
 SHARED_MIXTURE: NeutralValues = {  # experts behind dense first layers, beside a shared one
     key: is_neutral for key, is_neutral in DECODER.items() if key not in ("attention_bias", "n_shared_experts")
 }
+# The norms of latent vectors have this epsilon in transformers, and rms_norm_eps in SGLang. transformers has only the
+# kind of router that the next three fields name; SGLang reads them, so that they must be there.
+DEEPSEEK: NeutralValues = {
+    **SHARED_MIXTURE,
+    "attention_bias": lambda value: not value,
+    "rms_norm_eps": lambda value: value == 1e-6,
+    "topk_method": lambda value: value == "noaux_tc",
+    "scoring_func": lambda value: value == "sigmoid",
+    "moe_layer_freq": lambda value: value == 1,
+}
 
 
 # SGLang answers with the embedding as head, whatever tie_word_embeddings says, and without final_logit_softcapping.
@@ -188,7 +192,7 @@ class Family:
     any other value is refused. A family whose fields differ has a table of its own, made from DENSE or MIXTURE, so that
     what one family ignores or takes is not ignored or taken for others. defaults: what transformers takes for a field
     that is absent, where it is not what other families take. is_gemma: what the fields of `ModelSpec` from
-    zero_centered_norms on say, as Gemma 3 has it.
+    zero_centered_norms on say, as Gemma 3 has it. is_latent: the attention is latent (`LatentAttention`).
     """
 
     qkv_bias: bool | None
@@ -200,14 +204,9 @@ class Family:
     rotary_interleaved: bool = False
     output_norms: bool = False
     is_gemma: bool = False
+    is_latent: bool = False
     fused_gate_up: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def linear_modules(self) -> tuple[str, ...]:
-        """Return the last names of the linear modules of a layer, experts' too."""
-        gate_up = ("gate_up_proj",) if self.fused_gate_up else ("gate_proj", "up_proj")
-        return ("q_proj", "k_proj", "v_proj", "o_proj", *gate_up, "down_proj")
 
     @property
     def ffn_key(self) -> str:
@@ -274,6 +273,27 @@ FAMILIES = {
             "routed_scaling_factor": 1.0,
         },
     ),
+    "DeepseekV3ForCausalLM": Family(
+        qkv_bias=False,
+        qk_norm=False,
+        neutral=DEEPSEEK,
+        is_moe=True,
+        has_shared_experts=True,
+        is_latent=True,
+        defaults={
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 1536,
+            "rope_interleave": True,
+            "topk_method": None,
+            "scoring_func": None,
+            "moe_layer_freq": None,
+        },
+    ),
 }
 
 
@@ -333,20 +353,26 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         )
     hf = {**family.defaults, **hf}
     wrong_types = _wrong_types(hf, source, family)
-    moe, moe_problems = _moe(hf, source, family) if family.is_moe and not wrong_types else (None, [])
+    moe, moe_problems = (
+        read_experts(hf, source, family.has_shared_experts) if family.is_moe and not wrong_types else (None, [])
+    )
     wrong = [
-        f"{source}: `{key}: {hf[key]}` is not supported for {architecture}"
+        f"{source}: `{key}: {hf[key]}` is not supported for {architecture}{_CURES.get(key, '')}"
         for key, is_neutral in family.neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
     windows, window_problems = read_windows(hf, source) if family.is_gemma and not wrong_types else (None, [])
-    rope, rope_problems = read_rope(of_global_layers(hf) if family.is_gemma else hf, source, family.partial_rotary)
+    latent, latent_problems = read_latent(hf, source) if family.is_latent and not wrong_types else (None, [])
+    rope, rope_problems = read_rope(
+        of_global_layers(hf) if family.is_gemma else hf, source, family.partial_rotary, family.is_latent
+    )
     missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if hf.get(key) is None]
-    missing += moe_problems + window_problems
+    missing += moe_problems + window_problems + latent_problems
     if wrong_types or wrong or rope_problems or missing:
         raise UserError(wrong_types + wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    # config.json of a latent attention has the rotated dimensions under this name, or none
+    head_dim = latent.key_dim if latent else hf.get("head_dim") or hf["hidden_size"] // heads
     return ModelSpec(
         family=architecture,
         num_layers=hf["num_hidden_layers"],
@@ -355,7 +381,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         num_heads=heads,
         num_kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * rope.share),
+        rotary_dim=latent.rotary_dim if latent else int(head_dim * rope.share),
         vocab_size=hf["vocab_size"],
         max_positions=hf["max_position_embeddings"],
         norm_eps=hf["rms_norm_eps"],
@@ -364,33 +390,35 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         tied_embeddings=bool(hf.get("tie_word_embeddings")),
         qkv_bias=bool(hf["attention_bias"]) if family.qkv_bias is None else family.qkv_bias,
         qk_norm=bool(hf["use_qk_norm"]) if family.qk_norm is None else family.qk_norm,
-        rotary_interleaved=family.rotary_interleaved,
+        rotary_interleaved=bool(hf["rope_interleave"]) if latent else family.rotary_interleaved,
         output_norms=family.output_norms,
         zero_centered_norms=family.is_gemma,
         embedding_scale=hf["hidden_size"] ** 0.5 if family.is_gemma else 1.0,
         attention_dim=hf["query_pre_attn_scalar"] if family.is_gemma else None,
         activation="gelu_tanh" if family.is_gemma else "silu",
+        latent=latent,
         windows=windows,
         moe=moe,
         num_prediction_layers=hf.get("num_nextn_predict_layers") or 0 if family.has_shared_experts else 0,
     )
 
 
+_CURES = {"quantization_config": "; convert the weights to bfloat16 first, and leave the field out"}
 REQUIRED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 _SIZES = (*REQUIRED[:-1], "num_key_value_heads", "head_dim")
 _MOE_SIZES = ("num_experts", "num_local_experts", "num_experts_per_tok")
-_SHARED_MOE_SIZES = ("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "intermediate_size")
 _GEMMA_SIZES = ("sliding_window", "sliding_window_pattern", "query_pre_attn_scalar")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
-_SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm")
+_SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm", "rope_interleave")
 
 
 def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
     """Return a sentence per key whose value is of a wrong type. null is as good as absent."""
     sizes = (*_SIZES, family.ffn_key, *(_MOE_SIZES if family.is_moe else ()))
-    sizes += _SHARED_MOE_SIZES if family.has_shared_experts else ()
+    sizes += SHARED_MOE_SIZES if family.has_shared_experts else ()
+    sizes += LATENT_SIZES if family.is_latent else ()
     sizes += _GEMMA_SIZES if family.is_gemma else ()
     kinds: dict[str, tuple[str, Callable[[object], bool]]] = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
     if family.has_shared_experts:
@@ -411,60 +439,3 @@ def _is_size(value: object) -> bool:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def num_experts_of(hf: dict) -> Any:
-    """Return the number of experts in a parsed config.json, whatever its type; none where there is none. Versions of
-    transformers, and families, write it under different names."""
-    return next((hf[key] for key in _EXPERTS if hf.get(key) is not None), None)
-
-
-def _moe(hf: dict, source: str, family: Family) -> tuple[MoEConfig | None, list[str]]:
-    """Return the experts, and what is wrong there. The types are checked already."""
-    num_experts: int | None = num_experts_of(hf)
-    per_token: int | None = hf.get("num_experts_per_tok")
-    norm = bool(hf.get("norm_topk_prob"))
-    if num_experts is None or per_token is None:
-        name = "n_routed_experts" if family.has_shared_experts else "num_experts"
-        values = {name: num_experts, "num_experts_per_tok": per_token}
-        return None, [f"{source}: `{key}` is missing" for key, value in values.items() if value is None]
-    if not 1 <= per_token <= num_experts:
-        return None, [f"{source}: `num_experts_per_tok: {per_token}` is not between 1 and num_experts {num_experts}"]
-    if per_token == 1 and norm:
-        return None, [
-            f"{source}: `norm_topk_prob: true` with num_experts_per_tok 1 is not supported: every weight is 1"
-        ]
-    if not family.has_shared_experts:
-        return MoEConfig(num_experts, per_token, norm), []
-    return _moe_with_shared_experts(hf, source, MoEConfig(num_experts, per_token, norm, score="sigmoid"))
-
-
-def _moe_with_shared_experts(hf: dict, source: str, moe: MoEConfig) -> tuple[MoEConfig | None, list[str]]:
-    """Return the mixture with its dense layers, its shared experts and its router, and what is wrong there."""
-    fields = (*_SHARED_MOE_SIZES[1:], "first_k_dense_replace", "routed_scaling_factor")
-    if problems := [f"{source}: `{key}` is missing" for key in fields if hf.get(key) is None]:
-        return None, problems
-    groups, taken, dense = hf["n_group"], hf["topk_group"], hf["first_k_dense_replace"]
-    if moe.num_experts % groups or taken > groups:
-        problems.append(f"{source}: `n_group: {groups}`, `topk_group: {taken}` do not fit {moe.num_experts} experts")
-    elif groups > 1 and 2 * taken != moe.experts_per_token:
-        problems.append(  # Megatron-core scores a group by its num_experts_per_tok / topk_group best experts
-            f"{source}: `topk_group: {taken}` is not supported with num_experts_per_tok {moe.experts_per_token}: a "
-            f"group is scored by its best two experts, so it must be half of it"
-        )
-    if not moe.norm_topk_prob and moe.experts_per_token > 1:  # Megatron-core always divides
-        problems.append(f"{source}: `norm_topk_prob: false` is not supported with a sigmoid router")
-    if dense >= (hf.get("num_hidden_layers") or dense + 1):
-        problems.append(f"{source}: `first_k_dense_replace: {dense}` leaves no layer with experts")
-    return replace(
-        moe,
-        num_dense_layers=dense,
-        dense_ffn_size=hf["intermediate_size"],
-        shared_ffn_size=hf["n_shared_experts"] * (hf.get("moe_intermediate_size") or 0),
-        scaling_factor=float(hf["routed_scaling_factor"]),
-        num_groups=groups,
-        groups_per_token=taken,
-    ), problems

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 DEFAULT_THETA = 10000.0
@@ -41,21 +41,25 @@ class Rope:
     share: float = 1.0
 
 
-def read_rope(hf: Mapping[str, Any], source: str, partial: bool = False) -> tuple[Rope, list[str]]:
+def read_rope(
+    hf: Mapping[str, Any], source: str, partial: bool = False, latent: bool = False
+) -> tuple[Rope, list[str]]:
     """Return the rotary settings, and what is wrong; then they mean nothing.
 
     The settings of config.json are under their new name (rope_parameters) or their old one (rope_scaling). partial: the
-    family may rotate a part of a head's dimensions.
+    family may rotate a part of a head's dimensions. latent: its attention is latent (MLA), whose yarn multiplies the
+    products of queries and keys as a whole, not their rotated dimensions.
     """
     rope, wrong = _block(hf, source)
     if rope.get("partial_rotary_factor") is None:
         rope = rope | {"partial_rotary_factor": hf.get("partial_rotary_factor")}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _KINDS:
-        wrong = [f"{source}: rope type `{kind}` is not supported; supported are {', '.join(_KINDS)}"]
+    kinds = _LATENT_KINDS if latent else _KINDS
+    if kind not in kinds:
+        wrong = [f"{source}: rope type `{kind}` is not supported; supported are {', '.join(kinds)}"]
     if wrong:
         return Rope(), wrong
-    rules, make = _KINDS[kind]
+    rules, make = kinds[kind]
     rules = _EVERY_KIND | ({"partial_rotary_factor": _SHARE} if partial else {}) | rules
     wrong = [
         f"{source}: {kind} rope `{key}: {json.dumps(rope.get(key))}` is not supported; it must be {what}"
@@ -66,6 +70,8 @@ def read_rope(hf: Mapping[str, Any], source: str, partial: bool = False) -> tupl
         wrong = [f"{source}: llama3 rope `high_freq_factor: {rope['high_freq_factor']}` is not above low_freq_factor"]
     if wrong:
         return Rope(), wrong
+    if latent and kind == "yarn" and rope["mscale"] != rope["mscale_all_dim"]:
+        return Rope(), [f"{source}: yarn rope `mscale: {rope['mscale']}` is not mscale_all_dim, as it must be here"]
     theta = rope.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA
     scaling, share = make(rope), rope["partial_rotary_factor"] or 1.0
     if scaling is not None and scaling.attention_factor != 1 and share < 1:
@@ -169,6 +175,12 @@ def _yarn(rope: dict[str, Any]) -> RopeScaling:
     )
 
 
+def _latent_yarn(rope: dict[str, Any]) -> RopeScaling:
+    """Return the scaling with the factor of DeepSeek's own code: that of the rotated dimensions alone is 1, because
+    both settings are the same."""
+    return replace(_yarn(rope), attention_factor=_mscale(float(rope["factor"]), rope["mscale_all_dim"]))
+
+
 def _mscale(factor: float, mscale: float) -> float:
     """Return 0.1 mscale ln(factor) + 1, and 1 for a factor up to 1 (arXiv 2309.00071, eq. 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -180,3 +192,12 @@ _KINDS: dict[str, tuple[_Rules, Callable[[dict[str, Any]], RopeScaling | None]]]
     "llama3": (_LLAMA3, _llama3),
     "yarn": (_YARN, _yarn),
 }
+# SGLang takes all but the default for yarn, and its own rounding of the borders; absent factors differ from library to
+# library.
+_LATENT_YARN: _Rules = {
+    **_YARN,
+    "mscale": _NUMBER,
+    "mscale_all_dim": _NUMBER,
+    "truncate": ("true or absent", lambda value: value in (None, True)),
+}
+_LATENT_KINDS = {"default": _KINDS["default"], "yarn": (_LATENT_YARN, _latent_yarn)}

@@ -23,6 +23,7 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.expert_load import ChunkLoad
+from megatron_dapo.models.latent_attention import put_latent_attention
 from megatron_dapo.models.layers import (
     ACTIVATIONS,
     RMSNorm,
@@ -102,6 +103,11 @@ def build_model(
         raise UserError(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, but Transformer Engine's ring attention has no windows "
             f"({spec.family}); set it to 1."
+        )
+    if layout.cp > 1 and is_gpu() and spec.latent is not None:
+        raise UserError(
+            f"{MEGATRON}.context_parallel_size is {layout.cp}, but a latent attention ({spec.family}) has none on GPUs "
+            f"yet; set it to 1."
         )
     if megatron.tp_comm_overlap:
         assert num_tokens is not None, "buffers have one length"
@@ -259,7 +265,7 @@ def _transformer_config(
         ffn_hidden_size=spec.dense_ffn_size or spec.ffn_size,
         num_attention_heads=spec.num_heads,
         num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
+        kv_channels=spec.value_dim,
         softmax_scale=attention_scale(spec),
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
@@ -316,10 +322,19 @@ def norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
 
     parts = layer.submodules
     engine = TESpecProvider()
-    parts.input_layernorm = parts.pre_mlp_layernorm = engine.layer_norm()
-    parts.self_attention.submodules.linear_qkv = engine.column_parallel_linear()
+    attention_norm_apart(layer)
+    parts.pre_mlp_layernorm = engine.layer_norm()
     if is_dense:
         submodules_of(parts.mlp).linear_fc1 = engine.column_parallel_linear()
+
+
+def attention_norm_apart(layer: ModuleSpec) -> None:
+    """Take Transformer Engine's norm before the attention out of the product behind it."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    engine = TESpecProvider()
+    layer.submodules.input_layernorm = engine.layer_norm()
+    layer.submodules.self_attention.submodules.linear_qkv = engine.column_parallel_linear()
 
 
 def _block_spec(
@@ -327,15 +342,19 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     """Return what the layers with these numbers, from 0, are made of, and the norm behind the last of all."""
     num_experts = spec.moe.num_experts if spec.moe else None
+    rotary = Rotary(spec, device())
     make: Callable[[int | None], ModuleSpec]
     if use_te:
         make = partial(_transformer_engine_layer, spec, config, has_adapters)
     else:
         local_rotary = Rotary(spec.of_local_layers(), device()) if spec.windows else None
-        make = partial(local_layer_spec, spec.qk_norm, rotary=Rotary(spec, device()), local_rotary=local_rotary)
+        make = partial(local_layer_spec, spec.qk_norm, rotary=rotary, local_rotary=local_rotary)
     kinds = {
         has_experts: make(num_experts if has_experts else None) for has_experts in {*map(spec.has_experts, numbers)}
     }
+    if spec.latent is not None:
+        for layer in kinds.values():
+            put_latent_attention(layer, spec.latent, rotary)
     if spec.output_norms:
         for layer in kinds.values():
             norm_outputs(layer, config)
@@ -357,6 +376,8 @@ def _transformer_engine_layer(
     layer.submodules.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     if has_adapters:
         norms_apart(layer, is_dense=not num_experts)
+    elif spec.latent is not None:
+        attention_norm_apart(layer)
     if num_experts:
         submodules_of(layer.submodules.mlp).router = Router
     if spec.windows:
@@ -375,6 +396,7 @@ def _build_chunk(
     has_adapters: bool,
 ) -> ModelChunk:
     number = layout.pp_rank + layout.pp * (vp_stage or 0)
+    rotates = use_te and spec.latent is None
     chunk = ModelChunk(
         config,
         _block_spec(spec, config, use_te, split.numbers(number), has_adapters),
@@ -384,11 +406,11 @@ def _build_chunk(
         post_process=number == len(split.layers) - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tied_embeddings,
-        position_embedding_type="rope" if use_te else "none",  # our own attention rotates by itself
+        position_embedding_type="rope" if rotates else "none",  # our own attention rotates by itself
         rotary_percent=spec.rotary_dim / spec.head_dim,
         vp_stage=vp_stage,
     )
-    if use_te:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
+    if rotates:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
         specs = [spec, spec.of_local_layers()] if spec.windows else [spec]
         chunk.rotary_pos_emb.inv_freq = torch.cat([rotary_frequencies(each) for each in specs]).to(device())
     if spec.embedding_scale != 1:

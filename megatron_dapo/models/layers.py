@@ -88,6 +88,8 @@ class PackedAttention(MegatronModule):
     In a layer with a window a token sees the last tokens of its segment alone.
 
     Context-parallel ranks attend from their own tokens to the gathered keys and values of all.
+
+    Values with fewer dimensions than keys are padded with zeros, for which kernels need no second width.
     """
 
     def __init__(
@@ -125,6 +127,14 @@ class PackedAttention(MegatronModule):
         """Return [S, B, heads * dim], or [T, heads * dim] when packed. There is no mask but the causal one: padding
         sits to the right, where no query looks."""
         assert attention_bias is None and attention_mask is None
+        width = value.size(-1)
+        missing = key.size(-1) - width
+        if missing == 0:
+            return self._attend(query, key, value, packed_seq_params)
+        attended = self._attend(query, key, F.pad(value, (0, missing)), packed_seq_params)
+        return attended.unflatten(-1, (-1, key.size(-1)))[..., :width].flatten(-2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
         offsets = packed_seq_params.cu_seqlens_q if packed_seq_params else None
         if self._context_group is not None:
             assert offsets is not None, "context parallelism cuts packed segments"

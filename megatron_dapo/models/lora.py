@@ -3,8 +3,9 @@
 Every Hugging Face module has an adapter of its own, also where Megatron has several in one layer (q, k and v; gate and
 up), so that they are what PEFT knows. A layer's output gets B (A x) x alpha / rank besides. Of a layer that is cut by
 rows of its weight (column-parallel) each tensor-parallel rank has its rows of B and all of A; of one that is cut by
-columns (row-parallel) its columns of A and all of B. So all that travels has `rank` numbers per token. Servers and
-exports get W + alpha / rank x B A, computed tensor by tensor on its way; the weight W itself stays as it was read.
+columns (row-parallel) its columns of A and all of B; of one that is not cut all of both. So all that travels has `rank`
+numbers per token. Servers and exports get W + alpha / rank x B A, computed tensor by tensor on its way; the weight W
+itself stays as it was read.
 """
 
 import zlib
@@ -140,14 +141,13 @@ class LinearAdapter(torch.nn.Module):
         """Return A x as B needs it on this tensor-parallel rank."""
         layout = self._layout
         cut = self._cut
-        if layout.tp == 1 or self.entry.expert is not None:
+        if layout.tp == 1 or self.entry.expert is not None or cut is None:
             return low
         group = layout.tp_group
         if cut == 0:  # all tokens; backward sums the gradients of all ranks' rows of B
             if layout.sp:
                 return gather_from_sequence_parallel_region(low, group=group)
             return copy_to_tensor_model_parallel_region(low, group=group)
-        assert cut == 1, f"no way to share A x of {self.entry.hf_names}"
         if layout.sp:
             return reduce_scatter_to_sequence_parallel_region(low, group=group)
         return reduce_from_tensor_model_parallel_region(low, group=group)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.huggingface.model_spec import FAMILIES
 from megatron_dapo.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config_json
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.file_plan import FilePlan
@@ -73,7 +72,7 @@ def export_adapters(model: ModelParts, layout: ParallelLayout, base_model: str, 
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
     )
 
-    modules = [name for name in FAMILIES[model.spec.family].linear_modules if name in lora.targets]
+    modules = [name for name in model.spec.linear_modules if name in lora.targets]
 
     def add_files(staging: Path, num_bytes: int) -> None:
         write_whole(staging / ADAPTER_CONFIG, adapter_config_json(lora, modules, base_model))

@@ -16,7 +16,9 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_dapo.huggingface.model_spec import ModelSpec, MoEConfig
+from megatron_dapo.huggingface.experts import MoEConfig
+from megatron_dapo.huggingface.latent import LatentAttention
+from megatron_dapo.huggingface.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,44 @@ def _split_qkv(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 def _halves(spec: ModelSpec) -> list[int]:
     """Return the places in a checkpoint of a head's rows in Megatron's order, where rotated pairs are neighbours."""
+    return [*_rotated_order(spec), *range(spec.rotary_dim, spec.head_dim)]
+
+
+def _join_latent_queries(parts: list[Tensor], spec: ModelSpec) -> Tensor:
+    """Put the rotated dimensions of each head, which are its last in a checkpoint, first, as `_join_qkv` has them."""
+    return parts[0].unflatten(0, (-1, spec.head_dim))[:, _rotated_first(spec)].flatten(0, 1)
+
+
+def _split_latent_queries(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
+    order = torch.tensor(_rotated_first(spec)).argsort()
+    return [shard.unflatten(0, (-1, spec.head_dim))[:, order].flatten(0, 1)]
+
+
+def _rotated_first(spec: ModelSpec) -> list[int]:
+    """Return the places in a checkpoint of a head's rows in Megatron's order."""
+    start = spec.head_dim - spec.rotary_dim
+    return [*(start + place for place in _rotated_order(spec)), *range(start)]
+
+
+def _join_latent(parts: list[Tensor], spec: ModelSpec) -> Tensor:
+    """Put the rows of the latent vectors and of the rotated keys, which come last, one below the other."""
+    *queries, keys = parts
+    latent, rotated = keys.tensor_split([keys.size(0) - spec.rotary_dim])
+    return torch.cat([*queries, latent, rotated[_rotated_order(spec)]])
+
+
+def _split_latent(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
+    assert spec.latent is not None
+    queries, keys = shard.tensor_split([spec.latent.q_rank or 0])
+    latent, rotated = keys.tensor_split([spec.latent.kv_rank])
+    keys = torch.cat([latent, rotated[torch.tensor(_rotated_order(spec)).argsort()]])
+    return [queries, keys] if spec.latent.q_rank else [keys]
+
+
+def _rotated_order(spec: ModelSpec) -> list[int]:
+    """Return the places in a checkpoint of the rotated rows in Megatron's order, which has both halves of the pairs."""
     rotated = range(spec.rotary_dim)
-    return [*rotated[::2], *rotated[1::2], *range(spec.rotary_dim, spec.head_dim)]
+    return [*rotated[::2], *rotated[1::2]] if spec.rotary_interleaved else list(rotated)
 
 
 REPLICATED = Transform(None, lambda parts, spec: parts[0], lambda shard, spec: [shard])
@@ -76,6 +114,8 @@ ROWS = Transform(0, REPLICATED.join, REPLICATED.split)
 COLUMNS = Transform(1, REPLICATED.join, REPLICATED.split)
 QKV = Transform(0, _join_qkv, _split_qkv)
 GATE_UP = Transform(0, lambda parts, spec: torch.cat(parts), lambda shard, spec: list(shard.chunk(2)))
+LATENT_QUERIES = Transform(0, _join_latent_queries, _split_latent_queries)
+LATENT = Transform(None, _join_latent, _split_latent)
 FUSED_GATE_UP = Transform(0, REPLICATED.join, REPLICATED.split, blocks=2)  # one HF tensor, as in Megatron
 
 
@@ -182,7 +222,7 @@ DECODER = (
     Row("decoder.layers.{l}.self_attention.k_layernorm.weight", (_HF_LAYER + "self_attn.k_norm.weight",), REPLICATED,
         _head_norm, where=lambda m: m.qk_norm),
     Row("decoder.layers.{l}.self_attention.linear_proj.weight", (_HF_LAYER + "self_attn.o_proj.weight",), COLUMNS,
-        lambda m: [(m.hidden_size, m.num_heads * m.head_dim)]),
+        lambda m: [(m.hidden_size, m.num_heads * m.value_dim)]),
     Row("decoder.layers.{l}.pre_mlp_layernorm.weight", (_HF_LAYER + "post_attention_layernorm.weight",), REPLICATED,
         _norm, alias="decoder.layers.{l}.mlp.linear_fc1.layer_norm_weight"),
     Row("decoder.layers.{l}.mlp.linear_fc1.weight",
@@ -249,6 +289,41 @@ GEMMA3 = _changed(
     *_output_norms("post_attention_layernorm", "post_feedforward_layernorm"),
 )  # fmt: skip
 
+
+def _latent(m: ModelSpec) -> LatentAttention:
+    assert m.latent is not None, "the row is of a latent attention"
+    return m.latent
+
+
+def _has_latent_queries(m: ModelSpec) -> bool:
+    return m.latent is not None and m.latent.q_rank is not None
+
+
+def _down_keys(m: ModelSpec) -> tuple[int, ...]:
+    return _latent(m).kv_rank + m.rotary_dim, m.hidden_size
+
+
+_ATTENTION = "decoder.layers.{l}.self_attention."
+_HF_ATTENTION = _HF_LAYER + "self_attn."
+DEEPSEEK = _changed(
+    tuple(row for row in DECODER if ".linear_qkv." not in row.megatron),
+    Row(_ATTENTION + "linear_down.weight",
+        (_HF_ATTENTION + "q_a_proj.weight", _HF_ATTENTION + "kv_a_proj_with_mqa.weight"), LATENT,
+        lambda m: [(_latent(m).q_rank or 0, m.hidden_size), _down_keys(m)], where=_has_latent_queries),
+    Row(_ATTENTION + "linear_down.weight", (_HF_ATTENTION + "kv_a_proj_with_mqa.weight",), LATENT,
+        lambda m: [_down_keys(m)], where=lambda m: not _has_latent_queries(m)),
+    Row(_ATTENTION + "q_layernorm.weight", (_HF_ATTENTION + "q_a_layernorm.weight",), REPLICATED,
+        lambda m: [(_latent(m).q_rank or 0,)], where=_has_latent_queries),
+    Row(_ATTENTION + "kv_layernorm.weight", (_HF_ATTENTION + "kv_a_layernorm.weight",), REPLICATED,
+        lambda m: [(_latent(m).kv_rank,)]),
+    Row(_ATTENTION + "linear_q.weight", (_HF_ATTENTION + "q_b_proj.weight",), LATENT_QUERIES,
+        lambda m: [(m.num_heads * m.head_dim, _latent(m).q_rank or 0)], where=_has_latent_queries),
+    Row(_ATTENTION + "linear_q.weight", (_HF_ATTENTION + "q_proj.weight",), LATENT_QUERIES,
+        lambda m: [(m.num_heads * m.head_dim, m.hidden_size)], where=lambda m: not _has_latent_queries(m)),
+    Row(_ATTENTION + "linear_kv.weight", (_HF_ATTENTION + "kv_b_proj.weight",), ROWS,
+        lambda m: [(m.num_heads * (_latent(m).plain_dim + m.value_dim), _latent(m).kv_rank)]),
+)  # fmt: skip
+
 WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
@@ -258,6 +333,7 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Gemma3ForCausalLM": GEMMA3,
     "Qwen3MoeForCausalLM": DECODER,
     "Glm4MoeForCausalLM": DECODER,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
 }
 
 

@@ -7,7 +7,7 @@ from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sa
 from megatron_dapo.config.key_names import LENGTHS, PADDING
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import num_experts_of
+from megatron_dapo.huggingface.experts import num_experts_of
 from megatron_dapo.planner.model_checks import (
     divisible_by_tp,
     experts,

@@ -51,10 +51,8 @@ def active_adapters_of(spec: ModelSpec, layers: Sequence[int], lora: LoraSetting
 def active_parameters_of(spec: ModelSpec, layers: Sequence[int]) -> int:
     """Count the parameters of the products that a token goes through in these layers, numbered from 0."""
     hidden = spec.hidden_size
-    width = spec.num_heads * spec.head_dim
-    projections = hidden * (width + 2 * spec.num_kv_heads * spec.head_dim) + width * hidden
     num_moe = sum(map(spec.has_experts, layers))
-    parameters = len(layers) * projections + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size
+    parameters = len(layers) * spec.num_attention_weights + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size
     if spec.moe is not None:
         parameters += num_moe * hidden * (spec.moe.num_experts + 3 * spec.active_ffn_size)
     return parameters
@@ -69,4 +67,4 @@ def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
         seen = [min(length, spec.windows.size) for length in lengths]
         outside = sum((length - width) * width for length, width in zip(lengths, seen, strict=True))
         pairs += spec.num_local_layers * (sum(width * (width + 1) // 2 for width in seen) + outside)
-    return 2 * 2 * spec.num_heads * spec.head_dim * pairs
+    return 2 * spec.num_heads * (spec.head_dim + spec.value_dim) * pairs

@@ -24,10 +24,11 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.lora import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.pipeline import split_of
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+WHOLE_MODULES = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Modules of an attention that tensor parallelism does not cut (models/latent_attention.py)."""
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
 # Of a parameter whose optimizer state is in the machine's memory: float32 weight, two moments and gradient.
@@ -147,10 +148,10 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     hidden = spec.hidden_size
     dim = spec.head_dim
     tp = sizes.tp
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * dim
-    layer = (hidden * qkv + spec.num_heads * dim * hidden) // tp + 2 * hidden
-    layer += qkv // tp if spec.qkv_bias else 0
+    layer = sum(inputs * outputs for inputs, outputs in _attention_on_rank(spec, tp).values()) + 2 * hidden
+    layer += (spec.num_heads + 2 * spec.num_kv_heads) * dim // tp if spec.qkv_bias else 0
     layer += 2 * dim if spec.qk_norm else 0
+    layer += (spec.latent.q_rank or 0) + spec.latent.kv_rank if spec.latent else 0
     layer += 2 * hidden if spec.output_norms else 0
     layers = split_of(spec, sizes).numbers_of(stage)
     num_moe = sum(map(spec.has_experts, layers))
@@ -165,6 +166,16 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
         is_same = spec.tied_embeddings and sizes.pp == 1
         shared += hidden + (hidden + 1 if spec.value_head else 0 if is_same else vocabulary)
     return shared, experts
+
+
+def _attention_on_rank(spec: ModelSpec, tp: int) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of the modules of a layer's attention as far as one tensor-parallel rank has them."""
+    cut = {"o_proj": (tp, 1)} | dict.fromkeys(WHOLE_MODULES, (1, 1))
+    on_rank = {}
+    for name, (inputs, outputs) in spec.attention_modules.items():
+        by_inputs, by_outputs = cut.get(name, (1, tp))
+        on_rank[name] = (inputs // by_inputs, outputs // by_outputs)
+    return on_rank
 
 
 def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
@@ -192,18 +203,17 @@ def adapter_parameters(
     """Return how many parameters the adapters (models/lora.py) of these layers, numbered from 0, have on a rank: (all
     but those of experts, those of one expert in each layer that has some)."""
     hidden = spec.hidden_size
-    attention = spec.num_heads * spec.head_dim // tp
-    groups = spec.num_kv_heads * spec.head_dim // tp
-    modules = [name for name in FAMILIES[spec.family].linear_modules if name in lora.targets]
+    attention = _attention_on_rank(spec, tp)
+    modules = [name for name in spec.linear_modules if name in lora.targets]
+    mlp_modules = [name for name in modules if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
 
     def mlp(width: int) -> int:
         """Count A and B of an MLP of which this rank has so many columns."""
         sizes_of = {"gate_up_proj": hidden + 2 * width}
-        return lora.rank * sum(sizes_of.get(name, hidden + width) for name in modules if name not in _ATTENTION)
+        return lora.rank * sum(sizes_of.get(name, hidden + width) for name in mlp_modules)
 
     # A and B have together the columns and rows of the module's weight on this rank
-    heads = {"q_proj": attention, "k_proj": groups, "v_proj": groups, "o_proj": attention}
-    of_attention = lora.rank * sum(hidden + heads[name] for name in modules if name in _ATTENTION)
+    of_attention = lora.rank * sum(sum(attention[name]) for name in modules if name in attention)
     num_moe = sum(map(spec.has_experts, layers))
     shared = len(layers) * of_attention + (len(layers) - num_moe) * mlp(spec.dense_ffn_size // tp)
     if spec.moe is None:
@@ -312,6 +322,9 @@ def kept_per_token(
     heads = spec.num_heads + spec.num_kv_heads
     # q, k, v as they came; q and k rotated; the output, which is as large as q
     attention = 3 * heads * spec.head_dim * width / sizes.tp
+    if spec.latent is not None:  # keys and values as they came; what is normed, as of each norm
+        attention += spec.num_heads * (spec.latent.plain_dim + spec.value_dim) * width / sizes.tp
+        attention += spec.latent.down_width * (4 + 2 * width) / part
     share = sum(map(spec.has_experts, layers)) / max(len(layers), 1)
     mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
     if spec.moe is not None:  # tokens are evenly spread over the experts; each is copied once per expert and its parts
@@ -389,19 +402,27 @@ def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
 
 
 def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
-    """Return a server's share of the weights, in half precision, and its key-value cache, which holds 2 x layers x KV
-    heads (at least one on each GPU) x dim numbers per token (arXiv 2309.06180, section 3)."""
+    """Return a server's share of the weights, in half precision, and its key-value cache."""
     server = config.actor_rollout_ref.rollout.server
     width = dtype_bytes(config)
     tp = server.tensor_model_parallel_size
     whole = sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
     share = server.mem_fraction_static or SERVER_SHARE
     weights = whole * width // tp
-    per_token = 2 * spec.num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * width
+    per_token = spec.num_layers * cache_width(spec, tp) * width
     left = int(share * config.trainer.gpu_memory_gb * GB) - weights
     if server.max_total_tokens is not None:
         left = min(left, server.max_total_tokens * per_token)
     return ServerParts(weights, left, per_token)
+
+
+def cache_width(spec: ModelSpec, tp: int) -> int:
+    """Return how many numbers per token and layer a GPU of a server keeps: 2 x KV heads (at least one on each) x dim
+    (arXiv 2309.06180, section 3); of a latent attention the vector and the rotated key, whole on each GPU (arXiv
+    2405.04434, section 2.1.3)."""
+    if spec.latent is not None:
+        return spec.latent.kv_rank + spec.latent.rotary_dim
+    return 2 * max(1, spec.num_kv_heads // tp) * spec.head_dim
 
 
 def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> list[str]:

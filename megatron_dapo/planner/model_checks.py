@@ -16,7 +16,8 @@ from megatron_dapo.config.key_names import CHUNKS, LENGTHS, LORA_RANK, MEGATRON,
 from megatron_dapo.config.lora import ALL_LINEAR, LINEAR_MODULES, target_modules
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, critic_spec, model_spec, num_experts_of
+from megatron_dapo.huggingface.experts import num_experts_of
+from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec, model_spec
 from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.storage.model_folder import ModelFolder
 
@@ -163,25 +164,31 @@ def _architecture(model: dict[str, Any]) -> str:
 
 
 def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
-    """Return the last names of the modules of a model that have an adapter; [] where the family is not known."""
-    family = FAMILIES.get(_architecture(model))
-    return [] if family is None else [name for name in family.linear_modules if name in target_modules(config)]
+    """Return the last names of the modules of a model that have an adapter; [] where it cannot be read."""
+    return [name for name in _linear_modules(model) if name in target_modules(config)]
+
+
+def _linear_modules(model: dict[str, Any]) -> tuple[str, ...]:
+    try:
+        return model_spec(model).linear_modules
+    except (UserError, ValueError):  # which another check reports
+        return ()
 
 
 def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    family = FAMILIES.get(_architecture(model))
+    modules = _linear_modules(model)
     targets = config.actor_rollout_ref.model.target_modules
     rank = config.actor_rollout_ref.model.lora_rank
-    if family is None or not rank:
+    if not modules or not rank:
         return
     if targets == ALL_LINEAR:
         return
-    missing = [n for n in target_modules(config) if n in LINEAR_MODULES and n not in family.linear_modules]
+    missing = [n for n in target_modules(config) if n in LINEAR_MODULES and n not in modules]
     if missing:
         yield Mistake(
             (TARGET_MODULES, LORA_RANK),
             f"{TARGET_MODULES} has {', '.join(missing)}, of which a {_architecture(model)} has none; choose from "
-            f"{', '.join(family.linear_modules)}, or {ALL_LINEAR} for all of them.",
+            f"{', '.join(modules)}, or {ALL_LINEAR} for all of them.",
         )
 
 

@@ -132,6 +132,37 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     # zai-org/GLM-4.5*: arXiv 2508.06471, table 1; without the layer of multi-token prediction
     "glm-4.5-air": _glm_moe(4096, 46, 10944, 1408, 128, 1, scaling=1.0, qk_norm=False),
     "glm-4.5": _glm_moe(5120, 92, 12288, 1536, 160, 3, scaling=2.5, qk_norm=True),
+    # deepseek-ai/DeepSeek-V3*, -R1*: arXiv 2412.19437, section 4.2; without the layer of multi-token prediction, and in
+    # bfloat16, not in FP8 as they are published
+    "deepseek-v3": _decoder("DeepseekV3ForCausalLM", 7168, 61, 128, 128, 18432)
+    | {
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
     # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
     "llama-3.1-8b": _llama3(4096, 32, 32, 8, 14336),
     "llama-3.1-70b": _llama3(8192, 80, 64, 8, 28672),

@@ -11,7 +11,7 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.hardware import Hardware
 from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import num_parameters
+from megatron_dapo.planner.memory import cache_width, num_parameters
 from megatron_dapo.planner.training_time import WIDTH, Efficiency
 
 # Seconds of a small all-reduce inside a node, which a token needs two of per layer: 10 to 20 us by SGLang's and vLLM's
@@ -71,7 +71,7 @@ def server_speed(
     memory = hardware.memory_bandwidth * efficiency.memory * tp
     rate = hardware.flops * efficiency.matmul * tp
     weights = num_all_parameters(spec) * WIDTH
-    kv_per_token = 2 * spec.num_layers * max(spec.num_kv_heads, tp) * spec.head_dim * WIDTH
+    kv_per_token = tp * spec.num_layers * cache_width(spec, tp) * WIDTH
     reduced = 2 * spec.num_layers * 2 * (tp - 1) / tp * spec.hidden_size * WIDTH
     active = 2 * active_parameters(spec)
     context = mean_context(responses, prompt)

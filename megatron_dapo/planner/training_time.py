@@ -180,7 +180,7 @@ def recomputed_share(config: Config, spec: ModelSpec) -> float:
         return 0.0
     if megatron.recompute_granularity == "selective":
         mlp = 3 * spec.mean_active_ffn_size
-        attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        attention = spec.num_attention_weights / spec.hidden_size
         return mlp / (mlp + attention) if "mlp" in megatron.recompute_modules else 0.0
     if megatron.recompute_method == "uniform":
         return 1.0

@@ -27,9 +27,8 @@ class Cutter:
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
             ffn_size=round(spec.mean_active_ffn_size),
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            attention_weights=spec.num_attention_weights,
+            attention_width=spec.num_heads * (spec.head_dim + spec.value_dim) / 2,
         )
 
     def schedule(self, samples: Sequence[TrainSample]) -> list[Bins]:

@@ -7,7 +7,7 @@ and cut by the server's tensor parallelism, so the trainer's tensors are brought
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,10 +21,14 @@ VOCAB_MULTIPLE = 64
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.fused_qkv_a_proj_with_mqa": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.shared_experts.gate_up_proj": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
 }
 """Server module -> the Hugging Face modules stacked in it, in order."""
+
+LATENT_KEYS = "self_attn.kv_b_proj.weight"
+"""The end of a name that only models with latent attention have."""
 
 EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<module>gate_proj|up_proj|down_proj)\.weight")
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
@@ -34,6 +38,8 @@ CUT = {
     "q_proj": 0,
     "k_proj": 0,
     "v_proj": 0,
+    "q_b_proj": 0,
+    "kv_b_proj": 0,
     "gate_proj": 0,
     "up_proj": 0,
     "o_proj": 1,
@@ -52,8 +58,9 @@ KEY_VALUE = ("k_proj", "v_proj")
 
 def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
     """Return, by server parameter name, the tensors that each parameter is made of, in order. Their types are those of
-    the server: it holds the weight of a router with a bias in float32, as the bias itself."""
+    the server: it holds the weight of a router with a bias in float32, as the bias itself, but for DeepSeek-V3's."""
     by_name = {spec.name: spec for spec in specs}
+    is_latent = any(name.endswith(LATENT_KEYS) for name in by_name)
     result: dict[str, tuple[TensorSpec, ...]] = {}
     experts: dict[str, list[re.Match]] = {}
     for spec in specs:
@@ -62,19 +69,28 @@ def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec
             experts.setdefault(f"{expert['experts']}.{stacked}", []).append(expert)
             continue
         module, _, kind = spec.name.rpartition(".")
-        fused = next((f for f, parts in FUSED.items() if module.endswith(parts)), None)
-        if fused is None:
-            is_in_float32 = kind == "weight" and f"{module}.{ROUTER_BIAS.rpartition('.')[2]}" in by_name
-            result[spec.name] = (replace(spec, dtype=torch.float32) if is_in_float32 else spec,)
+        if fused := _fused(module, kind, by_name):
+            name, stacked_names = fused
+            result[name] = tuple(by_name[stacked_name] for stacked_name in stacked_names)
             continue
-        part = next(p for p in FUSED[fused] if module.endswith(p))
-        prefix = module.removesuffix(part)
-        result[f"{prefix}{fused}.{kind}"] = tuple(by_name[f"{prefix}{p}.{kind}"] for p in FUSED[fused])
+        has_bias = kind == "weight" and f"{module}.{ROUTER_BIAS.rpartition('.')[2]}" in by_name
+        result[spec.name] = (replace(spec, dtype=torch.float32) if has_bias and not is_latent else spec,)
     for name, parts in experts.items():
         modules = EXPERTS[name.rpartition(".")[2]]
         parts.sort(key=lambda part: (int(part["number"]), modules.index(part["module"])))
         result[name] = tuple(by_name[part.string] for part in parts)
     return result
+
+
+def _fused(module: str, kind: str, by_name: Container[str]) -> tuple[str, list[str]] | None:
+    """Return (server parameter, the tensors stacked in it) of a module's; none where the server has it alone, as the
+    queries of a latent attention that come from the hidden states."""
+    for fused, parts in FUSED.items():
+        if part := next((part for part in parts if module.endswith(part)), None):
+            prefix = module.removesuffix(part)
+            names = [f"{prefix}{each}.{kind}" for each in parts]
+            return (f"{prefix}{fused}.{kind}", names) if all(name in by_name for name in names) else None
+    return None
 
 
 def server_tensor(

@@ -28,6 +28,12 @@ def run_layouts(folder: Path, model: Path, layouts: Layouts, reference: Path | N
     return results
 
 
+def with_latent(variants: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return them, and the same of REFERENCE, a model whose attention is latent, in place of the model."""
+    latent = ["actor_rollout_ref.model.path=REFERENCE"]
+    return variants | {f"latent_{name}": [*latent, *overrides] for name, overrides in variants.items()}
+
+
 def cases_of(layouts: Layouts) -> list[str]:
     """Return the names of all results."""
     rows = [row for of_world in layouts.values() for row in of_world.items()]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts
+from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts, with_latent
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -321,30 +321,32 @@ FAMILY_CASES = [
 ]
 
 
-# a dense first layer, shared experts, a router with a bias
+# a dense first layer, shared experts, a router with a bias; and a latent attention
+SMALL = {"small": CUTS["small"]}
+TP_EP = {"tp": 2, "sp": True, "ep": 2}
+PP_EP = {"pp": 2, "ep": 2}
 SHARED_LAYOUTS: Layouts = {
-    1: {"tp1": ({}, {"whole": [], "bfloat16": HALF_PRECISION, **RECOMPUTED})},
+    1: {"tp1": ({}, with_latent({"whole": [], "bfloat16": HALF_PRECISION, **RECOMPUTED}))},
     2: {
-        "tp2_sp_ep2": ({"tp": 2, "sp": True, "ep": 2}, {"small": CUTS["small"], **RECOMPUTED}),
-        "pp2": ({"pp": 2}, {"uneven": [f"{LAYERS}=[1,2]", *CUTS["small"]]}),
+        "tp2_sp_ep2": (TP_EP, with_latent(SMALL | RECOMPUTED)),
+        "pp2": ({"pp": 2}, with_latent({"uneven": [f"{LAYERS}=[1,2]", *CUTS["small"]]})),
+        "cp2_ep2": ({"cp": 2, "ep": 2}, with_latent(SMALL)),
     },
     4: {
-        "tp2_sp_dp2_ep2": (
-            {"tp": 2, "sp": True, "ep": 2},
-            {"distributed_optimizer": MIXTURE_VARIANTS["distributed_optimizer"]},
-        ),
-        "tp2_sp_dp2_ep2_etp2": ({"tp": 2, "sp": True, "ep": 2, "etp": 2}, {"small": CUTS["small"]}),
-        "pp2_dp2_ep2": ({"pp": 2, "ep": 2}, {"padded": CUTS["padded"], "uneven": [f"{LAYERS}=[0,3]"]}),
+        "tp2_sp_dp2_ep2": (TP_EP, with_latent({"sharded": MIXTURE_VARIANTS["distributed_optimizer"]})),
+        "tp2_sp_dp2_ep2_etp2": (TP_EP | {"etp": 2}, SMALL),
+        "pp2_dp2_ep2": (PP_EP, with_latent({"padded": CUTS["padded"]}) | {"uneven": [f"{LAYERS}=[0,3]"]}),
     },
 }
 
 
 @pytest.fixture(scope="module")
 def shared_mixture(tmp_path_factory) -> dict[str, dict]:
-    """As `results`, of a mixture with what GLM-4.5 and DeepSeek-V3 have besides."""
+    """As `results`, of a GLM-4.5 and, under latent_*, of a DeepSeek-V3."""
     folder = tmp_path_factory.mktemp("shared_mixture")
-    model = make_tiny(folder / "model", "glm4_moe", vocab=67, layers=3, hidden=32, heads=4, kv_heads=2)
-    return run_layouts(folder, model, SHARED_LAYOUTS)
+    shape = dict(vocab=67, layers=3, hidden=32, heads=4, kv_heads=2)
+    model, latent = (make_tiny(folder / name, name, **shape) for name in ("glm4_moe", "deepseek_v3"))
+    return run_layouts(folder, model, SHARED_LAYOUTS, latent)
 
 
 SHARED_CASES = cases_of(SHARED_LAYOUTS)
@@ -389,7 +391,7 @@ def test_layers_of_other_families_give_the_same_in_every_layout(families, case):
 
 @pytest.mark.parametrize("case", [case for case in SHARED_CASES if "bfloat16" not in case])
 def test_dense_layers_and_shared_experts_get_the_gradients_of_one_process_and_biases_stay(shared_mixture, case):
-    assert_same(shared_mixture[case], shared_mixture["tp1/whole"])
+    assert_same(shared_mixture[case], shared_mixture["tp1/latent_whole" if "latent" in case else "tp1/whole"])
     assert shared_mixture[case]["first"]["actor/ratio_max"] == 1.0
 
 

@@ -107,9 +107,16 @@ def test_adapters_of_experts_get_the_gradients_of_all_their_tokens(mixture, case
     assert "gradients" not in got or len(got["gradients"]) == 2 * (4 + 3) + 2 * (4 + 4 * 3 + 3)
 
 
-@pytest.mark.parametrize(("family", "num_tensors"), [("glm4", 2 * (4 + 2) * 2), ("glm4_moe", (2 * 4 + 3 + 5 * 3) * 2)])
+@pytest.mark.parametrize(
+    ("family", "num_tensors"),
+    [
+        ("glm4", 2 * (4 + 2) * 2),
+        ("glm4_moe", (2 * 4 + 3 + 5 * 3) * 2),
+        ("deepseek_v3", (2 * 5 + 3 + 5 * 3) * 2),
+    ],
+)
 def test_families_with_other_modules_have_their_adapters_cut_as_they_are(tmp_path, family, num_tensors):
-    """Gate and up in one; dense first layers, and shared experts beside four."""
+    """Gate and up in one; dense first layers, and shared experts beside four; modules of which each rank has all."""
     shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, num_experts=4)
     glm = run(tmp_path, make_tiny(tmp_path / "model", family, **shape), GLM_LAYOUTS)
     assert_same(glm["tp2_sp/small"], glm["tp1/whole"])

@@ -58,6 +58,16 @@ MIXTURES = {
             partial_rotary_factor=0.75,
         ),
     ),
+    "deepseek_moe": dict(family="deepseek_v3", vocab=131),
+    # queries of the hidden states, pairs of one of each half, frequencies that are not scaled, two of four groups
+    "deepseek_moe_whole_queries": dict(
+        family="deepseek_v3",
+        vocab=131,
+        tied=True,
+        experts_per_token=4,
+        rope={"rope_type": "default", "rope_theta": 10000.0},
+        more=dict(q_lora_rank=None, rope_interleave=False, n_group=4, first_k_dense_replace=2),
+    ),
 }
 LAYOUTS = {
     1: {"tp1": {}},

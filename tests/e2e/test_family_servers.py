@@ -14,7 +14,7 @@ from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.test_mixture_server import EVERYTHING, PROMPT, generate, started_server, with_weights_of
 from tests.e2e.weight_sync_trainer import rank_main
 from tests.helpers import free_port
-from tests.tiny_models import make_tiny
+from tests.tiny_models import MIXTURES, make_tiny
 
 pytestmark = pytest.mark.e2e
 
@@ -24,6 +24,8 @@ NUM_TENSORS = {
     "gemma3": 2 * (1 + 2 + 1 + 2 + 4) + 2,
     # a dense layer; one with a router, its bias, and two each of all experts and of the shared one
     "glm4_moe": (2 + 1 + 2 + 2) + (2 + 1 + 2 + 2 + 2 + 2) + 3,
+    # a layer's attention: both vectors' and keys' product in one, two norms, two products of the vectors, o
+    "deepseek_v3": (1 + 2 + 2 + 1 + 2 + 2) + (1 + 2 + 2 + 1 + 2 + 2 + 2 + 2) + 3,
 }
 
 
@@ -54,7 +56,7 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
 ):
     config = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=EVERYTHING)
     model_path, server = model_paths[family], servers[family]
-    sizes = {"tp": 2, "sp": True, **({"ep": 2} if family.endswith("_moe") else {})}
+    sizes = {"tp": 2, "sp": True, **({"ep": 2} if family in MIXTURES else {})}
     arguments = (free_port(), 2, sizes, str(model_path), server.overrides(), {}, config)
     with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")

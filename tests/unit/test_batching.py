@@ -197,7 +197,9 @@ def test_shards_are_balanced_within_one_sample(lengths, dp_size, quadratic):
 
 def test_cost_of_a_decoder_is_its_multiply_adds():
     # Qwen2.5-32B: 64 layers share the ratio; per layer 487.6 M weights, attention 40 heads x 128.
-    cost = CostModel.of_decoder(hidden_size=5120, ffn_size=27648, num_heads=40, num_kv_heads=8, head_dim=128)
+    cost = CostModel.of_decoder(
+        hidden_size=5120, ffn_size=27648, attention_weights=5120 * 128 * 2 * (40 + 8), attention_width=40 * 128
+    )
     weights = 5120 * 5120 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 27648
     assert cost.linear == 1.0 and cost.quadratic == pytest.approx(5120 / weights)
     assert cost(20000) == pytest.approx(20000 + 20000**2 * 5120 / weights)

@@ -1,6 +1,7 @@
 """Layers of families that differ from the plain decoder: their rounding in bfloat16, and what Transformer Engine is
 told. Log-probs and layouts: tests/distributed."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
-from megatron_dapo.models.layers import OutputNorm, RMSNorm, TwoRopesAttention, gelu_tanh
+from megatron_dapo.models.latent_attention import LatentSelfAttention
+from megatron_dapo.models.layers import OutputNorm, PackedAttention, RMSNorm, TwoRopesAttention, gelu_tanh
 from megatron_dapo.models.rotary import rotary_frequencies
 from megatron_dapo.platform.parallel import ParallelLayout
 from tests.distributed.parity_worker import log_probs, sample
@@ -27,7 +29,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 
 pytestmark = pytest.mark.unit
 
-FAMILIES = ("glm4", "gemma3")
+FAMILIES = ("glm4", "gemma3", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,14 @@ def what_megatron_is_told(monkeypatch, layout, path: str):
     monkeypatch.setattr(build, "HAVE_TE", True)
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", print)
+    for name in (
+        "permute",
+        "permute_with_probs",
+        "unpermute",
+        "sort_chunks_by_index",
+        "sort_chunks_by_index_with_probs",
+    ):
+        monkeypatch.setattr(f"megatron.core.transformer.moe.moe_utils.fused_{name}", print, raising=False)
     monkeypatch.setattr(
         build,
         "get_gpt_layer_with_transformer_engine_spec",
@@ -155,6 +165,24 @@ def test_transformer_engine_is_told_that_glm_4_rotates_a_part(monkeypatch, layou
     assert len(chunk.rotary_pos_emb.inv_freq) == 96 // 4 // 2 // 2
     assert layer.submodules.mlp_bda.module is OutputNorm and config.bias_activation_fusion
     assert config.window_size is None and not config.layernorm_zero_centered_gamma
+
+
+def test_beside_transformer_engine_a_latent_attention_is_ours_between_its_products(monkeypatch, layout, paths):
+    apart = []
+    monkeypatch.setattr(build, "attention_norm_apart", apart.append)  # asks for the package
+    config, layer, options, _ = what_megatron_is_told(monkeypatch, layout, paths["deepseek_v3"])
+    attention = layer.submodules.self_attention
+    assert apart and attention.module is LatentSelfAttention
+    assert attention.submodules.core_attention.module is PackedAttention
+    assert config.softmax_scale == pytest.approx((0.1 * math.log(4.0) + 1) ** 2 / 24**0.5, rel=1e-12)
+    assert config.kv_channels == 12 and options["position_embedding_type"] == "none"  # the attention rotates
+
+
+def test_a_latent_attention_has_no_context_parallelism_on_gpus(monkeypatch, paths):
+    monkeypatch.setattr(build, "is_gpu", lambda: True)
+    monkeypatch.setattr(build, "_use_transformer_engine", lambda megatron: True)
+    with pytest.raises(UserError, match="context_parallel_size is 2, .* latent attention .*; set it to 1"):
+        build_model(read_model_spec(paths["deepseek_v3"]), SimpleNamespace(cp=2), MegatronConfig(dtype="bfloat16"))
 
 
 def test_windows_are_refused_beside_context_parallelism_on_gpus(monkeypatch, paths):

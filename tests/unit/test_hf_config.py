@@ -7,17 +7,19 @@ import re
 import pytest
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.experts import MoEConfig
+from megatron_dapo.huggingface.latent import LatentAttention
 from megatron_dapo.huggingface.model_spec import (
     DENSE,
     FAMILIES,
     Family,
-    MoEConfig,
     critic_spec,
     model_spec,
     read_model_spec,
 )
 from megatron_dapo.huggingface.rope import RopeScaling
 from megatron_dapo.huggingface.windows import Windows
+from megatron_dapo.models.rotary import attention_scale
 from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from megatron_dapo.planner.server_time import active_parameters
 from tests.helpers import REPOSITORY
@@ -191,6 +193,70 @@ def test_glm_4_5_air_is_read_as_published():
 def test_what_is_not_supported_of_a_mixture_with_shared_experts_is_named(change, named):
     with pytest.raises(UserError) as error:
         model_spec(GLM_45_AIR | change)
+    (sentence,) = error.value.sentences
+    assert named in sentence
+
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128,
+    "vocab_size": 129280,
+}  # fmt: skip
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def test_deepseek_v3_is_read_as_published_but_for_its_fp8():
+    spec = model_spec(DEEPSEEK_V3)
+    assert spec.moe == MoEConfig(
+        num_experts=256, experts_per_token=8, norm_topk_prob=True, num_dense_layers=3, dense_ffn_size=18432,
+        shared_ffn_size=2048, score="sigmoid", scaling_factor=2.5, num_groups=8, groups_per_token=4,
+    )  # fmt: skip
+    assert spec.latent == LatentAttention(q_rank=1536, kv_rank=512, plain_dim=128, rotary_dim=64, value_dim=128)
+    assert (spec.head_dim, spec.rotary_dim, spec.value_dim, spec.rotary_interleaved) == (192, 64, 128, True)
+    # DeepSeek's own code multiplies the root of 192 by the square of 0.1 x mscale_all_dim x ln 40 + 1
+    assert attention_scale(spec) == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192), rel=1e-12)
+    # "671B total parameters with 37B activated", arXiv 2412.19437
+    assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 671_026_419_200
+    assert round(active_parameters(spec) / 1e9) == 37
+    with pytest.raises(UserError, match="`quantization_config: .*fp8.*` is not supported .*bfloat16"):
+        model_spec(DEEPSEEK_V3 | {"quantization_config": FP8})
+    as_transformers_writes = {"head_dim": 64, "qk_head_dim": 192, "rope_interleave": True}
+    assert model_spec(DEEPSEEK_V3 | as_transformers_writes) == spec
+    assert model_spec(DEEPSEEK_V3 | {"q_lora_rank": None}).latent.q_rank is None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"kv_lora_rank": None}, "`kv_lora_rank` is missing"),
+        ({"q_lora_rank": 0}, "`q_lora_rank: 0` is not a whole number above 0"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: 8` is not num_attention_heads 128"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: 63` is not even"),
+        ({"v_head_dim": 193}, "v_head_dim: 193` is above qk_nope_head_dim + qk_rope_head_dim"),
+        ({"attention_bias": True}, "attention_bias: True"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps: 1e-05"),
+        ({"topk_method": "greedy"}, "topk_method: greedy"),
+        ({"scoring_func": None}, "scoring_func: None"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: 2"),
+        ({"rope_interleave": 1}, "`rope_interleave: 1` is not true or false"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type `linear` is not supported; supported are d"),
+        ({"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}}, "`mscale: 0.7` is not mscale_all_dim"),
+        ({"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0}},
+         "`mscale_all_dim: null` is not supported"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_of_deepseek_v3_is_named(change, named):
+    with pytest.raises(UserError) as error:
+        model_spec(DEEPSEEK_V3 | change)
     (sentence,) = error.value.sentences
     assert named in sentence
 

@@ -8,7 +8,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.lora import actor_is_reference, lora_settings
-from megatron_dapo.huggingface.model_spec import FAMILIES, model_spec
+from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.memory import num_parameters, num_trained_parameters, trainer_memory
 from megatron_dapo.planner.model_shapes import model_json_named
 from megatron_dapo.planner.validation import validate
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 MODEL = "actor_rollout_ref.model"
 MEGATRON = "actor_rollout_ref.actor.megatron"
 RANK = f"{MODEL}.lora_rank=16"
-QWEN = FAMILIES["Qwen3ForCausalLM"].linear_modules
+QWEN = model_spec(model_json_named("qwen3-8b")).linear_modules
 
 
 def mistakes(*overrides: str) -> list[str]:
@@ -31,7 +31,7 @@ def mistakes(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     "overrides, named",
     [
-        ([RANK, f"{MODEL}.target_modules=[q_proj, qkv_proj]"], ["target_modules has qkv_proj", "q_proj, k_proj"]),
+        ([RANK, f"{MODEL}.target_modules=[q_proj, qkv_proj]"], ["target_modules has qkv_proj", "q_proj, q_a_proj"]),
         ([RANK, f"{MODEL}.target_modules=linear_qkv"], ["target_modules", "linear_qkv", "all-linear"]),
         (
             [RANK, f"{MODEL}.target_modules=[q_proj, gate_up_proj]"],

@@ -18,6 +18,7 @@ from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, model_spec
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.models.lora import adapter_tensors
 from megatron_dapo.models.weight_map import ROUTER_BIAS, WEIGHT_MAPS, hf_tensors
+from megatron_dapo.planner.flops import attention_flops
 from megatron_dapo.planner.memory import (
     GB,
     activation_bytes,
@@ -30,6 +31,7 @@ from megatron_dapo.planner.memory import (
     shortage,
     trainer_memory,
 )
+from megatron_dapo.planner.model_shapes import MODEL_SHAPES
 from megatron_dapo.planner.plan import process_plan
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 
@@ -57,6 +59,9 @@ def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
     sizes = MODEL_JSON | {"architectures": [architecture], "head_dim": 8}
     sizes |= {"moe_intermediate_size": 64, "num_experts_per_tok": 2} if FAMILIES[architecture].is_moe else {}
     sizes |= {"num_experts": 8} if FAMILIES[architecture].is_moe else {}
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "topk_group": 1}
+    sizes |= latent | router | {"num_key_value_heads": 12} if FAMILIES[architecture].is_latent else {}
     sizes |= {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
     spec = model_spec(sizes)
     shapes = hf_tensors(spec)
@@ -64,7 +69,7 @@ def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
     assert sum(num_parameters(spec, ONE_RANK, stage=0)) == expected
     lora = lora_settings(load_config(None, ["actor_rollout_ref.model.lora_rank=3"]))
     adapters = adapter_tensors(spec, lora)
-    assert {name.split(".")[-3] for name in adapters} == set(FAMILIES[architecture].linear_modules)
+    assert {name.split(".")[-3] for name in adapters} == set(spec.linear_modules)
     assert sum(num_trained_parameters(spec, ONE_RANK, 0, lora)) == sum(map(math.prod, adapters.values()))
 
 
@@ -287,6 +292,25 @@ def test_dense_layers_and_shared_experts_are_counted_where_they_are():
         num_parameters(spec, ONE_RANK, stage=0)
     )
     assert bias == 10 * 8 * 4  # float32 numbers of ten routers, which have neither gradient nor optimizer state
+
+
+DEEPSEEK_V3 = MODEL_SHAPES["deepseek-v3"]
+
+
+def test_a_latent_attention_is_counted_by_hand():
+    """DeepSeek-V3's: 128 heads of 128 + 64 dimensions, of 128 for values; vectors of 1536 and 512. A tensor-parallel
+    rank has all of what makes the vectors, and its heads of the rest."""
+    spec = model_spec(DEEPSEEK_V3)
+    whole = 7168 * (1536 + 512 + 64) + 1536 + 512
+    cut = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    assert spec.num_attention_weights == whole - 1536 - 512 + cut
+    one, eight = (num_parameters(spec, ParallelSizes(tp=tp, pp=61, vpp=None, world=61 * tp), 1)[0] for tp in (1, 8))
+    mlp = 3 * 7168 * 18432
+    assert (one, eight) == (whole + cut + mlp + 2 * 7168, whole + (cut + mlp) // 8 + 2 * 7168)
+    # 576 numbers of 2 bytes per layer and token, on each GPU ("KV cache per token 70 KB", arXiv 2505.09343, table 1)
+    assert server_memory(load_config(None, []), spec).kv_per_token == 61 * 576 * 2 == 70_272
+    # queries with keys 192, weights with values 128 wide, over 3 + 2 + 1 pairs
+    assert attention_flops(spec, [3]) == 61 * 2 * 128 * (192 + 128) * 6
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():

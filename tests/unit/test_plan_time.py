@@ -59,6 +59,7 @@ PUBLISHED_PARAMETERS = {
     "gemma-3-1b": 999_885_952,
     "glm-4.5-air": 106_852_245_504,  # this and the next as transformers counts them
     "glm-4.5": 352_797_814_784,
+    "deepseek-v3": 671_026_404_352,  # without the routers' biases
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
 }

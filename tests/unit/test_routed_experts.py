@@ -17,7 +17,7 @@ from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.routed_experts import RouterShape, as_text, from_text
 from megatron_dapo.data.types import Group, Prompt, RolloutBatch, drop_experts
-from megatron_dapo.huggingface.model_spec import MoEConfig
+from megatron_dapo.huggingface.experts import MoEConfig
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.rewards.types import RewardResult
 from megatron_dapo.rollout.batch_files import read_batch, write_batch

@@ -201,6 +201,26 @@ def test_shared_experts_are_stacked_as_an_mlp_is_and_a_router_with_a_bias_is_in_
     )
 
 
+def test_a_latent_attention_has_its_first_products_in_one_and_the_others_cut_by_heads():
+    """And the weight of the router beside it in the model's type, as SGLang's DeepSeek-V3 has it."""
+    p, shapes = "model.layers.1.self_attn.", {"q_a_proj": (3, 6), "q_b_proj": (8, 3), "kv_a_proj_with_mqa": (5, 6)}
+    shapes |= {"kv_b_proj": (12, 4), "o_proj": (6, 8)}
+    tensors = {f"{p}{module}.weight": torch.randn(shape) for module, shape in shapes.items()}
+    down = torch.cat([tensors[f"{p}q_a_proj.weight"], tensors[f"{p}kv_a_proj_with_mqa.weight"]])
+    assert torch.equal(held(tensors, f"{p}fused_qkv_a_proj_with_mqa.weight", 1, 2), down)
+    for module, part in (("q_b_proj", slice(4, 8)), ("kv_b_proj", slice(6, 12))):
+        assert torch.equal(held(tensors, f"{p}{module}.weight", 1, 2), tensors[f"{p}{module}.weight"][part])
+    gate = {"model.layers.1.mlp.gate.weight": torch.randn(12, 6).bfloat16()}
+    bias = {"model.layers.1.mlp.gate.e_score_correction_bias": torch.randn(12)}
+    assert held(tensors | gate | bias, "model.layers.1.mlp.gate.weight", 0, 1).dtype == torch.bfloat16
+    whole_queries = {f"{p}q_proj.weight": torch.randn(8, 6)} | {
+        name: tensor for name, tensor in tensors.items() if "q_" not in name.removeprefix(p)
+    }
+    assert torch.equal(held(whole_queries, f"{p}q_proj.weight", 1, 2), whole_queries[f"{p}q_proj.weight"][4:])
+    keys = f"{p}kv_a_proj_with_mqa.weight"
+    assert torch.equal(held(whole_queries, keys, 1, 2), tensors[keys])
+
+
 def test_more_server_ranks_than_key_value_heads_share_them():
     tensors = layer(heads=4, kv_heads=2)
     k = tensors["model.layers.0.self_attn.k_proj.weight"]

@@ -39,7 +39,7 @@ class ModelConfig(Section):
     """Adapters are multiplied by lora_alpha / lora_rank."""
     target_modules: WithLora[str | list[str]] = "all-linear"
     """Linear modules that have an adapter, by PEFT's names: a list of q_proj, k_proj, v_proj, o_proj, gate_proj,
-    up_proj (or gate_up_proj, of a family that has one), down_proj; all-linear = all of them."""
+    up_proj, down_proj, or what the family has in their place (docs/lora.md); all-linear = all of them."""
     lora_adapter_path: WithLora[str | None] = None
     """Folder of a PEFT adapter (adapter_config.json, adapter_model.safetensors) that training goes on from; null = new
     adapters, which change nothing at first."""

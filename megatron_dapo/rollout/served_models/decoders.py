@@ -12,12 +12,15 @@ from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
+from megatron_dapo.rollout.served_deepseek import DeepseekV3ForCausalLM
+
 
 class MistralForCausalLM(LlamaForCausalLM):
     """As in SGLang, whose module of it imports models of images too."""
 
 
 EntryClass = [
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
     Glm4MoeForCausalLM,

@@ -1,0 +1,100 @@
+"""Reads the mixture of experts from a Hugging Face config.json; says by name what is not supported."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+SHARED_MOE_SIZES = ("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "intermediate_size")
+"""Fields that only a mixture with shared experts has, or reads: whole numbers above 0."""
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts (MoE) in the place of the layers' MLP.
+
+    norm_topk_prob: the weights of a token's experts are divided by their sum. num_dense_layers: the first layers have
+    an MLP, of width dense_ffn_size. shared_ffn_size: width of the experts that every token passes through, together.
+
+    score: what the router makes of its logits. A sigmoid router adds a bias per expert to the scores by which it
+    chooses, not to the weights (aux-loss-free balancing, arXiv 2408.15664), and multiplies the weights by
+    scaling_factor. Of num_groups groups of experts it takes those of the groups_per_token with the largest scores
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool
+    num_dense_layers: int = 0
+    dense_ffn_size: int = 0
+    shared_ffn_size: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+
+    @property
+    def has_bias(self) -> bool:
+        """Return whether the routers choose with a bias per expert."""
+        return self.score == "sigmoid"
+
+    @property
+    def bytes_per_choice(self) -> int:
+        """Return how many bytes hold the number of an expert."""
+        return 1 if self.num_experts <= 256 else 2
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def num_experts_of(hf: dict) -> Any:
+    """Return the number of experts in a parsed config.json, whatever its type; none where there is none. Versions of
+    transformers, and families, write it under different names."""
+    return next((hf[key] for key in _EXPERTS if hf.get(key) is not None), None)
+
+
+def read_experts(hf: dict, source: str, has_shared_experts: bool) -> tuple[MoEConfig | None, list[str]]:
+    """Return the experts, and what is wrong there. The types are checked already. has_shared_experts: as in
+    `model_spec.Family`."""
+    num_experts: int | None = num_experts_of(hf)
+    per_token: int | None = hf.get("num_experts_per_tok")
+    norm = bool(hf.get("norm_topk_prob"))
+    if num_experts is None or per_token is None:
+        name = "n_routed_experts" if has_shared_experts else "num_experts"
+        values = {name: num_experts, "num_experts_per_tok": per_token}
+        return None, [f"{source}: `{key}` is missing" for key, value in values.items() if value is None]
+    if not 1 <= per_token <= num_experts:
+        return None, [f"{source}: `num_experts_per_tok: {per_token}` is not between 1 and num_experts {num_experts}"]
+    if per_token == 1 and norm:
+        return None, [
+            f"{source}: `norm_topk_prob: true` with num_experts_per_tok 1 is not supported: every weight is 1"
+        ]
+    if not has_shared_experts:
+        return MoEConfig(num_experts, per_token, norm), []
+    return _moe_with_shared_experts(hf, source, MoEConfig(num_experts, per_token, norm, score="sigmoid"))
+
+
+def _moe_with_shared_experts(hf: dict, source: str, moe: MoEConfig) -> tuple[MoEConfig | None, list[str]]:
+    """Return the mixture with its dense layers, its shared experts and its router, and what is wrong there."""
+    fields = (*SHARED_MOE_SIZES[1:], "first_k_dense_replace", "routed_scaling_factor")
+    if problems := [f"{source}: `{key}` is missing" for key in fields if hf.get(key) is None]:
+        return None, problems
+    groups, taken, dense = hf["n_group"], hf["topk_group"], hf["first_k_dense_replace"]
+    if moe.num_experts % groups or taken > groups:
+        problems.append(f"{source}: `n_group: {groups}`, `topk_group: {taken}` do not fit {moe.num_experts} experts")
+    elif groups > 1 and 2 * taken != moe.experts_per_token:
+        problems.append(  # Megatron-core scores a group by its num_experts_per_tok / topk_group best experts
+            f"{source}: `topk_group: {taken}` is not supported with num_experts_per_tok {moe.experts_per_token}: a "
+            f"group is scored by its best two experts, so it must be half of it"
+        )
+    if not moe.norm_topk_prob and moe.experts_per_token > 1:  # Megatron-core always divides
+        problems.append(f"{source}: `norm_topk_prob: false` is not supported with a sigmoid router")
+    if dense >= (hf.get("num_hidden_layers") or dense + 1):
+        problems.append(f"{source}: `first_k_dense_replace: {dense}` leaves no layer with experts")
+    return replace(
+        moe,
+        num_dense_layers=dense,
+        dense_ffn_size=hf["intermediate_size"],
+        shared_ffn_size=hf["n_shared_experts"] * (hf.get("moe_intermediate_size") or 0),
+        scaling_factor=float(hf["routed_scaling_factor"]),
+        num_groups=groups,
+        groups_per_token=taken,
+    ), problems

@@ -1,0 +1,65 @@
+"""Reads the sizes of multi-head latent attention from a Hugging Face config.json; says what is not supported."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Fields of config.json; the first may be null."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): what is kept of a token is narrow.
+
+    Keys and values of all heads are products of one vector per token, of width kv_rank, which is normed. A key's
+    rotated dimensions, rotary_dim of them, are beside it, and the same for all heads. Queries are products of another
+    vector, of width q_rank; none = of the hidden states. plain_dim: the dimensions of a head of queries and keys that
+    are not rotated. value_dim: those of a head of values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Return the dimensions of a head of queries and keys."""
+        return self.plain_dim + self.rotary_dim
+
+    def linear_sizes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, int]]:
+        """Return (inputs, outputs) of the linear modules before the attention, by their names."""
+        queries = num_heads * self.key_dim
+        key_values = num_heads * (self.plain_dim + self.value_dim)
+        of_queries = (
+            {"q_a_proj": (hidden_size, self.q_rank), "q_b_proj": (self.q_rank, queries)}
+            if self.q_rank
+            else {"q_proj": (hidden_size, queries)}
+        )
+        return of_queries | {
+            "kv_a_proj_with_mqa": (hidden_size, self.kv_rank + self.rotary_dim),
+            "kv_b_proj": (self.kv_rank, key_values),
+        }
+
+    @property
+    def down_width(self) -> int:
+        """Return the width of all that is computed of the hidden states at once: both vectors, and rotated keys."""
+        return (self.q_rank or 0) + self.kv_rank + self.rotary_dim
+
+
+def read_latent(hf: Mapping[str, Any], source: str) -> tuple[LatentAttention | None, list[str]]:
+    """Return the sizes, and what is wrong there. The types are checked already."""
+    wrong = [f"{source}: `{key}` is missing" for key in LATENT_SIZES[1:] if hf.get(key) is None]
+    heads, key_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
+    if key_heads not in (None, heads):
+        wrong.append(f"{source}: `num_key_value_heads: {key_heads}` is not num_attention_heads {heads}")
+    if (hf.get("qk_rope_head_dim") or 0) % 2:
+        wrong.append(f"{source}: `qk_rope_head_dim: {hf['qk_rope_head_dim']}` is not even")
+    if hf.get("v_head_dim") and not wrong and hf["v_head_dim"] > hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]:
+        wrong.append(f"{source}: `v_head_dim: {hf['v_head_dim']}` is above qk_nope_head_dim + qk_rope_head_dim")
+    if wrong:
+        return None, wrong
+    sizes = {key: hf[key] for key in LATENT_SIZES}
+    return LatentAttention(*sizes.values()), []
