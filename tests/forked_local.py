@@ -4,7 +4,8 @@ forked_commands and forked_servers. Whatever else it starts are processes as eve
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -20,10 +21,17 @@ def popen(command: list[str], **options: Any) -> Any:
     return start(command, **options)
 
 
+@contextmanager
+def forks() -> Iterator[None]:
+    """Have the trainer ranks and the servers that this process starts be forks."""
+    with mock.patch.object(child_process.subprocess, "Popen", popen):
+        yield
+
+
 def run_here(command: Callable[[list[str]], int], *arguments: str) -> None:
     """Run launch.local's `main`, or what starts the same, in this process, with forks as trainer ranks
     and servers. Raises AssertionError where it fails; what it printed is pytest's to show."""
-    with mock.patch.object(child_process.subprocess, "Popen", popen), mock.patch.dict(os.environ):
+    with forks(), mock.patch.dict(os.environ):
         assert command([*arguments]) == 0
 
 

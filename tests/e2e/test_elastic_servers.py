@@ -15,6 +15,7 @@ from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 from tests.elastic import Kills, StandIns, check_accounts, fingerprints, train
+from tests.forked_local import forks
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -91,7 +92,8 @@ def run(config: Config, num_steps: int) -> RunFolder:
         kills.look(num_done, servers.pids())
         return num_done >= num_steps
 
-    code = train(config, servers, look)
+    with forks():
+        code = train(config, servers, look)
     run = RunFolder.of(config.trainer)
     assert code == 1, tail(run)
     assert len(kills.done) == NUM_KILLS
@@ -175,7 +177,8 @@ def test_a_run_that_is_stopped_ahead_of_the_trainer_goes_on_with_what_servers_ha
                 asked.append(num_done)
                 run.stop.touch()
 
-        assert train(config, servers, look) == SAVED_EXIT_CODE, tail(run)
+        with forks():
+            assert train(config, servers, look) == SAVED_EXIT_CODE, tail(run)
         newest, *_ = newest_first(run.checkpoints)
         if was_enough:
             break

@@ -28,6 +28,7 @@ from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.conftest import converted
 from tests.e2e.weight_sync_trainer import changed, rank_main
 from tests.elastic import check_accounts, train
+from tests.forked_local import forks
 from tests.helpers import free_port
 from tests.tiny_models import make_tiny
 
@@ -66,7 +67,8 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         ],
     )
     supervisor = ServerSupervisor(config, folder)
-    supervisor.start()
+    with forks():
+        supervisor.start()
     try:
         supervisor.wait_healthy()
         yield supervisor
@@ -279,7 +281,8 @@ def test_a_run_takes_in_a_server_that_comes_later_and_outlives_the_one_it_began_
         if killed_after and num_steps >= killed_after[0] + 4:
             run.stop.touch()
 
-    assert train(config, world, look) == SAVED_EXIT_CODE, run.log("trainer-rank-0").read_text()[-3000:]
+    with forks():
+        assert train(config, world, look) == SAVED_EXIT_CODE, run.log("trainer-rank-0").read_text()[-3000:]
     steps = read_metrics(run.metrics)
     assert check_accounts(config, len(steps)).num_trained == 4 * len(steps)
     assert [step["rollout/num_servers"] for step in steps[:2]] == [1, 1] and steps[-1]["rollout/num_servers"] == 2
