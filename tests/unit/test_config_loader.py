@@ -20,7 +20,8 @@ pytestmark = pytest.mark.unit
 
 LR = "actor_rollout_ref.actor.optim.lr"
 TYPO_LETTERS = "abcdefghijklmnopqrstuvwxyz_."
-SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
+# a config is read in 5 to 30 ms
+SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 
 
 def written(folder: Path, text: str | bytes) -> Path:

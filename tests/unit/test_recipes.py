@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -158,15 +159,20 @@ def test_the_reference_runs_recipes_have_its_published_values(name, key):
     assert section == value
 
 
+@cache
+def discarded_share(train_batch_size: int, gen_batch_size: int, acceptance: float) -> float:
+    """Of what is generated, by the program's own queue and admission; which response is long has no part in it."""
+    steps = Recipe(train_batch_size, gen_batch_size, n=2, max_staleness=0, num_steps=8, warm_up=0)
+    draws = random_draws(Lengths(median=1, sigma=0.0, longest=1), acceptance, n=2, seed=3)
+    machines = Machines(num_servers=1, slots_per_server=4096, token_s=1.0, train_s=1.0, push_s=0.0)
+    return Simulation(machines, steps, draws).run().discarded_share
+
+
 @pytest.mark.parametrize("acceptance", [0.3, 0.45, 0.6, 0.8])
 @pytest.mark.parametrize("name", NODES)
 def test_the_reference_runs_recipes_train_on_their_own_weights_and_discard_little(name, acceptance):
-    """Of what is generated, by the program's own queue and admission; which response is long has no part in it."""
     config = recipe(name)
-    steps = Recipe(config.data.train_batch_size, gen_batch_size(config), n=2, max_staleness=0, num_steps=8, warm_up=0)
-    draws = random_draws(Lengths(median=1, sigma=0.0, longest=1), acceptance, n=2, seed=3)
-    machines = Machines(num_servers=1, slots_per_server=4096, token_s=1.0, train_s=1.0, push_s=0.0)
-    assert Simulation(machines, steps, draws).run().discarded_share < 0.15
+    assert discarded_share(config.data.train_batch_size, gen_batch_size(config), acceptance) < 0.15
     sampling = config.algorithm.dapo.dynamic_sampling
     num_prompts = sampling.max_num_gen_batches * gen_batch_size(config)
     assert acceptance * num_prompts > config.data.train_batch_size and sampling.on_exhausted == "train_partial"

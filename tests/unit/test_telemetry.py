@@ -325,6 +325,10 @@ def test_only_the_sinks_of_trainer_logger_are_used(tmp_path, capsys):
 # the reader goes after the first line; as many lines come as a pipe's buffer would hold back to the end
 OUTLIVES_ITS_READER = """
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+# which imports torch, and has no part in what is written
+sys.modules["megatron_dapo.platform.watchdog"] = SimpleNamespace(phase=nullcontext)
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.telemetry import Telemetry
