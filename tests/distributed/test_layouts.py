@@ -260,9 +260,9 @@ MIXTURE_EXTRAS = {  # the reduction of experts and of the rest, in groups of the
 
 
 def mixture_variants(layout: str) -> dict[str, list[str]]:
-    if layout in ("cp2_ep2", "cp2_etp2"):
+    if layout == "cp2_ep2":
         return {"distributed_optimizer": MIXTURE_VARIANTS["distributed_optimizer"], "small": CUTS["small"]}
-    if layout in ("dp4_ep2_etp2", "cp2_dp2_ep2_etp2"):
+    if layout in ("cp2_etp2", "dp4_ep2_etp2", "cp2_dp2_ep2_etp2"):
         return {"small": CUTS["small"]}
     return MIXTURE_VARIANTS | MIXTURE_EXTRAS.get(layout, {})
 

@@ -44,7 +44,7 @@ MIXTURE_LAYOUTS = {
     2: {
         "tp2_sp": (SP, {"small": [SMALL]}),
         "tp2_sp_ep2": ({**SP, "ep": 2}, {"small": [SMALL]}),
-        "tp2_sp_etp2": ({**SP, "etp": 2}, {"small": [SMALL], "gathered": [SMALL, *GATHERED]}),
+        "tp2_sp_etp2": ({**SP, "etp": 2}, {"small": [SMALL]}),
     },
     4: {
         "pp2_dp2_ep2": ({"pp": 2, "ep": 2}, {"small": [SMALL], "gathered": [SMALL, *GATHERED]}),

@@ -32,7 +32,7 @@ LAYOUTS: Layouts = {
             {"tp": 2, "sp": True, "ep": 2},
             {"rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]], "old/small": OLD},
         ),
-        "tp2_sp_etp2": ({"tp": 2, "sp": True, "etp": 2}, {"rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]]}),
+        "tp2_sp_etp2": ({"tp": 2, "sp": True, "etp": 2}, {"old/small": OLD}),
         "cp2_ep2": ({"cp": 2, "ep": 2}, {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]}),
         "pp2_vpp2": (
             {"pp": 2, "vpp": 2},
@@ -54,7 +54,7 @@ LAYOUTS: Layouts = {
         ),
         "cp2_dp2_ep2_etp2": (
             {"cp": 2, "ep": 2, "etp": 2},
-            {"old/small": OLD, "rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]},
+            {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]},
         ),
     },
 }
