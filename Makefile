@@ -61,7 +61,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 
 test-unit: setup ## Unit tests only (three minutes on two cores)
 	$(call LAYER,unit tests)
-	@$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder tests/unit
+	@$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests/unit
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu

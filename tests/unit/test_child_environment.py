@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dapo.common.child_environment import cache_folder, places_to_write, set_rank_defaults
 from megatron_dapo.common.errors import UserError
@@ -120,10 +121,15 @@ def test_a_server_has_a_folder_for_temporary_files_that_sockets_can_lie_in(monke
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
 def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path):
     """Each would bind itself to the first core when it imports torch, and with it all that it starts, if one of the
-    three settings were left."""
+    three settings were left. Of torch it is the OpenMP library that does so, as soon as it is loaded."""
     settings = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0-7"}
-    affinity = "import os, torch; print(len(os.sched_getaffinity(0)), flush=True)"
+    (openmp,) = Path(torch.__file__).parent.glob("lib/libgomp*")
+    affinity = f"import ctypes, os; ctypes.CDLL({str(openmp)!r}); print(len(os.sched_getaffinity(0)), flush=True)"
     (tmp_path / "rank.py").write_text(affinity)
+    for name in settings:
+        environment = os.environ | {name: settings[name]}
+        shown = subprocess.check_output([sys.executable, tmp_path / "rank.py"], env=environment, text=True)
+        assert shown == "1\n", f"with {name} alone"
     code = """
         import sys
         from launch import local, torchrun
