@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 15
 TAIL_PREFIX = "  | "
+_DEATH_S = 5.0
+"""How long a killed process may take to die: it needs a core for a moment, and the kernel to let go of it."""
 
 
 class ChildProcess:
@@ -92,7 +95,8 @@ class ChildProcess:
             self._process.terminate()
 
     def stop(self, grace_s: float) -> int:
-        """Send SIGTERM, and after grace_s SIGKILL to what is left of it and its descendants; return the exit code."""
+        """Send SIGTERM, and after grace_s SIGKILL to what is left of it and its descendants; return the exit code once
+        they are dead: what they held, as a port or a GPU's memory, is free for the next one."""
         self.terminate()
         if self.wait(grace_s) is None:
             log.warning("%s (pid %d) did not end within %.0f s of SIGTERM; it is killed", self.name, self.pid, grace_s)
@@ -102,7 +106,11 @@ class ChildProcess:
                 process.kill()  # psutil compares creation times: a pid used again is not hit
             except psutil.NoSuchProcess:
                 continue
-        return self._process.wait()
+        code = self._process.wait()
+        deadline = time.monotonic() + _DEATH_S
+        while any(map(_is_alive, self._family)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return code
 
     def describe_end(self) -> str:
         """Return how it ended, where its log is, and the last lines of that."""
@@ -124,3 +132,11 @@ class ChildProcess:
                 return
             self._family |= children
             others -= children
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Return False for a zombie: it only waits for its parent to take note."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

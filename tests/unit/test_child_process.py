@@ -1,0 +1,35 @@
+"""A program that is stopped has died, with all that it started, when the call returns."""
+
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from megatron_dapo.rollout.child_process import ChildProcess
+from tests.unit.test_launch import is_alive
+
+pytestmark = pytest.mark.unit
+
+WITH_A_CHILD = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_is_killed_is_dead_when_stop_returns(tmp_path, monkeypatch):
+    """Although a process takes a while to die where every core is busy."""
+    kill = psutil.Process.kill
+    child = ChildProcess("program", [sys.executable, "-c", WITH_A_CHILD], tmp_path / "log")
+    deadline = time.monotonic() + 60
+    while "up" not in child.log_tail() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.poll()
+    family = [psutil.Process(pid) for pid in child.pids()]
+    assert len(family) == 2
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: threading.Timer(0.3, kill, (process,)).start())
+    child.stop(grace_s=20.0)
+    assert not [process for process in family if is_alive(process)]
