@@ -4,14 +4,16 @@ python -m benchmarks.bench_plan [--quick] [--runs FOLDER] [--json FILE]
 
 Lengths and acceptance are inputs of a plan, so each run's own are given. What is foretold are the seconds of a step: by
 the run's own speeds (whether the parts are put together rightly), and by those of the demo as it is. Before that the
-demo's server answers batches of requests: what it takes for a token, for a request and for both.
+demo's server answers batches of requests: what it takes for a token, for a request and for both. The plans of this run
+take these figures; at its end they are printed as `megatron_dapo/planner/hardware.py` is to have them.
 """
 
 import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from megatron_dapo.config.derived import replaces_groups
 from megatron_dapo.forecast.measured import MeasuredRun
 from megatron_dapo.forecast.step_time import Assumptions, Factors, run_time
 from megatron_dapo.huggingface.model_spec import read_model_spec
-from megatron_dapo.planner.hardware import hardware_named
+from megatron_dapo.planner.hardware import Hardware, hardware_named
 from megatron_dapo.planner.training_time import Efficiency
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -37,7 +39,6 @@ VARIANTS = {
 }
 STEPS, QUICK_STEPS = 20, 5
 SERVER_ROUNDS = 5
-HARDWARE = hardware_named("cpu")
 
 
 def finished_run(name: str, runs: Path, num_steps: int) -> MeasuredRun:
@@ -50,28 +51,39 @@ def finished_run(name: str, runs: Path, num_steps: int) -> MeasuredRun:
     return MeasuredRun.of(folder)
 
 
-def factors(run: MeasuredRun) -> Factors:
+def hardware_of(fit: Mapping[str, float]) -> Hardware:
+    """Return the plan's CPU, with the own work of a server that was measured (`server_seconds.fitted`)."""
+    return replace(
+        hardware_named("cpu"),
+        host_token_s=fit["token_s"],
+        host_request_token_s=fit["request_token_s"],
+        host_request_s=fit["request_s"],
+    )
+
+
+def factors(run: MeasuredRun, hardware: Hardware) -> Factors:
     """Return how much slower the run was than its estimate."""
-    return run.factors(read_model_spec(run.config.actor_rollout_ref.model.path), HARDWARE, Efficiency())
+    return run.factors(read_model_spec(run.config.actor_rollout_ref.model.path), hardware, Efficiency())
 
 
-def foretold(run: MeasuredRun, speeds: Factors) -> float:
+def foretold(run: MeasuredRun, hardware: Hardware, speeds: Factors) -> float:
     """Return the seconds of a step of the run's config by these speeds."""
     config = run.config
     acceptance = run.acceptance() if replaces_groups(config) else 1.0
     lengths = run.lengths(config.data.max_response_length)
-    assumed = Assumptions(HARDWARE, lengths, round(run.prompt()), acceptance, factors=speeds)
+    assumed = Assumptions(hardware, lengths, round(run.prompt()), acceptance, factors=speeds)
     return run_time(config, read_model_spec(config.actor_rollout_ref.model.path), assumed, [0]).steps[0].step
 
 
-def measured(runs: Path, num_steps: int) -> list[dict]:
+def measured(runs: Path, num_steps: int, hardware: Hardware) -> list[dict]:
     """Return a row per variant: seconds of a step, and both plans' shares of them."""
     finished = {name: finished_run(name, runs, num_steps) for name in VARIANTS}
-    demo = factors(finished["the demo"])
+    demo = factors(finished["the demo"], hardware)
     rows = []
     for name, run in finished.items():
         seconds = run.mean("time/step")
-        own, from_demo = foretold(run, factors(run)), foretold(run, demo)
+        own = foretold(run, hardware, factors(run, hardware))
+        from_demo = foretold(run, hardware, demo)
         rows.append(
             {
                 "run": name,
@@ -105,11 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="plan-") as temporary:
         batches = server_seconds.measured(Path(temporary), 1 if options.quick else SERVER_ROUNDS)
-        rows = measured(options.runs or Path(temporary), QUICK_STEPS if options.quick else STEPS)
-    server = {"batches": batches, "fit": server_seconds.fitted(batches)}
+        fit = server_seconds.fitted(batches)
+        hardware = hardware_of(fit)
+        rows = measured(options.runs or Path(temporary), QUICK_STEPS if options.quick else STEPS, hardware)
     Console(highlight=False, width=120).print(table(rows))
-    print("a server's own work: " + ", ".join(f"{name} {value:.3g}" for name, value in server["fit"].items()))
-    written("plan", torch.device("cpu"), rows, options.json, server=server)
+    print(f"\na server's own work, to {fit['largest_error']:.0%}, for megatron_dapo/planner/hardware.py:")
+    for name in ("host_token_s", "host_request_token_s", "host_request_s"):
+        print(f"    {name}={getattr(hardware, name):.3g},")
+    written("plan", torch.device("cpu"), rows, options.json, server={"batches": batches, "fit": fit})
     return 0
 
 

@@ -4,7 +4,8 @@ the same process: as a share of the raw broadcast's rate.
 raw, kept: into tensors that the receiver has already; raw, fresh: into tensors that it allocates, as SGLang does; raw,
 loaded: so, and each is then copied into one that is kept, as a model's. One request asks for all of them. The stand-in
 keeps what a push brings and loads nothing; a real server (--server) copies it into its model, and its raw broadcasts go
-to a process of their own.
+to a process of their own. "between buckets" is the part of a push in which the stand-in receives nothing: it answers a
+request and takes up the next one, which it has already.
 """
 
 import argparse
@@ -64,6 +65,25 @@ class RawReceiver(weight_sync_server.FakeServer):
     def __init__(self, faults: dict) -> None:
         super().__init__(faults)
         self.kept: list[Tensor] = []
+        self._between_s = 0.0
+        self._last_end: float | None = None
+
+    def begin_weight_update(self, body: dict) -> None:
+        """Open the session; no bucket of it has come."""
+        super().begin_weight_update(body)
+        self._between_s = 0.0
+        self._last_end = None
+
+    def update_weights_from_distributed(self, body: dict) -> None:
+        """Receive a bucket; count the seconds since the last one."""
+        if self._last_end is not None:
+            self._between_s += time.perf_counter() - self._last_end
+        super().update_weights_from_distributed(body)
+        self._last_end = time.perf_counter()
+
+    def between_buckets(self) -> dict[str, float]:
+        """Return the seconds of the last push in which nothing was received."""
+        return {"seconds": self._between_s}
 
     def end_weight_update(self, body: dict) -> None:
         """Close the session without the stand-in's fingerprint, which reads all tensors."""
@@ -93,7 +113,11 @@ def receive(port: int) -> None:
         return web.json_response({"success": True})
 
     application = weight_sync_server.application(server)
-    application.add_routes([web.post("/receive_raw", raw)])
+
+    async def between(request: web.Request) -> web.Response:
+        return web.json_response(server.between_buckets())
+
+    application.add_routes([web.post("/receive_raw", raw), web.post("/between_buckets", between)])
     web.run_app(application, host="127.0.0.1", port=port, print=None)
 
 
@@ -172,11 +196,12 @@ class Raw:
 
 
 class Pushes:
-    """Pushes of one version after the other."""
+    """Pushes of one version after the other. key: of a real server; None = the stand-in."""
 
     def __init__(
         self, url: str, key: str | None, weights: Weights, layout: ParallelLayout, bucket_size_mb: int
     ) -> None:
+        self._stand_in = url if key is None else None
         config = WeightSyncConfig(timeout_s=LIMIT_S, bucket_size_mb=bucket_size_mb)
         self.sync = WeightSync(weights, lambda: [url], lambda url: SGLangClient(url, key), layout, config, CPU)
         self.num_buckets = 0
@@ -189,7 +214,16 @@ class Pushes:
         total = time.perf_counter() - start
         assert report.num_servers == 1, "the server was lost"
         self.num_buckets = report.num_buckets
-        return {"total": total, **{phase: seconds for phase, seconds in report.seconds.items() if phase != "join"}}
+        phases = {phase: seconds for phase, seconds in report.seconds.items() if phase != "join"}
+        if self._stand_in is not None:
+            phases["between buckets"] = asyncio.run(_between_buckets(self._stand_in))
+        return {"total": total, **phases}
+
+
+async def _between_buckets(url: str) -> float:
+    async with SGLangClient(url) as client:
+        answer = await client.post("/between_buckets", {})
+    return answer["seconds"]
 
 
 def measured(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.bench_plan import hardware_of
 from benchmarks.server_seconds import fitted
 from megatron_dapo.planner.hardware import hardware_named
 from tests.helpers import REPOSITORY
@@ -32,6 +33,12 @@ def test_the_plan_takes_what_was_measured():
     assert hardware.host_request_token_s == pytest.approx(fit["request_token_s"], rel=0.02)
     assert hardware.host_request_s == pytest.approx(fit["request_s"], rel=0.02)
     assert fit["largest_error"] < 0.1
+
+
+def test_a_run_of_the_benchmark_plans_with_what_it_measured_itself():
+    hardware = hardware_of({"token_s": 1.0, "request_token_s": 2.0, "request_s": 3.0, "largest_error": 0.1})
+    assert (hardware.host_token_s, hardware.host_request_token_s, hardware.host_request_s) == (1.0, 2.0, 3.0)
+    assert hardware.flops == hardware_named("cpu").flops
 
 
 def test_the_demo_is_planned_within_a_fifth():
