@@ -38,7 +38,7 @@ VARIANTS = {
     "32 requests at once": ["actor_rollout_ref.rollout.max_concurrency=32"],
 }
 STEPS, QUICK_STEPS = 20, 5
-SERVER_ROUNDS = 5
+SERVER_ROUNDS = 9
 
 
 def finished_run(name: str, runs: Path, num_steps: int) -> MeasuredRun:
