@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
@@ -20,6 +19,9 @@ from megatron_dapo.telemetry.console import COLUMNS as STEP_COLUMNS
 from megatron_dapo.telemetry.console import SFT_COLUMNS, Column, RunLine, StepTable, progress, validation_line
 from megatron_dapo.telemetry.metrics_file import MetricsFile
 from megatron_dapo.telemetry.samples import COLUMNS, SampleTable
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True)
@@ -100,26 +102,33 @@ class TensorBoard:
     """
 
     def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # half a second of imports
-
-        self._open = partial(SummaryWriter, str(run_folder.tensorboard), flush_secs=10)
-        self._writer = self._open(purge_step=None if resumed_after is None else resumed_after + 1)
+        self._folder = run_folder.tensorboard
+        self._writer: SummaryWriter | None = self._opened(None if resumed_after is None else resumed_after + 1)
 
     def write(self, record: Record) -> None:
         try:
-            self._add(record)
+            if self._writer is None:
+                self._writer = self._opened()
+            _add(self._writer, record)
         except OSError:
-            self._writer = self._open()
+            self._writer = None
             raise
 
-    def _add(self, record: Record) -> None:
-        for tag, value in _scalars(record).items():
-            self._writer.add_scalar(tag, value, record.step)
-        if record.samples is not None:
-            self._writer.add_text("samples", record.samples.markdown(), record.step)
+    def _opened(self, purge_step: int | None = None) -> "SummaryWriter":
+        """Return a new writer. Where there is no room for the head of its file, that file is removed."""
+        from torch.utils.tensorboard import SummaryWriter  # half a second of imports
+
+        before = {*self._folder.glob("*")}
+        try:
+            return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+        except OSError:
+            for file in {*self._folder.glob("*")} - before:
+                file.unlink()
+            raise
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:
@@ -160,6 +169,13 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _add(writer: "SummaryWriter", record: Record) -> None:
+    for tag, value in _scalars(record).items():
+        writer.add_scalar(tag, value, record.step)
+    if record.samples is not None:
+        writer.add_text("samples", record.samples.markdown(), record.step)
 
 
 def _scalars(record: Record) -> dict[str, float]:
