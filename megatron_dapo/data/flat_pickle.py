@@ -2,7 +2,8 @@
 
 The memory: the length of a pickle, the pickle, and the arrays' memory, each part at a multiple of ALIGNMENT. The pickle
 says where in that memory an array begins. Of an array that repeats one value (`token_arrays.repeated`) the value alone
-is there.
+is there. Nobody can write into the arrays that come out. Their dtypes are those of numbers, text and objects: numpy
+gives no buffer of dates.
 """
 
 import io

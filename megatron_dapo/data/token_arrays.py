@@ -15,6 +15,8 @@ MASK = np.uint8
 VERSION = np.int32
 EXPERT = np.uint8
 
+_REPEATED = (0,)  # strides of an array that holds one value for all places
+
 Dtype: TypeAlias = type[np.generic]
 TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
@@ -56,9 +58,13 @@ def token_array(values: Any, dtype: Dtype, what: str = "value") -> np.ndarray:
 
 def joined(dtype: Dtype, *parts: TokenIds) -> np.ndarray:
     """Return arrays, or sequences, one after the other in one array; an array that is the only one with values as it
-    is."""
+    is, and of `repeated` ones of the same value a `repeated` one."""
     arrays = [np.asarray(part, dtype=dtype) for part in parts if len(part)]
-    return arrays[0] if len(arrays) == 1 else np.concatenate([nothing(dtype), *arrays])
+    if len(arrays) == 1:
+        return arrays[0]
+    if arrays and all(array.strides == _REPEATED and array[0] == arrays[0][0] for array in arrays):
+        return repeated(arrays[0][0], sum(map(len, arrays)), dtype)
+    return np.concatenate([nothing(dtype), *arrays])
 
 
 def repeated(value: float, length: int, dtype: Dtype) -> np.ndarray:
@@ -68,7 +74,7 @@ def repeated(value: float, length: int, dtype: Dtype) -> np.ndarray:
 
 def has_one_value(array: np.ndarray) -> bool:
     """Return whether all of at least one value are the same; without looking where it is a `repeated` one."""
-    return len(array) > 0 and (array.strides == (0,) or bool((array == array[0]).all()))
+    return len(array) > 0 and (array.strides == _REPEATED or bool((array == array[0]).all()))
 
 
 def nothing(dtype: Dtype) -> np.ndarray:

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing
+from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing, repeated
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.rollout.group_filter import by_correctness
@@ -337,7 +337,7 @@ def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
 @cache
 def _tokens(number: int) -> np.ndarray:
     """Return so many tokens, without their memory."""
-    return np.broadcast_to(TOKEN(0), number)
+    return repeated(0, number, TOKEN)
 
 
 def _discarded_share(before: Account, after: Account) -> float:

@@ -175,6 +175,13 @@ def test_what_stands_alone_is_joined_without_a_copy():
     assert joined(TOKEN, array, [7]).tolist() == [0, 1, 2, 3, 4, 7] and joined(TOKEN).dtype == TOKEN
 
 
+def test_a_repeated_value_stays_one_value_where_a_response_goes_on():
+    masks = joined(MASK, repeated(1, 3, MASK), nothing(MASK), repeated(1, 2, MASK))
+    assert masks.strides == (0,) and masks.tolist() == [1] * 5 and masks.dtype == MASK
+    assert joined(MASK, repeated(1, 3, MASK), repeated(0, 2, MASK)).tolist() == [1, 1, 1, 0, 0]
+    assert joined(MASK, repeated(1, 2, MASK), [1, 0]).tolist() == [1, 1, 1, 0]
+
+
 def test_the_fields_of_a_sample_are_arrays_of_their_dtypes_as_the_server_gave_them():
     one = sample(8)
     assert {name: getattr(one, name).dtype for name in PER_TOKEN} == PER_TOKEN
