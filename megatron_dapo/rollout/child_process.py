@@ -95,8 +95,8 @@ class ChildProcess:
             self._process.terminate()
 
     def stop(self, grace_s: float) -> int:
-        """Send SIGTERM, and after grace_s SIGKILL to what is left of it and its descendants; return the exit code once
-        they are dead: what they held, as a port or a GPU's memory, is free for the next one."""
+        """Send SIGTERM, and after grace_s SIGKILL to what is left of it and its descendants; return the exit code when
+        they are dead, or `_DEATH_S` later: what they held, as a port or a GPU's memory, is free then for the next."""
         self.terminate()
         if self.wait(grace_s) is None:
             log.warning("%s (pid %d) did not end within %.0f s of SIGTERM; it is killed", self.name, self.pid, grace_s)
@@ -110,6 +110,8 @@ class ChildProcess:
         deadline = time.monotonic() + _DEATH_S
         while any(map(_is_alive, self._family)) and time.monotonic() < deadline:
             time.sleep(0.01)
+        if alive := [process.pid for process in self._family if _is_alive(process)]:
+            log.warning("%s: pids %s live %.0f s after SIGKILL", self.name, alive, _DEATH_S)
         return code
 
     def describe_end(self) -> str:
