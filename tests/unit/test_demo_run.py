@@ -93,6 +93,6 @@ def test_earlier_runs_are_kept(started, tmp_path):
     assert all(RunFolder(tmp_path / name).metrics.exists() for name in ("run", "run-1", "run-2"))
 
 
-def test_servers_start_before_torch_is_imported():
+def test_the_demo_is_imported_without_torch():
     code = "import sys; import examples.arithmetic.demo; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=demo_run.ROOT, timeout=60).returncode == 0

@@ -203,11 +203,12 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb_thd", print)
-    layers = []
+    layers, made = [], []
 
     def its_layer(**options) -> SimpleNamespace:
         layers.append(options)
-        return SimpleNamespace(submodules=SimpleNamespace())
+        made.append(SimpleNamespace(submodules=SimpleNamespace()))
+        return made[-1]
 
     monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", its_layer)
     monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
@@ -216,7 +217,7 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
         build_model(read_model_spec(model_path), layout, megatron)
     (((config, block), options),) = asked
     assert layers == [{"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False}]
-    assert len(block.layer_specs) == 2
+    assert block.layer_specs == [made[0]] * 2
     assert options["position_embedding_type"] == "rope"
     spec = read_model_spec(model_path)
     assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(spec))
