@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron_dapo.config.schema.run import PauseMode
@@ -58,6 +59,8 @@ class ServerLeader:
         self._reserve_s = reserve_s
         self._report_unresponsive = report_unresponsive
         self._pause_mode = pause_mode
+        self._members: dict[str, ServerMember] = {}  # of this push
+        self._known: dict[str, ServerMember] = {}  # that confirmed a push, with what they held then
         self._resuming: dict[str, Call] = {}  # servers that are told to go on while nobody waits
 
     def pause(self, lost: Sequence[str], deadline: Deadline) -> dict[str, ServerMember]:
@@ -69,10 +72,11 @@ class ServerLeader:
             if call is not None:
                 call.answer.cancel()  # it would close the session that is opened now
         members, failures = self._calls.ask(
-            urls, partial(pause, mode=self._pause_mode), min(self._enter_s, deadline.left())
+            urls, partial(pause, mode=self._pause_mode, known=self._known), min(self._enter_s, deadline.left())
         )
         self._leave_out("pause", failures)  # one may have paused
-        return {url: members[url] for url in urls if url in members}
+        self._members = {url: members[url] for url in urls if url in members}
+        return self._members
 
     def recover(self, urls: Sequence[str], failure: str, deadline: Deadline) -> tuple[list[str], bool]:
         """Close the sessions after a failed attempt with these servers. Return which of them do not come back, and
@@ -106,6 +110,7 @@ class ServerLeader:
         wrong = [f"server {url} reports version {held}" for url, held in versions.items() if held != str(version)]
         if wrong:
             raise WeightSyncError(f"read back: pushed version {version}, but {'; '.join(wrong)}")
+        self._known |= {url: replace(self._members[url], version=held) for url, held in versions.items()}
         return list(versions)
 
     def checksums(self, urls: Sequence[str], deadline: Deadline) -> dict[str, Sequence[dict[str, str]]]:

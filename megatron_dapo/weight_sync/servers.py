@@ -157,10 +157,19 @@ class ServerMember:
     size: int
 
 
-async def pause(server: ServerControl, mode: PauseMode) -> ServerMember:
-    """Have the server pause and open an update session; return what it holds. mode: `weight_sync.pause_mode`."""
-    version = await server.weight_version()
-    info = await server.server_info()
+async def pause(server: ServerControl, mode: PauseMode, known: Mapping[str, ServerMember]) -> ServerMember:
+    """Have the server pause and open an update session; return what it holds.
+
+    Args:
+        mode: `weight_sync.pause_mode`.
+        known: URL -> what the server there held after the last push. One that still holds it was not started again, and
+            has the size that it had: it is not asked, since SGLang takes long to tell all that it says of itself.
+    """
+    version = str(await server.weight_version())
+    member = known.get(server.url)
+    if member is None or member.version != version:
+        info = await server.server_info()
+        member = ServerMember(version, int(info.get("tp_size", 1)))
     await server.pause(mode)
     if mode == "in_place":
         await asyncio.sleep(FINISH_BATCH_S)
@@ -169,7 +178,7 @@ async def pause(server: ServerControl, mode: PauseMode) -> ServerMember:
     except Exception:  # a refusal has the client's own type; had it another reason, the calls below meet it again
         await server.end_weight_update()  # that of a trainer that died
         await server.begin_weight_update()
-    return ServerMember(str(version), int(info.get("tp_size", 1)))
+    return member
 
 
 async def resume(server: ServerControl) -> None:

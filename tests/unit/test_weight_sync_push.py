@@ -38,6 +38,8 @@ class Server:
         self.failures: list[str] = []  # routes; each entry fails one call
         self.hangs_in_end = False
         self.num_continues = 0
+        self.num_infos = 0
+        self.size = 1
         self.going, self.hanging, self.hang_over = threading.Event(), threading.Event(), threading.Event()
 
     async def _request(self, route: str) -> None:
@@ -48,7 +50,8 @@ class Server:
 
     async def server_info(self) -> dict:
         await self._request("server_info")
-        return {"tp_size": 1}
+        self.num_infos += 1
+        return {"tp_size": self.size}
 
     async def weight_version(self) -> str:
         await self._request("weight_version")
@@ -114,6 +117,7 @@ class World:
 
     def join(self, sizes: dict[str, int], deadline: object) -> None:
         self.members = list(sizes)
+        self.sizes = sizes
 
     def start(self, *_: object) -> None:
         self.sending()
@@ -171,6 +175,18 @@ def test_a_server_that_fails_after_the_last_bucket_generates_again(world, route)
     assert not other.paused and not other.open
     assert server.going.wait(SOON_S), "it bears the version, so nobody else would set it going"
     assert not server.open
+
+
+def test_only_a_server_that_was_started_again_is_asked_for_its_size_again(world):
+    steady, restarted = world.add("steady"), world.add("restarted")
+    for _ in range(2):
+        assert world.sync.push(1).num_servers == 2
+    assert (steady.num_infos, restarted.num_infos) == (1, 1)
+    restarted.version = "default"
+    restarted.size = 2
+    assert world.sync.push(1).num_servers == 2
+    assert (steady.num_infos, restarted.num_infos) == (1, 2)
+    assert world.sizes == {steady.url: 1, restarted.url: 2}
 
 
 @pytest.mark.parametrize("names", [["server"], ["server", "lost"]])
