@@ -30,11 +30,15 @@ _NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A full tensor under its Hugging Face name."""
+    """A full tensor under its Hugging Face name.
+
+    with_previous: a server takes it in one call with the tensor before it alone.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    with_previous: bool = False
 
     @property
     def num_bytes(self) -> int:

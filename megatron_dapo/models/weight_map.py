@@ -27,12 +27,14 @@ class Transform:
 
     dim: axis of the cut. join: slices of the HF tensors, in row order -> Megatron shard. split: the inverse. blocks:
     several tensors of one size stand in an HF tensor one below the other; a rank's slice has its slice of each.
+    sent_together: a server drops one of the HF tensors that comes in another call than the others.
     """
 
     dim: int | None
     join: Callable[[list[Tensor], ModelSpec], Tensor]
     split: Callable[[Tensor, ModelSpec], list[Tensor]]
     blocks: int = 1
+    sent_together: bool = False
 
     def whole(self, slices: list[Tensor]) -> Tensor:
         """Return the HF tensor that the ranks, in their order, hold these slices of."""
@@ -115,7 +117,7 @@ COLUMNS = Transform(1, REPLICATED.join, REPLICATED.split)
 QKV = Transform(0, _join_qkv, _split_qkv)
 GATE_UP = Transform(0, lambda parts, spec: torch.cat(parts), lambda shard, spec: list(shard.chunk(2)))
 LATENT_QUERIES = Transform(0, _join_latent_queries, _split_latent_queries)
-LATENT = Transform(None, _join_latent, _split_latent)
+LATENT = Transform(None, _join_latent, _split_latent, sent_together=True)
 FUSED_GATE_UP = Transform(0, REPLICATED.join, REPLICATED.split, blocks=2)  # one HF tensor, as in Megatron
 
 

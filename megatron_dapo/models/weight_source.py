@@ -65,7 +65,8 @@ class WeightSource:
                     self._slots[name] = _Slot(entry, part, shape, owner)
                     if name in (EMBEDDING, LM_HEAD):
                         shape = (self._model.spec.vocab_size, *shape[1:])  # without the padding
-                    self._specs.append(TensorSpec(name, shape, local.dtype))
+                    with_previous = entry.transform.sent_together and part > 0
+                    self._specs.append(TensorSpec(name, shape, local.dtype, with_previous))
 
     def _full_shape(self, entry: Entry, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)

@@ -53,7 +53,7 @@ class Bucket:
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(map(num_bytes, self.specs))
+        return _sum_bytes(self.specs)
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,18 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_byt
     """Put every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a single larger tensor.
 
     Tensors of at most flat_tensor_bytes share flat buckets. There wide dtypes come first, because the server cuts the
-    buffer at offsets that must be multiples of the item size; otherwise the order is that of specs.
+    buffer at offsets that must be multiples of the item size; otherwise the order is that of specs. Tensors that go
+    together (`TensorSpec.with_previous`), which are of one dtype, count as one in all of this.
     """
     flat_limit = min(flat_tensor_bytes, bucket_bytes)
-    small = sorted((s for s in specs if num_bytes(s) <= flat_limit), key=lambda s: -s.dtype.itemsize)
-    large = (s for s in specs if num_bytes(s) > flat_limit)
+    units = _units(specs)
+    small = sorted((unit for unit in units if _sum_bytes(unit) <= flat_limit), key=lambda unit: -unit[0].dtype.itemsize)
+    large = (unit for unit in units if _sum_bytes(unit) > flat_limit)
     return Plan(
         tuple(
             Bucket(group, flat)
-            for flat, tensors in ((True, small), (False, large))
-            for group in _fill(tensors, bucket_bytes)
+            for flat, units_of_kind in ((True, small), (False, large))
+            for group in _fill(units_of_kind, bucket_bytes)
         )
     )
 
@@ -109,16 +111,31 @@ def plan_for(device: torch.device, specs: Sequence[TensorSpec], bucket_size_mb: 
     return plan_buckets(specs, bucket_bytes, bucket_bytes)
 
 
-def _fill(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
+def _units(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    """Return the tensors in their order, those that go together in one list."""
+    units: list[list[TensorSpec]] = []
+    for spec in specs:
+        if spec.with_previous:
+            units[-1].append(spec)
+        else:
+            units.append([spec])
+    return units
+
+
+def _sum_bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(map(num_bytes, specs))
+
+
+def _fill(units: Iterable[Sequence[TensorSpec]], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
     open_bucket: list[TensorSpec] = []
     room = bucket_bytes
-    for spec in specs:
-        size = num_bytes(spec)
+    for unit in units:
+        size = _sum_bytes(unit)
         if open_bucket and size > room:
             yield tuple(open_bucket)
             open_bucket = []
             room = bucket_bytes
-        open_bucket.append(spec)
+        open_bucket.extend(unit)
         room -= size
     if open_bucket:
         yield tuple(open_bucket)

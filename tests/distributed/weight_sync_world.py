@@ -5,7 +5,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from json import loads
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_dapo.common.errors import MissingRanksError, SharedError
 from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.rollout.client import SGLangClient
@@ -33,27 +33,20 @@ WAIT_S = 60.0  # for processes to start and to answer; far above what they need
 # ---------------------------------------------------------------------------------------------------- the model
 
 
-@dataclass(frozen=True)
-class Spec:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def model_specs(stage: int, pp: int, num_large: int = 0) -> list[Spec]:
+def model_specs(stage: int, pp: int, num_large: int = 0) -> list[TensorSpec]:
     """Two layers per stage, embeddings at the ends; two dtypes, and one tensor above the flat limit (1 MiB). num_large:
     further ones of the same size on each stage, which are buckets of their own."""
-    specs = [Spec("model.embed_tokens.weight", (128, 2304), torch.float32)] if stage == 0 else []
+    specs = [TensorSpec("model.embed_tokens.weight", (128, 2304), torch.float32)] if stage == 0 else []
     for layer in range(2 * stage, 2 * stage + 2):
         for module in ("q_proj", "k_proj", "v_proj"):
-            specs.append(Spec(f"model.layers.{layer}.self_attn.{module}.weight", (32, 64), torch.float32))
-        specs.append(Spec(f"model.layers.{layer}.input_layernorm.weight", (63,), torch.bfloat16))
-        specs.append(Spec(f"model.layers.{layer}.self_attn.o_proj.weight", (64, 32), torch.float32))
-    specs += [Spec(f"model.large.{stage}.{number}", (128, 2304), torch.float32) for number in range(num_large)]
-    return specs + ([Spec("lm_head.weight", (128, 64), torch.float32)] if stage == pp - 1 else [])
+            specs.append(TensorSpec(f"model.layers.{layer}.self_attn.{module}.weight", (32, 64), torch.float32))
+        specs.append(TensorSpec(f"model.layers.{layer}.input_layernorm.weight", (63,), torch.bfloat16))
+        specs.append(TensorSpec(f"model.layers.{layer}.self_attn.o_proj.weight", (64, 32), torch.float32))
+    specs += [TensorSpec(f"model.large.{stage}.{number}", (128, 2304), torch.float32) for number in range(num_large)]
+    return specs + ([TensorSpec("lm_head.weight", (128, 64), torch.float32)] if stage == pp - 1 else [])
 
 
-def full_tensor(spec: Spec, version: int) -> torch.Tensor:
+def full_tensor(spec: TensorSpec, version: int) -> torch.Tensor:
     seed = int.from_bytes(hashlib.sha256(f"{spec.name} {version}".encode()).digest()[:4], "big")
     return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed)).to(spec.dtype)
 
@@ -73,10 +66,10 @@ class ShardedModel:
     def __init__(self, layout: ParallelLayout, num_large: int) -> None:
         self.layout, self.version, self.num_large = layout, 0, num_large
 
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[TensorSpec]:
         return model_specs(self.layout.pp_rank, self.layout.pp, self.num_large)
 
-    def gather(self, specs: list[Spec]) -> list[torch.Tensor] | None:
+    def gather(self, specs: list[TensorSpec]) -> list[torch.Tensor] | None:
         full = []
         for spec in specs:
             tensor = full_tensor(spec, self.version)

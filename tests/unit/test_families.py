@@ -3,6 +3,8 @@ told. Log-probs and layouts: tests/distributed."""
 
 import math
 import random
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +22,10 @@ from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.latent_attention import LatentSelfAttention
 from megatron_dapo.models.layers import OutputNorm, PackedAttention, RMSNorm, TwoRopesAttention, gelu_tanh
 from megatron_dapo.models.rotary import rotary_frequencies
+from megatron_dapo.models.safetensors_files import TensorSpec
+from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.weight_sync.plan import plan_buckets
 from tests.distributed.parity_worker import log_probs, sample
 from tests.tiny_models import make_tiny
 
@@ -176,6 +181,31 @@ def test_beside_transformer_engine_a_latent_attention_is_ours_between_its_produc
     assert attention.submodules.core_attention.module is PackedAttention
     assert config.softmax_scale == pytest.approx((0.1 * math.log(4.0) + 1) ** 2 / 24**0.5, rel=1e-12)
     assert config.kv_channels == 12 and options["position_embedding_type"] == "none"  # the attention rotates
+
+
+@pytest.mark.parametrize("flat_share", [0.0, 0.9, 1.0])  # of the cut's place: which tensors share a flat bucket
+def test_no_bucket_ends_between_the_first_products_of_a_latent_attention(models, layout, flat_share):
+    """At the sizes at which it would, if they were tensors like others."""
+    specs = WeightSource(models["deepseek_v3"], layout).specs()
+    modules = [spec.name.split(".")[-2] for spec in specs]
+    assert modules.count("q_a_proj") == 4
+    for at in (index for index, module in enumerate(modules) if module == "q_a_proj"):
+        size = sum(spec.num_bytes for spec in specs[: at + 1])
+        sizes = (specs[at].num_bytes, specs[at].num_bytes + specs[at + 1].num_bytes - 1, size)
+        cuts = [_cuts([replace(spec, with_previous=False) for spec in specs], size, flat_share) for size in sizes]
+        assert any(cuts)
+        assert not any(_cuts(specs, size, flat_share) for size in sizes)
+
+
+def _cuts(specs: list[TensorSpec], bucket_bytes: int, flat_share: float) -> bool:
+    """Return whether a bucket has one of a layer's two products alone, or not the one behind the other."""
+    buckets = plan_buckets(specs, bucket_bytes, int(flat_share * bucket_bytes)).buckets
+    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(spec.name for spec in specs)
+    pairs = {
+        spec.name: spec.name.replace("q_a_proj", "kv_a_proj_with_mqa") for spec in specs if ".q_a_proj." in spec.name
+    }
+    together = {pair for bucket in buckets for pair in pairwise(bucket.names)}
+    return not together >= pairs.items()
 
 
 def test_a_latent_attention_has_no_context_parallelism_on_gpus(monkeypatch, paths):

@@ -5,12 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_dapo.huggingface.model_spec import FAMILIES
 from megatron_dapo.models.weight_map import DECODER, WEIGHT_MAPS
 from megatron_dapo.rollout.keyed_sglang import SERVED_MODELS
-from megatron_dapo.rollout.paired_tensors import PairedTensors
 
 pytestmark = pytest.mark.unit
 
@@ -28,24 +26,6 @@ def test_every_family_is_imported_by_a_server_and_nothing_else():
     own = {each.name for each in statements if isinstance(each, ast.ClassDef)}
     assert len(statements) == len(imported) + len(own)
     assert imported | own == {element.id for element in entries.value.elts} == FAMILIES.keys()
-
-
-def test_a_tensor_of_a_pair_waits_for_the_other_and_is_copied():
-    """Two buckets: the first ends between the pair's tensors, and its buffer is used for the second."""
-    in_pairs = PairedTensors("q_a_proj", "kv_a_proj_with_mqa")
-    layer = "model.layers.3.self_attn."
-    buffer = torch.tensor([1.0, 2.0])
-    first = [(f"{layer}q_b_proj.weight", buffer[:1]), (f"{layer}q_a_proj.weight", buffer[1:])]
-    assert [name for name, _ in in_pairs(first)] == [f"{layer}q_b_proj.weight"]
-    buffer.copy_(torch.tensor([5.0, 6.0]))
-    other = "model.layers.30.self_attn.kv_a_proj_with_mqa.weight"  # of another layer
-    came = list(in_pairs([(other, buffer[:1]), (f"{layer}kv_a_proj_with_mqa.weight", buffer[1:]), ("norm", buffer)]))
-    assert [name.removeprefix(layer) for name, _ in came] == ["q_a_proj.weight", "kv_a_proj_with_mqa.weight", "norm"]
-    assert [tensor.tolist() for _, tensor in came] == [[2.0], [6.0], [5.0, 6.0]]
-    assert [name for name, _ in in_pairs([(f"{other.replace('kv_a_proj_with_mqa', 'q_a_proj')}", buffer)])] == [
-        other,
-        other.replace("kv_a_proj_with_mqa", "q_a_proj"),
-    ]
 
 
 def test_every_plain_decoder_has_a_classifier_for_reward_models():

@@ -1,7 +1,7 @@
 """The parts of weight sync that are pure: what is planned, and what a server's checksum of it must be."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.common.sizes import MIB
+from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.weight_sync.broadcast_group import address_towards
 from megatron_dapo.weight_sync.checksum import (
     accepted_tensors,
@@ -22,19 +23,12 @@ from megatron_dapo.weight_sync.plan import num_bytes, plan_buckets, plan_for
 pytestmark = pytest.mark.unit
 
 
-@dataclass(frozen=True)
-class Spec:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @st.composite
-def spec_lists(draw) -> list[Spec]:
+def spec_lists(draw) -> list[TensorSpec]:
     shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
     dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8])
     rows = draw(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=30))
-    return [Spec(f"tensor.{i}", shape, dtype) for i, (shape, dtype) in enumerate(rows)]
+    return [TensorSpec(f"tensor.{i}", shape, dtype) for i, (shape, dtype) in enumerate(rows)]
 
 
 # ---------------------------------------------------------------------------------------------------- plan
@@ -79,9 +73,9 @@ def test_the_digest_sees_any_difference(specs, data):
     other = data.draw(
         st.sampled_from(
             [
-                Spec(old.name + "x", old.shape, old.dtype),
-                Spec(old.name, (*old.shape, 2), old.dtype),
-                Spec(old.name, old.shape, torch.float16),
+                TensorSpec(old.name + "x", old.shape, old.dtype),
+                TensorSpec(old.name, (*old.shape, 2), old.dtype),
+                TensorSpec(old.name, old.shape, torch.float16),
             ]
         )
     )
@@ -89,13 +83,27 @@ def test_the_digest_sees_any_difference(specs, data):
 
 
 def test_on_cpu_large_tensors_are_not_copied_into_flat_buckets_and_no_flat_bucket_exceeds_64_mib():
-    specs = [Spec(f"small.{i}", (256, 1024), torch.float32) for i in range(100)]  # 1 MiB each
-    specs.append(Spec("large", (257, 1024), torch.float32))
+    specs = [TensorSpec(f"small.{i}", (256, 1024), torch.float32) for i in range(100)]  # 1 MiB each
+    specs.append(TensorSpec("large", (257, 1024), torch.float32))
     plan = plan_for(torch.device("cpu"), specs, bucket_size_mb=256)
     assert [(b.flat, len(b.specs)) for b in plan.buckets] == [(True, 64), (True, 36), (False, 1)]
     assert plan.flat_bytes == 64 * MIB
     on_gpu = plan_for(torch.device("cuda"), specs, bucket_size_mb=256)
     assert [(b.flat, len(b.specs)) for b in on_gpu.buckets] == [(True, 101)]
+
+
+def test_tensors_that_go_together_count_as_one_tensor():
+    first, second = (TensorSpec(name, (600,), torch.float32) for name in "ab")  # 2400 bytes each
+    pair = [first, replace(second, with_previous=True)]
+    other = TensorSpec("c", (600,), torch.float32)
+    for specs, size, flat_limit, expected in (
+        ([other, *pair], 4800, 4800, [(True, ["c"]), (True, ["a", "b"])]),
+        ([*pair, other], 7200, 7200, [(True, ["a", "b", "c"])]),
+        ([*pair, other], 7200, 2400, [(True, ["c"]), (False, ["a", "b"])]),
+        ([*pair, other], 2400, 2400, [(True, ["c"]), (False, ["a", "b"])]),
+    ):
+        buckets = plan_buckets(specs, size, flat_limit).buckets
+        assert [(bucket.flat, bucket.names) for bucket in buckets] == expected
 
 
 # ---------------------------------------------------------------------------------------------------- checksums
@@ -115,8 +123,8 @@ def layer(heads: int, kv_heads: int, width: int = 6, ffn: int = 16) -> dict[str,
     return {f"model.layers.0.{module}.weight": torch.randn(shape) for module, shape in shapes.items()}
 
 
-def as_specs(tensors: dict[str, torch.Tensor]) -> list[Spec]:
-    return [Spec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+def as_specs(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
 
 
 def held(tensors: dict[str, torch.Tensor], name: str, rank: int, size: int, kv: int | None = None) -> torch.Tensor:
