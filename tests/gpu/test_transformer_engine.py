@@ -41,8 +41,9 @@ def test_its_layers_give_our_log_probs(layout, model_path):
 
 def test_its_layers_with_a_latent_attention_give_our_log_probs(layout, tmp_path):
     path = make_tiny(tmp_path, "deepseek_v3", vocab=512, layers=2, hidden=256, heads=4)
-    checks.check_agreement(layout, path, OURS, ITS, BF16_LOG_PROBS)
-    checks.check_packed_is_padded(layout, path, ITS, BF16_LOG_PROBS)
+    checks.check_agreement(layout, path, OURS, ITS, ROUTED_LOG_PROBS)
+    checks.check_packed_is_padded(layout, path, ITS, ROUTED_LOG_PROBS)
+    checks.check_gradients(layout, path, OURS, ITS)
     checks.check_export(layout, path, ITS, tmp_path / "export")
 
 
