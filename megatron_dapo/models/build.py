@@ -190,7 +190,7 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
         return {}
     sigmoid = dict(
         moe_router_score_function="sigmoid",
-        moe_router_dtype="fp32",  # where transformers and the servers compute the logits in float32
+        moe_router_dtype="fp32",  # as in transformers, and in servers but for DeepSeek-V3 in bfloat16 on CPUs
         moe_router_topk_scaling_factor=spec.moe.scaling_factor,
         moe_router_num_groups=spec.moe.num_groups,
         moe_router_group_topk=spec.moe.groups_per_token,
