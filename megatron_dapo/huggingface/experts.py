@@ -80,6 +80,11 @@ def _moe_with_shared_experts(hf: dict, source: str, moe: MoEConfig) -> tuple[MoE
     groups, taken, dense = hf["n_group"], hf["topk_group"], hf["first_k_dense_replace"]
     if moe.num_experts % groups or taken > groups:
         problems.append(f"{source}: `n_group: {groups}`, `topk_group: {taken}` do not fit {moe.num_experts} experts")
+    elif groups > 1 and moe.num_experts // groups < 2:
+        problems.append(
+            f"{source}: `n_group: {groups}` leaves {moe.num_experts} experts in groups of one, which is not supported: "
+            "a group is scored by its best two experts"
+        )
     elif groups > 1 and 2 * taken != moe.experts_per_token:
         problems.append(  # Megatron-core scores a group by its num_experts_per_tok / topk_group best experts
             f"{source}: `topk_group: {taken}` is not supported with num_experts_per_tok {moe.experts_per_token}: a "

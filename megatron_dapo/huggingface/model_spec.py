@@ -157,7 +157,8 @@ SHARED_MIXTURE: NeutralValues = {  # experts behind dense first layers, beside a
     key: is_neutral for key, is_neutral in DECODER.items() if key not in ("attention_bias", "n_shared_experts")
 }
 # The norms of latent vectors have this epsilon in transformers, and rms_norm_eps in SGLang. transformers has only the
-# kind of router that the next three fields name; SGLang reads them, so that they must be there.
+# kind of router that the next three fields name; SGLang reads them, so that they must be there. With router_fp32 SGLang
+# holds the weight of a router in float32.
 DEEPSEEK: NeutralValues = {
     **SHARED_MIXTURE,
     "attention_bias": lambda value: not value,
@@ -165,6 +166,7 @@ DEEPSEEK: NeutralValues = {
     "topk_method": lambda value: value == "noaux_tc",
     "scoring_func": lambda value: value == "sigmoid",
     "moe_layer_freq": lambda value: value == 1,
+    "router_fp32": lambda value: not value,
 }
 
 

@@ -193,11 +193,13 @@ _KINDS: dict[str, tuple[_Rules, Callable[[dict[str, Any]], RopeScaling | None]]]
     "yarn": (_YARN, _yarn),
 }
 # SGLang takes all but the default for yarn, and its own rounding of the borders; absent factors differ from library to
-# library.
+# library. The last two switch off SGLang's factor of all products, and nothing in transformers.
 _LATENT_YARN: _Rules = {
     **_YARN,
     "mscale": _NUMBER,
     "mscale_all_dim": _NUMBER,
     "truncate": ("true or absent", lambda value: value in (None, True)),
+    "apply_yarn_scaling": ("true or absent", lambda value: value in (None, True)),
+    "apply_scale": ("true or absent", lambda value: value in (None, True)),
 }
 _LATENT_KINDS = {"default": _KINDS["default"], "yarn": (_LATENT_YARN, _latent_yarn)}
