@@ -128,7 +128,7 @@ HARDWARE = {
         _row("GB200", (10, 0), 186, 8.0, 900, 50, _GRACE),
         # One core of a server with AVX-512, in float32: 2.5 GHz x 2 units x 16 numbers x 2 operations; memory and
         # loopback are orders of magnitude. For plans of runs on a CPU, with what one of them measured.
-        # The server's own work: of the demo's server, with 8 to 128 requests of 8 to 32 tokens, to 10 %
+        # The server's own work: of the demo's server, with 8 to 128 requests of 8 to 32 tokens, to 22 %
         # (benchmarks/results/plan_cpu.json, "server").
         Hardware(
             "cpu",
@@ -139,9 +139,9 @@ HARDWARE = {
             1 * GB,
             10e9,
             10e9,
-            host_token_s=3.7e-3,
-            host_request_token_s=79e-6,
-            host_request_s=1.05e-3,
+            host_token_s=4.25e-3,
+            host_request_token_s=29e-6,
+            host_request_s=1.06e-3,
         ),
     )
 }
