@@ -60,7 +60,7 @@ def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
     sizes |= {"moe_intermediate_size": 64, "num_experts_per_tok": 2} if FAMILIES[architecture].is_moe else {}
     sizes |= {"num_experts": 8} if FAMILIES[architecture].is_moe else {}
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
-    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "topk_group": 1}
+    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "n_group": 4, "topk_group": 1}
     sizes |= latent | router | {"num_key_value_heads": 12} if FAMILIES[architecture].is_latent else {}
     sizes |= {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
     spec = model_spec(sizes)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.platform import agreement as agreement_module
 from megatron_dapo.platform.agreement import Agreement, Deadline, SingleRank
 from megatron_dapo.weight_sync import sync
@@ -136,7 +137,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(agreement_module, "time", world)
     monkeypatch.setattr(Agreement, "of_all_ranks", lambda timeout_s, error: SingleRank(error))
     monkeypatch.setattr(sync, "Sender", world.make_sender)
-    spec = SimpleNamespace(name="model.norm.weight", shape=(2, 2), dtype=torch.float32)
+    spec = TensorSpec("model.norm.weight", (2, 2), torch.float32)
     source = SimpleNamespace(specs=lambda: [spec], gather=lambda specs: [torch.zeros(2, 2)])
     layout = SimpleNamespace(rank=0, pp_rank=0, pp=1, gathers=True, is_source=True)
     world.open = lambda **keys: WeightSync(
