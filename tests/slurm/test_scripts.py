@@ -173,6 +173,7 @@ def test_a_job_that_runs_obeys_the_signal_and_says_what_is_saved_where_slurm_ans
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "step_000040.json.gz").touch()
     overrides = [f"trainer.replay={tmp_path / 'batches'}", "trainer.nnodes=2", "trainer.n_procs_per_node=1"]
+    overrides.append("trainer.total_training_steps=40")
     done = stubs(programs, *overrides, PYTHON=sys.executable, RUN_FOLDER=str(tmp_path / "run"), STATE=state)
     assert done.returncode == 85, done
     lines = [line for line in done.stdout.splitlines() if not line.startswith("slurm_load_jobs")]
