@@ -59,7 +59,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,tests with several processes$(COMMA) a real SGLang server$(COMMA) jobs on a Slurm of virtual nodes)
 	@$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder tests/compile tests/distributed tests/slurm tests/e2e
 
-test-unit: setup ## Unit tests only (three minutes on two cores)
+test-unit: setup ## Unit tests only (four minutes on two cores)
 	$(call LAYER,unit tests)
 	@$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests/unit
 

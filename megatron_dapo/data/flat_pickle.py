@@ -20,10 +20,10 @@ import numpy as np
 
 from megatron_dapo.common.garbage import collection_paused
 from megatron_dapo.common.sizes import round_up
+from megatron_dapo.data.token_arrays import is_repeated
 
 ALIGNMENT = 8  # bytes: the largest element of the arrays here
 _NUMBER = np.dtype(np.int64)
-_REPEATED = (0,)  # strides
 _MAX_VIEWS = 1024  # that one call of the system writes
 
 
@@ -90,8 +90,8 @@ class _Pickler(pickle.Pickler):
     def _described(self, array: np.ndarray) -> str | tuple:
         if array.dtype.hasobject:
             return array.__reduce_ex__(4)  # within the pickle: of 5 it would ask for memory of its own
-        written = array[:1] if array.strides == _REPEATED else np.asarray(array, order="C")
-        strides = array.strides if array.strides == _REPEATED else written.strides
+        written = array[:1] if is_repeated(array) else np.asarray(array, order="C")
+        strides = array.strides if is_repeated(array) else written.strides
         start = self._end
         self.arrays.append(written)
         self._end += round_up(written.nbytes, ALIGNMENT)

@@ -15,8 +15,6 @@ MASK = np.uint8
 VERSION = np.int32
 EXPERT = np.uint8
 
-_REPEATED = (0,)  # strides of an array that holds one value for all places
-
 Dtype: TypeAlias = type[np.generic]
 TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
@@ -62,7 +60,7 @@ def joined(dtype: Dtype, *parts: TokenIds) -> np.ndarray:
     arrays = [np.asarray(part, dtype=dtype) for part in parts if len(part)]
     if len(arrays) == 1:
         return arrays[0]
-    if arrays and all(array.strides == _REPEATED and array[0] == arrays[0][0] for array in arrays):
+    if arrays and all(is_repeated(array) and array[0] == arrays[0][0] for array in arrays):
         return repeated(arrays[0][0], sum(map(len, arrays)), dtype)
     return np.concatenate([nothing(dtype), *arrays])
 
@@ -72,9 +70,14 @@ def repeated(value: float, length: int, dtype: Dtype) -> np.ndarray:
     return np.broadcast_to(np.array(value, dtype=dtype), length)
 
 
+def is_repeated(array: np.ndarray) -> bool:
+    """Return whether memory holds one value for all places of the array."""
+    return array.strides == (0,)
+
+
 def has_one_value(array: np.ndarray) -> bool:
     """Return whether all of at least one value are the same; without looking where it is a `repeated` one."""
-    return len(array) > 0 and (array.strides == _REPEATED or bool((array == array[0]).all()))
+    return len(array) > 0 and (is_repeated(array) or bool((array == array[0]).all()))
 
 
 def nothing(dtype: Dtype) -> np.ndarray:
