@@ -17,6 +17,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -45,6 +47,7 @@ _FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 
 GEMMA3_ROPE = {
@@ -61,12 +64,23 @@ DEEPSEEK_ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 
 
 def make_tiny(
     path: str | Path,
-    family: Literal["qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"],
+    family: Literal[
+        "qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"
+    ],
     *,
     tied: bool = False,
     vocab: int = 64,
@@ -105,6 +119,10 @@ def make_tiny(
         mixture |= dict(topk_method="noaux_tc", scoring_func="sigmoid")
         kv_heads = heads
         rope = rope or DEEPSEEK_ROPE
+    if family == "gpt_oss":
+        mixture = dict(num_local_experts=num_experts, num_experts_per_tok=experts_per_token)
+        mixture |= dict(sliding_window=8, swiglu_limit=1.0)  # some products of each expert lie beyond the limit
+        rope = rope or GPT_OSS_ROPE
     if family == "gemma3":  # as all of its checkpoints; two kinds of rotary settings
         tied, rope = True, rope or GEMMA3_ROPE
     # every other layer sees 8 tokens; the products are not divided by the root of head_dim
@@ -126,6 +144,8 @@ def make_tiny(
     fields |= mixture if family in MIXTURES else {}
     if family == "deepseek_v3":
         del fields["head_dim"]
+    if family == "gpt_oss":  # the width of an expert
+        fields["intermediate_size"] = hidden // 2
     fields |= dict(sliding_window=None) if family == "mistral" else {}
     fields |= gemma if family == "gemma3" else {}
     fields |= dict(rope_parameters=rope) if rope else {}
@@ -139,6 +159,10 @@ def make_tiny(
             mean = 1.0 if "norm" in name and family != "gemma3" else 0.0  # Gemma's multiply by 1 + weight
             scale = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
             parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))
+            if name.endswith(
+                ".sinks"
+            ):  # of the size of scores; servers hold them in bfloat16 whatever the model's type
+                parameter.copy_((10 * parameter).bfloat16())
     model.save_pretrained(path)
     make_tokenizer(min(vocab, len(SPECIAL_TOKENS) + len(CHARACTERS))).save_pretrained(path)
     return path
