@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from launch.acceptance import verdicts
-from launch.acceptance.rung import Attempt, Inputs, Rung, RungVerdict
+from launch.acceptance.rung import Attempt, Inputs, Red, Rung, RungVerdict
 from launch.acceptance.server_kills import ServerKills
 from launch.acceptance.sizes import MIN_GPU_BANDWIDTH, SYNTHETIC
 from launch.preflight.machine import REPOSITORY
@@ -111,10 +111,13 @@ def _lost_servers(attempt: Attempt) -> RungVerdict:
     run = inputs.run("lost_servers")
     kills = ServerKills(run, attempt.log, sizes.num_servers, num_groups=sizes.beside_servers.pp)
     own = (*_with_servers(attempt), f"trainer.total_training_steps={_ENDLESS}", "trainer.save_interval=-1")
-    attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, run.path.name, *own), when=kills.are_over)
+    try:
+        attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, run.path.name, *own), when=kills.are_over)
+    except Red as red:
+        raise Red(f"{red}{kills.missed()}") from None
     lines = verdicts.records(run.metrics, None)
-    log = run.log("trainer-rank-0")
-    return verdicts.lost_servers(lines, log, kills.killed[0].url, kills.away_s, sizes.num_gpus > 0)
+    log, num_kills = run.log("trainer-rank-0"), len(kills.killed) - 1
+    return verdicts.lost_servers(lines, log, kills.in_push, num_kills, kills.away_s, sizes.num_gpus > 0)
 
 
 def _resume(attempt: Attempt) -> RungVerdict:

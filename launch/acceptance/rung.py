@@ -19,7 +19,7 @@ from megatron_dapo.rollout.child_process import ChildProcess
 from megatron_dapo.storage.run_folder import RunFolder
 
 _POLL_S = 0.1
-_WATCH_S = 0.01  # where a program is to be killed in the middle of something
+_WATCH_S = 0.005  # where a program is to be killed in the middle of something
 _GRACE_S = 20.0  # for a program whose time is up
 
 Number = float | int | str
@@ -98,11 +98,14 @@ class Attempt:
         """Run it until `when()`, then kill it and all that it has started with SIGKILL. Raises Red where it ends
         before."""
         child = self._start(name, arguments)
+        looks_again_at = 0.0  # at the child; each time it reads the list of all processes, and `when` has to be in time
         try:
             while not when():
-                if (code := child.poll()) is not None:
-                    raise Red(f"{name} {exit_phrase(code)} before it could be killed")
-                self._check(name)
+                if time.monotonic() >= looks_again_at:
+                    if (code := child.poll()) is not None:
+                        raise Red(f"{name} {exit_phrase(code)} before it could be killed")
+                    self._check(name)
+                    looks_again_at = time.monotonic() + _POLL_S
                 time.sleep(_WATCH_S)
             kill_family(child.pid)
         finally:

@@ -1,4 +1,4 @@
-"""SIGKILL to servers of a run: to one while weights are pushed to it, then to another between two pushes."""
+"""SIGKILL to servers of a run: to one until it died in a push of weights, then to another between two pushes."""
 
 import re
 import time
@@ -22,11 +22,20 @@ class StartedServer:
     pid: int
 
 
+def was_left_out(trainer_log: Path, url: str) -> bool:
+    """Return whether a push left out the server at this URL and was repeated, since it died in it. A server that is
+    down when a push begins, or dies after the last bucket, is left out in another way."""
+    text = trainer_log.read_text(errors="replace") if trainer_log.exists() else ""
+    return bool(re.search(rf"weight sync: left out [^;\n]*{re.escape(url)}[,;].*the push is repeated", text))
+
+
 class ServerKills:
     """Kills that are due when the run's files say so. To be asked all the time, by `are_over`.
 
     The last server dies in the first push that reaches it, when it has joined the groups and waits for the first
-    broadcast. When it has come back, the first server dies, after a step's push.
+    broadcast. Where the push was over before the kill came, which no push without that server shows, it dies again in
+    the first push after it is back, until it died in one. When it has come back, the first server dies, after a
+    step's push.
     """
 
     def __init__(self, run: RunFolder, program_log: Path, num_servers: int, num_groups: int) -> None:
@@ -43,31 +52,59 @@ class ServerKills:
         self._num_servers = num_servers
         self._num_groups = num_groups
         self._killed_at = 0.0
+        self._size, self._read = 0, list[dict]()  # of the metrics: the file's bytes, and what it had then
         self._num_steps = 0  # that were done when the last kill came
+        self._num_joined = 0  # how often the last server had joined a group when it was killed
         self.killed: list[StartedServer] = []
-        self.away_s: list[float] = []  # of each server that came back: seconds until a push reached all
+        self.in_push: StartedServer | None = None  # the one that died in a push
+        self.away_s: list[float] = []  # of that one and of the next: seconds until a push reached all
 
     def are_over(self) -> bool:
-        """Kill, if it is time for it; return whether both servers were killed and all are back."""
-        if not self.killed:
-            victim = self._server(self._num_servers - 1)
-            if victim and self._num_joined(victim) >= self._num_groups:
-                self._kill(victim)
+        """Kill, if it is time for it; return whether one server died in a push, another between two, and all are
+        back."""
+        if self.in_push is None:
+            self._kill_in_push()
             return False
-        lines = read_metrics(self._run.metrics) if self._run.metrics.exists() else []
-        if not self._are_back(lines):
+        if not self._are_back():
             return False
         self.away_s.append(time.monotonic() - self._killed_at)
-        self._num_steps = len(lines)
-        if len(self.killed) == 1:
+        if len(self.away_s) == 1:
             self._kill(self._server(0) or self._lacking())
             return False
         return True
 
-    def _are_back(self, lines: list[dict]) -> bool:
+    def missed(self) -> str:
+        """Return a clause that tells of kills of which none came in a push; empty where there is none to tell of."""
+        if self.in_push or not self.killed:
+            return ""
+        return f"; {self.killed[-1].name} was killed {len(self.killed)} times in a push, and no push left it out"
+
+    def _kill_in_push(self) -> None:
+        """Kill the last server once it has joined the groups, again for each of its lives, and take note when a push
+        left it out."""
+        server = self._server(self._num_servers - 1)
+        if server is None:
+            return
+        num_joined = self._joins(server)
+        if self.killed and was_left_out(self._run.log("trainer-rank-0"), server.url):
+            self.in_push = self.killed[-1]
+        elif server in self.killed:  # not started again yet
+            self._num_joined = num_joined
+        elif num_joined - self._num_joined >= self._num_groups:
+            self._kill(server)
+
+    def _are_back(self) -> bool:
         """Return whether a push was made without the server that was killed, and the newest one reached all."""
-        reached = [line.get("weight_sync/num_servers", 0) for line in lines[self._num_steps :]]
+        reached = [line.get("weight_sync/num_servers", 0) for line in self._lines()[self._num_steps :]]
         return len(reached) > 1 and min(reached) < self._num_servers == reached[-1]
+
+    def _lines(self) -> list[dict]:
+        """Return the run's metrics. They are read anew where there are more: hundreds of times a second that would take
+        the run a good part of a core."""
+        size = self._run.metrics.stat().st_size if self._run.metrics.exists() else 0
+        if size != self._size:
+            self._size, self._read = size, read_metrics(self._run.metrics)
+        return self._read
 
     def _server(self, number: int) -> StartedServer | None:
         """Return a server as it was started last, None where it has not been started."""
@@ -76,13 +113,15 @@ class ServerKills:
         starts = re.findall(rf"{name} starts at (\S+) \(pid (\d+)", text)
         return StartedServer(name, starts[-1][0], int(starts[-1][1])) if starts else None
 
-    def _num_joined(self, server: StartedServer) -> int:
+    def _joins(self, server: StartedServer) -> int:
+        """Return how often a server joined a group, over all its lives."""
         log = self._run.log(server.name)
         return log.read_text(errors="replace").count(_JOINED_A_GROUP) if log.exists() else 0
 
     def _kill(self, server: StartedServer) -> None:
         kill_family(server.pid)
         self._killed_at = time.monotonic()
+        self._num_steps = len(self._lines())
         self.killed.append(server)
 
     def _lacking(self) -> StartedServer:

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from launch.acceptance.rung import Red, RungVerdict
+from launch.acceptance.server_kills import StartedServer, was_left_out
 from megatron_dapo.checkpointing.folders import newest_first, step_of
 from megatron_dapo.telemetry.report import read_metrics
 
@@ -193,20 +194,40 @@ def servers(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus: boo
 
 
 def lost_servers(
-    lines: Sequence[Mapping[str, float]], log: Path, in_push: str, away_s: Sequence[float], on_gpus: bool
+    lines: Sequence[Mapping[str, float]],
+    log: Path,
+    in_push: StartedServer | None,
+    num_kills: int,
+    away_s: Sequence[float],
+    on_gpus: bool,
 ) -> RungVerdict:
-    """Judge a run whose servers were killed, and came back: the push that one of them (its URL) died in left it out,
-    all that servers hold was read back, and what they wrote is the trainer's. log: that of the trainer's rank 0.
-    away_s: seconds until each was back."""
-    if not re.search(rf"weight sync: left out .*{re.escape(in_push)}", log.read_text(errors="replace")):
-        raise Red(f"no push left out {in_push}, so it did not die in one ({log})")
+    """Judge a run whose servers were killed, and came back: a push left one out that died in it, all that servers hold
+    was read back, and what they wrote is the trainer's.
+
+    Args:
+        lines: its metrics of each step.
+        log: of the trainer's rank 0.
+        in_push: the server that died in a push.
+        num_kills: of that server until it did.
+        away_s: seconds until it was back, and the one that died between two pushes.
+        on_gpus: whether the run was on GPUs.
+    """
+    if in_push is None or not was_left_out(log, in_push.url):
+        raise Red(f"no push left out {in_push.url if in_push else 'a server'}, so it did not die in one ({log})")
     if unread := [line["step"] for line in lines if "weight_sync/verify_s" not in line]:
         raise Red(f"after step {unread[0]} no server's weights were read back")
     largest = _largest_difference(lines, on_gpus)
     seconds = " and ".join(f"{each:.0f} s" for each in away_s)
+    died = f"{in_push.name} died in a push" + (f" at kill {num_kills}" if num_kills > 1 else "")
+    without = f"{len(lines)} steps without a stop; {died}; back after {seconds}"
     return RungVerdict(
-        f"{len(lines)} steps without a stop; back after {seconds}; log-probs differ by {largest:.1e} in the mean",
-        {"rollout_abs_diff": largest, "longest_away_s": max(away_s), "steps": len(lines)},
+        f"{without}; log-probs differ by {largest:.1e} in the mean",
+        {
+            "rollout_abs_diff": largest,
+            "longest_away_s": max(away_s),
+            "steps": len(lines),
+            "kills_until_one_in_a_push": num_kills,
+        },
     )
 
 

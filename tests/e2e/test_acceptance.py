@@ -31,6 +31,7 @@ def popen(command: list[str], **options: Any) -> Any:
     return (ForkedPopen if module.startswith(FORKED) else START)(command, **options)
 
 
+@pytest.mark.timeout(600)  # a server that outlives the push it should die in is killed again, when it is back
 def test_a_machine_that_is_well_is_accepted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(child_process.subprocess, "Popen", popen)
     code = main(["--output", str(tmp_path / "new")])

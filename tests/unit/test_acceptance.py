@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from launch.acceptance.__main__ import climb, main
 from launch.acceptance.ladder import LADDER
 from launch.acceptance.report import GREEN, NOT_REACHED, RED, SKIPPED
 from launch.acceptance.rung import Attempt, Inputs, Red, Rung, RungVerdict
-from launch.acceptance.server_kills import ServerKills
+from launch.acceptance.server_kills import ServerKills, was_left_out
 from launch.acceptance.sizes import Layout, Sizes, measured, sizes_of
 from launch.preflight.machine import REPOSITORY
 from launch.preflight.nodes import NodeFinding
@@ -168,40 +169,121 @@ def test_a_program_that_ends_before_it_is_killed_shows_nothing(inputs, modules):
         Attempt(rung("a"), inputs).module_killed("short", when=lambda: False)
 
 
-def test_servers_are_killed_in_their_first_push_and_between_two_when_the_first_is_back(inputs):
-    run, log = inputs.run("lost_servers"), inputs.folder / "program.log"
-    run.logs.mkdir(parents=True)
-    servers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
-    kills = ServerKills(run, log, num_servers=2, num_groups=2)
-    steps: list[int] = []
+JOINED = "init custom process group: rank=2\n"
+LEFT_OUT = "weight sync: left out http://h:1; the push is repeated. send: ConnectionError\n"
 
-    def write_step(num_servers: int) -> None:
-        steps.append(num_servers)
-        lines = [{"step": step, "weight_sync/num_servers": number} for step, number in enumerate(steps, 1)]
-        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def are_alive() -> list[bool]:
-        return [server.poll() is None for server in servers]
+class LostServers:
+    """Two processes that stand for the servers of a run of two stages, and the run's files."""
 
-    assert not kills.are_over()
-    log.write_text("".join(f"server-{i} starts at http://h:{i} (pid {s.pid}, log x)\n" for i, s in enumerate(servers)))
-    run.log("server-1").write_text("init custom process group: rank=2\n")
-    assert not kills.are_over() and all(are_alive())  # it has joined one of two groups
-    run.log("server-1").write_text("init custom process group: rank=2\n" * 2)
-    assert not kills.are_over() and [each.url for each in kills.killed] == ["http://h:1"]
-    servers[1].wait(10)
+    def __init__(self, inputs: Inputs) -> None:
+        self.run, self.log = inputs.run("lost_servers"), inputs.folder / "program.log"
+        self.run.logs.mkdir(parents=True)
+        self.kills = ServerKills(self.run, self.log, num_servers=2, num_groups=2)
+        self.servers: dict[int, subprocess.Popen] = {}
+        self.steps: list[int] = []
+
+    def start(self, number: int) -> None:
+        self.servers[number] = subprocess.Popen(["sleep", "600"])
+        with self.log.open("a") as log:
+            log.write(f"server-{number} starts at http://h:{number} (pid {self.servers[number].pid}, log x)\n")
+
+    def join(self, times: int) -> None:
+        with self.run.log("server-1").open("a") as log:
+            log.write(JOINED * times)
+
+    def tell(self, line: str) -> None:
+        with self.run.log("trainer-rank-0").open("a") as log:
+            log.write(line)
+
+    def step(self, num_servers: int) -> None:
+        self.steps.append(num_servers)
+        lines = [{"step": step, "weight_sync/num_servers": number} for step, number in enumerate(self.steps, 1)]
+        self.run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def ask(self) -> list[bool]:
+        """Have the kills done that are due; return which servers live."""
+        assert not self.kills.are_over()
+        for number in {int(each.url[-1]) for each in self.kills.killed if each.pid in self.pids()}:
+            self.servers[number].wait(10)
+        return [server.poll() is None for _, server in sorted(self.servers.items())]
+
+    def pids(self) -> list[int]:
+        return [server.pid for server in self.servers.values()]
+
+    def urls(self) -> list[str]:
+        return [each.url for each in self.kills.killed]
+
+
+@pytest.fixture
+def lost(inputs) -> Iterator[LostServers]:
+    lost = LostServers(inputs)
+    yield lost
+    for server in lost.servers.values():
+        server.kill()
+        server.wait(10)
+
+
+def test_servers_are_killed_in_their_first_push_and_between_two_when_the_first_is_back(lost):
+    assert lost.ask() == []
+    lost.start(0)
+    lost.start(1)
+    lost.join(1)
+    assert lost.ask() == [True, True]  # it has joined one of two groups
+    lost.join(1)
+    assert lost.ask() == [True, False] and lost.urls() == ["http://h:1"]
+    lost.tell(LEFT_OUT)
     for number in (1, 1):
-        write_step(number)
-        assert not kills.are_over() and are_alive() == [True, False]
-    write_step(2)
-    assert not kills.are_over() and [each.url for each in kills.killed] == ["http://h:1", "http://h:0"]
-    servers[0].wait(10)
-    write_step(2)  # its push had begun before
-    assert not kills.are_over()
-    write_step(1)
-    assert not kills.are_over()
-    write_step(2)
-    assert kills.are_over() and len(kills.away_s) == 2
+        lost.step(number)
+        assert lost.ask() == [True, False]
+    lost.step(2)
+    assert lost.ask() == [False, False] and lost.urls() == ["http://h:1", "http://h:0"]
+    for number in (2, 1):  # the first push had begun before
+        lost.step(number)
+        lost.ask()
+    lost.step(2)
+    assert lost.kills.are_over() and len(lost.kills.away_s) == 2 and lost.kills.in_push == lost.kills.killed[0]
+
+
+def test_a_server_that_outlived_its_push_is_killed_again_when_it_is_back_until_one_left_it_out(lost):
+    lost.start(0)
+    lost.start(1)
+    lost.join(2)
+    assert lost.ask() == [True, False]
+    lost.step(2)  # the kill came after the push
+    lost.tell(LEFT_OUT.replace("sync: left out http://h:1;", "sync: pause: left out http://h:1,"))
+    lost.step(1)
+    assert lost.ask() == [True, False] and lost.kills.missed().startswith("; server-1 was killed 1 times")
+    lost.start(1)
+    assert lost.ask() == [True, True]
+    lost.join(1)
+    assert lost.ask() == [True, True]  # what it joined in its former life does not count
+    lost.join(1)
+    assert lost.ask() == [True, False] and lost.urls() == ["http://h:1"] * 2
+    lost.tell(LEFT_OUT)
+    lost.step(1)
+    assert lost.ask() == [True, False] and lost.kills.in_push == lost.kills.killed[1] and not lost.kills.missed()
+    lost.start(1)
+    lost.join(2)
+    assert lost.ask() == [True, True]  # it is left alone now
+    lost.step(2)
+    assert lost.ask() == [False, True] and lost.urls()[2:] == ["http://h:0"]
+
+
+def test_a_server_died_in_a_push_only_where_that_was_repeated_without_it(tmp_path):
+    log = tmp_path / "trainer-rank-0.log"
+    assert not was_left_out(log, "http://h:1")
+    for line, was in (
+        (LEFT_OUT, True),
+        (LEFT_OUT.replace("http://h:1;", "http://h:1, http://h:2;"), True),
+        (LEFT_OUT.replace("http://h:1;", "http://h:2, http://h:1;"), True),
+        (LEFT_OUT.replace("h:1", "h:12"), False),
+        (LEFT_OUT.replace("h:1", "h:2") + "the server http://h:1, of h; the push is repeated\n", False),
+        (LEFT_OUT.replace("sync: left", "sync: commit: left"), False),
+        (LEFT_OUT.replace("repeated", "over, without a server"), False),
+    ):
+        log.write_text(line)
+        assert was_left_out(log, "http://h:1") == was, line
 
 
 def test_the_sizes_fit_the_gpus():

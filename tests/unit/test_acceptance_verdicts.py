@@ -9,6 +9,7 @@ import pytest
 
 from launch.acceptance import verdicts
 from launch.acceptance.rung import Red
+from launch.acceptance.server_kills import StartedServer
 from launch.preflight.nodes import NodeFinding
 
 pytestmark = pytest.mark.unit
@@ -130,12 +131,13 @@ LEFT_OUT = "WARNING weight sync: left out http://h:2; the push is repeated. Conn
 
 
 def test_a_server_must_have_died_in_a_push_and_the_others_have_gone_on(tmp_path):
-    log = tmp_path / "trainer-rank-0.log"
+    log, died = tmp_path / "trainer-rank-0.log", StartedServer("server-1", "http://h:2", 7)
     log.write_text(LEFT_OUT)
-    verdict = verdicts.lost_servers([SERVED, SERVED], log, "http://h:2", [12.0, 8.0], on_gpus=False)
-    assert (
-        verdict.numbers["longest_away_s"] == 12.0 and "2 steps without a stop; back after 12 s and 8 s" in verdict.text
-    )
+    verdict = verdicts.lost_servers([SERVED, SERVED], log, died, 1, [12.0, 8.0], on_gpus=False)
+    assert verdict.numbers["longest_away_s"] == 12.0
+    assert "2 steps without a stop; server-1 died in a push; back after 12 s and 8 s" in verdict.text
+    verdict = verdicts.lost_servers([SERVED, SERVED], log, died, 3, [12.0, 8.0], on_gpus=False)
+    assert "server-1 died in a push at kill 3;" in verdict.text and verdict.numbers["kills_until_one_in_a_push"] == 3
     unread = {name: value for name, value in SERVED.items() if name != "weight_sync/verify_s"}
     for lines, text, words in (
         ([SERVED], LEFT_OUT.replace("h:2", "h:1"), "no push left out http://h:2"),
@@ -145,7 +147,9 @@ def test_a_server_must_have_died_in_a_push_and_the_others_have_gone_on(tmp_path)
     ):
         log.write_text(text)
         with pytest.raises(Red, match=words):
-            verdicts.lost_servers(lines, log, "http://h:2", [12.0], on_gpus=False)
+            verdicts.lost_servers(lines, log, died, 1, [12.0], on_gpus=False)
+    with pytest.raises(Red, match="no push left out a server"):
+        verdicts.lost_servers([SERVED], log, None, 1, [12.0], on_gpus=False)
 
 
 def test_a_run_of_any_length_must_have_every_step(tmp_path):
