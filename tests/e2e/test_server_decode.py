@@ -17,8 +17,10 @@ load_plugins()
 backend = object.__new__(Backend)
 for name, original, inputs in zip(names, kept, torch.load(sys.argv[1])):
     assert getattr(Backend, name) is not original
-    ours = getattr(Backend, name)(backend, **inputs).clone()
-    torch.testing.assert_close(ours, original(backend, **inputs), rtol=1e-5, atol=1e-5)
+    for window in (None, 4):
+        inputs["sliding_window_size"] = window
+        ours = getattr(Backend, name)(backend, **inputs).clone()
+        torch.testing.assert_close(ours, original(backend, **inputs), rtol=1e-5, atol=1e-5)
 print("equal")
 """
 

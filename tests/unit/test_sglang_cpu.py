@@ -4,11 +4,11 @@ import importlib.util
 import multiprocessing
 import sys
 import threading
-from types import SimpleNamespace
+from itertools import product
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_dapo.platform import sglang_cpu
 from tests.sglang_cpu_cases import decode_inputs, extend_inputs, in_server_process
@@ -27,30 +27,52 @@ batched_decode = load_plug_in("batched_decode").batched_decode
 batched_extend = load_plug_in("batched_extend").batched_extend
 
 
-def one_by_one(inputs: dict) -> torch.Tensor:
-    """The oracle: every request alone."""
+def backend(sinks: torch.Tensor | None = None) -> SimpleNamespace:
+    """As `attention_sinks` leaves it while a layer attends."""
+    return SimpleNamespace() if sinks is None else SimpleNamespace(sinks=sinks)
+
+
+def sinks_of(num_heads: int) -> torch.Tensor:
+    """Of the size of scores, in a server's type."""
+    return (2 * torch.randn(num_heads, generator=torch.Generator().manual_seed(num_heads))).bfloat16()
+
+
+def one_by_one(inputs: dict, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """The oracle: every request alone, in float64, as gpt-oss is written in transformers."""
+    window = inputs.get("sliding_window_size")
     rows = []
     for i, length in enumerate(inputs["seq_lens"].tolist()):
-        slots = inputs["req_to_token"][inputs["req_pool_indices"][i], :length]
-        keys, values = (inputs[name][slots].transpose(0, 1) for name in ("k_cache", "v_cache"))
+        first = 0 if window is None else max(0, length - 1 - window)
+        slots = inputs["req_to_token"][inputs["req_pool_indices"][i], first:length]
+        keys, values = (inputs[name][slots].transpose(0, 1).double() for name in ("k_cache", "v_cache"))
         repeat = inputs["query"].shape[1] // keys.shape[0]
         keys, values = keys.repeat_interleave(repeat, 0), values.repeat_interleave(repeat, 0)
-        rows.append(
-            scaled_dot_product_attention(inputs["query"][i, :, None], keys, values, scale=inputs["scaling"])[:, 0]
-        )
-    return torch.stack(rows)
+        scores = (keys @ inputs["query"][i, :, :, None].double())[..., 0] * inputs["scaling"]
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+        shares = scores.softmax(dim=1)[:, : length - first]
+        rows.append((shares[:, None] @ values)[:, 0])
+    return torch.stack(rows).float()
 
 
+KINDS = pytest.mark.parametrize(
+    ("window", "has_sinks"), [(None, False), (4, False), (0, False), (None, True), (4, True), (1000, True)]
+)
+"""Of layers: tokens before the last that they see, and whether they have sinks."""
+
+
+@KINDS
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (8, 1)])
 @pytest.mark.parametrize("lengths", [[1], [5, 5], [1, 17, 3, 50, 2], list(range(1, 40))])
-def test_batched_decode_is_each_request_alone(lengths, num_heads, num_kv_heads):
-    inputs = decode_inputs(lengths, num_heads, num_kv_heads, 16, seed=len(lengths))
-    result = batched_decode(None, None, **inputs)
+def test_batched_decode_is_each_request_alone(lengths, num_heads, num_kv_heads, window, has_sinks):
+    inputs = decode_inputs(lengths, num_heads, num_kv_heads, 16, seed=len(lengths)) | {"sliding_window_size": window}
+    sinks = sinks_of(num_heads) if has_sinks else None
+    result = batched_decode(None, backend(sinks), **inputs)
     assert result.data_ptr() == inputs["output"].data_ptr()
-    torch.testing.assert_close(result, one_by_one(inputs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, one_by_one(inputs, sinks), rtol=1e-5, atol=1e-5)
 
 
-def extended_one_by_one(inputs: dict) -> torch.Tensor:
+def extended_one_by_one(inputs: dict, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """The oracle: every new token alone, as a decode of the tokens until it."""
     rows = []
     lengths = zip(inputs["extend_prefix_lens"].tolist(), inputs["extend_seq_lens"].tolist(), strict=True)
@@ -61,35 +83,39 @@ def extended_one_by_one(inputs: dict) -> torch.Tensor:
                 "req_pool_indices": inputs["req_pool_indices"][i, None],
                 "seq_lens": torch.tensor([place + 1]),
             }
-            rows.append(one_by_one(one)[0])
+            rows.append(one_by_one(one, sinks)[0])
     return torch.stack(rows)
 
 
+@KINDS
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize(
-    "lengths", [[(0, 1)], [(0, 6)] * 3, [(0, 6), (4, 2), (0, 9), (4, 2), (0, 6)], [(7, 1), (0, 17), (33, 5)]]
+    "lengths",
+    [[(0, 1)], [(0, 6)] * 3, [(0, 6), (4, 2), (0, 9), (4, 2), (0, 6)], [(7, 1), (0, 17), (33, 5)], [(2, 3), (3, 9)]],
 )
-def test_batched_extend_is_each_request_alone(lengths, num_heads, num_kv_heads):
-    inputs = extend_inputs(lengths, num_heads, num_kv_heads, seed=len(lengths))
-    result = batched_extend(None, None, **inputs)
+def test_batched_extend_is_each_request_alone(lengths, num_heads, num_kv_heads, window, has_sinks):
+    inputs = extend_inputs(lengths, num_heads, num_kv_heads, seed=len(lengths)) | {"sliding_window_size": window}
+    sinks = sinks_of(num_heads) if has_sinks else None
+    result = batched_extend(None, backend(sinks), **inputs)
     assert result.data_ptr() == inputs["output"].data_ptr()
-    torch.testing.assert_close(result, extended_one_by_one(inputs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, extended_one_by_one(inputs, sinks), rtol=1e-5, atol=1e-5)
 
 
 def test_the_layers_of_a_step_share_where_its_requests_lie_and_the_next_step_looks_anew():
     first, second = (decode_inputs([5, 9, 2], 4, 2, 16, seed) for seed in (1, 2))
-    for inputs in (first, first, second, first):
+    for inputs, window in product((first, first, second, first), (None, 3)):  # layers of two kinds in turn
+        inputs["sliding_window_size"] = window
         torch.testing.assert_close(
-            batched_decode(None, None, **inputs).clone(), one_by_one(inputs), rtol=1e-5, atol=1e-5
+            batched_decode(None, backend(), **inputs).clone(), one_by_one(inputs), rtol=1e-5, atol=1e-5
         )
 
 
 @pytest.mark.parametrize(
     ("hook", "inputs", "other"),
     [
-        (batched_decode, decode_inputs([3], 4, 2, 16, seed=0), {"sliding_window_size": 2}),
+        (batched_decode, decode_inputs([3], 4, 2, 16, seed=0), {"encoder_lens": torch.tensor([2])}),
         (batched_decode, decode_inputs([3], 4, 2, 16, seed=0), {"scaling": None}),
-        (batched_extend, extend_inputs([(0, 3)], 4, 2, seed=0), {"sliding_window_size": 2}),
+        (batched_extend, extend_inputs([(0, 3)], 4, 2, seed=0), {"encoder_lens": torch.tensor([2])}),
         (batched_extend, extend_inputs([(0, 3)], 4, 2, seed=0), {"causal": False}),
     ],
 )
@@ -100,8 +126,57 @@ def test_what_a_batched_attention_does_not_cover_goes_to_the_original(hook, inpu
         calls.append(kwargs)
         return "original"
 
-    assert hook(original, SimpleNamespace(), **inputs | other) == "original"
+    assert hook(original, backend(), **inputs | other) == "original"
     assert other.items() <= calls[0].items()
+
+
+def test_a_layers_sinks_are_with_the_backend_while_it_attends_and_no_longer():
+    plug_in, attending, seen = load_plug_in("attention_sinks"), backend(), []
+
+    def forward(backend, *args, **kwargs):
+        seen.append((vars(backend).pop("sinks", None), args, kwargs))
+        return "attended"
+
+    for sinks in ("sinks", None):
+        assert plug_in.call_with_sinks(forward, attending, "q", sinks=sinks, save_kv_cache=True) == "attended"
+    assert seen == [(sinks, ("q",), {"save_kv_cache": True}) for sinks in ("sinks", None)]
+
+
+@pytest.mark.parametrize(
+    ("hook", "inputs", "other"),
+    [
+        (batched_decode, decode_inputs([3], 4, 2, 16, seed=0), {"scaling": None}),
+        (batched_extend, extend_inputs([(0, 3)], 4, 2, seed=0), {"causal": False}),
+    ],
+)
+def test_sinks_that_nothing_computes_with_stop_the_server(hook, inputs, other):
+    plug_in = load_plug_in("attention_sinks")
+
+    def forward(backend):
+        return hook(lambda *args, **kwargs: "without sinks", backend, **inputs | other)
+
+    with pytest.raises(NotImplementedError, match="takes no sinks"):
+        plug_in.call_with_sinks(forward, backend(), sinks=sinks_of(4))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "seen"), [("GptOssForCausalLM", ("triton", "triton")), ("Other", ("torch_native", "triton"))]
+)
+def test_only_the_check_of_models_with_sinks_sees_another_backend(monkeypatch, architecture, seen):
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    module = ModuleType("model_hook")
+    module.model_config_of = lambda server_args: config
+    module.attention_backends_of = backends_of = lambda server_args: ("torch_native", "triton")
+    package = SimpleNamespace(model_hook=module)
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", package)
+
+    def check(server_args):
+        assert module.attention_backends_of(server_args) == seen
+        raise AssertionError("refused")
+
+    with pytest.raises(AssertionError, match="refused"):
+        load_plug_in("attention_sinks").admit_torch_native(check, "arguments")
+    assert module.attention_backends_of is backends_of
 
 
 def test_a_paused_scheduler_counts_its_time_and_sleeps_until_a_request_comes():
@@ -136,7 +211,8 @@ def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["batched_decode", "batched_extend", "forked_processes", "prompt_end", "sleep_when_paused"]
+    "name",
+    ["attention_sinks", "batched_decode", "batched_extend", "forked_processes", "prompt_end", "sleep_when_paused"],
 )
 def test_a_server_whose_code_moved_stops_and_names_it(monkeypatch, name):
     monkeypatch.syspath_prepend(sglang_cpu.SITE)
@@ -144,7 +220,7 @@ def test_a_server_whose_code_moved_stops_and_names_it(monkeypatch, name):
     monkeypatch.setattr(plug_in, "TARGET", "json.decoder.JSONDecoder.gone")
     registry = SimpleNamespace(HookRegistry=None, HookType=None)
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
-    with pytest.raises(SystemExit, match=f"{name}, .*JSONDecoder.gone, which is gone"):
+    with pytest.raises(SystemExit, match=rf"{name}, .*JSONDecoder.gone[.\w]*, which is gone"):
         plug_in.register()
 
 
@@ -159,6 +235,11 @@ def test_a_servers_allocator_keeps_memory_unless_the_user_says_how():
     kept = sglang_cpu.server_environment({})
     assert (kept["MALLOC_TRIM_THRESHOLD_"], kept["MALLOC_MMAP_THRESHOLD_"]) == ("268435456", "33554432")
     assert sglang_cpu.server_environment({"MALLOC_TRIM_THRESHOLD_": "0"})["MALLOC_TRIM_THRESHOLD_"] == "0"
+
+
+def test_a_server_compiles_nothing_unless_the_user_says_so():
+    assert sglang_cpu.server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
+    assert sglang_cpu.server_environment({"TORCHDYNAMO_DISABLE": "0"})["TORCHDYNAMO_DISABLE"] == "0"
 
 
 def test_ranks_of_a_tensor_parallel_server_need_no_numa_nodes():

@@ -6,8 +6,10 @@ What is adapted, all of it in `site/`, which stands first on the PYTHONPATH of t
     --------------------------------------  -----------------------------------------------------------------------
     sgl_kernel (stand-in package)           SGLang imports its CUDA kernels on the CPU too, and calls none of them
     torchvision (stand-in package)          imported for image models; beside a CPU torch the real one fails to load
-    batched_decode (plug-in, found through  torch_native decodes request by request in Python: 4 to 5 times slower
-      the dist-info, SGLang's public way)     with 64 requests in flight
+    attention_sinks (plug-in, found through torch_native takes no attention sinks, and SGLang refuses it for gpt-oss;
+      the dist-info, SGLang's public way)     the next two compute with them
+    batched_decode (plug-in)                torch_native decodes request by request in Python: 4 to 5 times slower
+                                              with 64 requests in flight
     batched_extend (plug-in)                the same for prompts: a call per request and layer
     forked_processes (plug-in)              spawned, as CUDA needs them, the scheduler and the detokenizer import all
                                               again: a start then takes 28 s of CPU, forked 10
@@ -36,6 +38,9 @@ NO_COPIES = {"SGLANG_EAGER_INPUT_NO_COPY": "1"}
 # else the allocator gives a step's keys and values back to the kernel, and the next step waits for memory page by page
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 
+# else some functions of mixtures are compiled, which needs a C++ compiler; the start of gpt-oss then takes 20 s more
+NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+
 MAX_TOTAL_TOKENS = 16384
 MAX_RUNNING_REQUESTS = 64
 
@@ -51,7 +56,7 @@ def server_environment(environ: dict[str, str] | None = None, tensor_model_paral
         environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
     # two threads spin on barriers and take 2.3 times the CPU, and a process that has some cannot be forked
     own = ONE_THREAD | NO_COPIES | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
-    return KEEPS_MEMORY | environ | own
+    return KEEPS_MEMORY | NOTHING_COMPILED | environ | own
 
 
 def server_arguments(max_total_tokens: int | None = None, max_running_requests: int | None = None) -> list[str]:
@@ -65,6 +70,7 @@ def server_arguments(max_total_tokens: int | None = None, max_running_requests: 
         ),  # else the KV cache takes most of the memory
         *("--max-running-requests", str(max_running_requests or MAX_RUNNING_REQUESTS)),
         "--disable-overlap-schedule",
+        "--disable-hybrid-swa-memory",  # torch_native looks for a layer's window in the cache of all tokens
         "--sleep-on-idle",  # else an idle server keeps a core busy
         "--skip-server-warmup",
     ]

@@ -6,26 +6,30 @@ TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBacken
 
 
 class _CacheRows:
-    """Where the keys and values of a batch lie in the caches, kept from the first layer for the others."""
+    """Where the keys and values of a batch lie in the caches, kept from the first layer for the others of its kind."""
 
     def __init__(self):
-        self._of = None
-        self._found = None
+        self._seq_lens = None
+        self._found = {}
 
-    def __call__(self, req_to_token, req_pool_indices, seq_lens, num_kv_heads):
+    def __call__(self, req_to_token, req_pool_indices, seq_lens, *kind):
         """Return (rows of caches [num_slots * Hkv, D], [B * Hkv * L]; what is added to scores, [B * Hkv, 1, L])."""
         # seq_lens is a new tensor in each step and the same one in all layers of a step; held, no other has its place
-        if self._of is None or self._of[0] is not seq_lens or self._of[1] != num_kv_heads:
-            self._found = cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads)
-            self._of = (seq_lens, num_kv_heads)
-        return self._found
+        if self._seq_lens is not seq_lens:
+            self._seq_lens, self._found = seq_lens, {}
+        if kind not in self._found:
+            self._found[kind] = cache_rows(req_to_token, req_pool_indices, seq_lens, *kind)
+        return self._found[kind]
 
 
-def cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads):
-    """Return the same; scores past a request's end become -inf."""
-    longest = int(seq_lens.max())
-    exists_BL = torch.arange(longest, device=seq_lens.device) < seq_lens[:, None]
-    slots_BL = req_to_token[req_pool_indices, :longest].long()
+def cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads, window):
+    """Return the same of layers with so many key and value heads that see `window` tokens before a request's last, or
+    all (None). Scores past a request's end become -inf."""
+    first_B = torch.zeros_like(seq_lens) if window is None else (seq_lens - 1 - window).clamp(min=0)
+    num_B = seq_lens - first_B
+    places_BL = first_B[:, None] + torch.arange(int(num_B.max()), device=seq_lens.device)
+    exists_BL = places_BL < seq_lens[:, None]
+    slots_BL = req_to_token[req_pool_indices[:, None], places_BL].long()
     # Past a request's end stand slots of others, whose values may be no numbers, and 0 * nan is nan: read its first.
     slots_BL = torch.where(exists_BL, slots_BL, slots_BL[:, :1])
     heads = torch.arange(num_kv_heads, device=slots_BL.device)
@@ -57,9 +61,10 @@ def batched_decode(
     """One query token per request against its cached keys and values; what it does not cover goes to `original`.
 
     query [B, Hq, D], output [B, Hq, Dv], caches [num_slots, Hkv, D | Dv], req_to_token [num_requests, max_context],
-    req_pool_indices, seq_lens [B]. Writes and returns output.
+    req_pool_indices, seq_lens [B]. Each sees the last 1 + sliding_window_size tokens, or all. `attention_sinks` may
+    have left sinks, [Hq], with the backend. Writes and returns output.
     """
-    if encoder_lens is not None or sliding_window_size is not None or scaling is None:
+    if encoder_lens is not None or scaling is None:
         return original(
             backend,
             query,
@@ -78,14 +83,19 @@ def batched_decode(
         )
     num_kv_heads = k_cache.shape[1]
     num_rows = query.shape[0] * num_kv_heads
-    rows, bias = _rows_of_batch(req_to_token, req_pool_indices, seq_lens, num_kv_heads)
+    rows, bias = _rows_of_batch(req_to_token, req_pool_indices, seq_lens, num_kv_heads, sliding_window_size)
     # index_select of rows takes a sixth of the time of cache[slots]
     keys = k_cache.flatten(0, 1).index_select(0, rows).view(num_rows, -1, k_cache.shape[2]).float()
     values = v_cache.flatten(0, 1).index_select(0, rows).view(num_rows, -1, v_cache.shape[2]).float()
     # the query heads of one KV head stand as its query positions
     grouped = query.reshape(num_rows, -1, query.shape[2]).float()
     scores = torch.baddbmm(bias, grouped, keys.transpose(1, 2), alpha=scaling)
-    output.copy_(torch.bmm(scores.softmax(-1), values).view_as(output))
+    if (sinks := vars(backend).pop("sinks", None)) is None:
+        shares = scores.softmax(-1)
+    else:
+        sinks = sinks.to(scores.dtype).view(num_kv_heads, -1, 1).repeat(query.shape[0], 1, 1)
+        shares = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+    output.copy_(torch.bmm(shares, values).view_as(output))
     return output
 
 

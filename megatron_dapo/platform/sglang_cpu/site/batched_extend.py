@@ -1,7 +1,7 @@
 """SGLang plug-in: attention of prompts in the torch_native backend, one call for all requests of like lengths."""
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 
@@ -30,10 +30,11 @@ def batched_extend(
 
     query [T, Hq, D], output [T, Hq, Dv], the requests one after the other; caches [num_slots, Hkv, D | Dv],
     req_to_token [num_requests, max_context], the others [B]: seq_lens = extend_prefix_lens (cached before) +
-    extend_seq_lens (new). Writes and returns output. `original` makes a call per request, which computes the rows of
-    cached positions as well.
+    extend_seq_lens (new). Each token sees itself and sliding_window_size tokens before it, or all before it.
+    `attention_sinks` may have left sinks, [Hq], with the backend. Writes and returns output. `original` makes a call
+    per request, which computes the rows of cached positions as well.
     """
-    if encoder_lens is not None or sliding_window_size is not None or not causal:
+    if encoder_lens is not None or not causal:
         return original(
             backend,
             query,
@@ -57,25 +58,46 @@ def batched_extend(
     alike = {}  # (cached, new) -> the requests
     for number, lengths in enumerate(zip(extend_prefix_lens.tolist(), news, strict=True)):
         alike.setdefault(lengths, []).append(number)
+    sinks = vars(backend).pop("sinks", None)
     for (num_cached, num_new), numbers in alike.items():
         first_N = torch.tensor([starts[number] for number in numbers], device=query.device)
         places_NS = first_N[:, None] + torch.arange(num_new, device=query.device)
-        slots_NL = req_to_token[req_pool_indices[numbers], : num_cached + num_new].long()
+        num_seen = num_cached if sliding_window_size is None else min(num_cached, sliding_window_size)
+        slots_NL = req_to_token[req_pool_indices[numbers], num_cached - num_seen : num_cached + num_new].long()
         keys, values = (_of_slots(cache, slots_NL).to(query.dtype) for cache in (k_cache, v_cache))
-        mask = None
-        if num_cached:
-            mask = torch.ones(num_new, num_cached + num_new, dtype=torch.bool, device=query.device).tril(num_cached)
-        attended = scaled_dot_product_attention(
-            query[places_NS].transpose(1, 2),
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=enable_gqa,
-        )
+        mask = _mask(num_seen, num_new, sliding_window_size)
+        attended = _attend(query[places_NS].transpose(1, 2), keys, values, mask, sinks, scaling)
         output[places_NS] = attended.transpose(1, 2)
     return output
+
+
+def _mask(num_seen, num_new, window):
+    """Return which of the cached and the new tokens each new one sees, [S, L]; None where it is all new ones so far."""
+    if not num_seen and (window is None or window >= num_new - 1):
+        return None
+    mask = torch.ones(num_new, num_seen + num_new, dtype=torch.bool).tril(num_seen)
+    return mask if window is None else mask.triu(num_seen - window)
+
+
+def _attend(query, keys, values, mask, sinks, scaling):
+    """Return scaled_dot_product_attention [N, Hq, S, D] whose softmax counts a sink per query head.
+
+    The sink is one more key, seen by all, with the value 0: one more dimension has the sink in the queries, 1 in that
+    key and 0 in the others.
+    """
+    num_new, size = query.shape[-2:]
+    scaling = size**-0.5 if scaling is None else scaling
+    grouped = dict(scale=scaling, enable_gqa=query.shape[1] != keys.shape[1])
+    if sinks is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=mask is None, **grouped)
+    if mask is None:
+        mask = torch.ones(num_new, num_new, dtype=torch.bool).tril()
+    sink = (sinks.float() / scaling).to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
+    keys, values = pad(keys, (0, 1, 0, 1)), pad(values, (0, 1, 0, 1))
+    keys[..., -1, -1] = 1.0
+    mask = pad(mask, (0, 1), value=True)
+    attended = scaled_dot_product_attention(torch.cat((query, sink), dim=-1), keys, values, attn_mask=mask, **grouped)
+    return attended[..., :-1]
 
 
 def _of_slots(cache, slots_NL):
