@@ -34,6 +34,17 @@ EXPERT = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<number>\d+)\.(?P<module
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """Server parameter of a layer's experts -> the Hugging Face modules of an expert stacked in it, expert by expert."""
 
+EXPERTS_IN_ONE = {
+    "gate_up_proj": ("w13_weight", 2),
+    "gate_up_proj_bias": ("w13_weight_bias", 1),
+    "down_proj": ("w2_weight", 1),
+    "down_proj_bias": ("w2_weight_bias", None),
+}
+"""Tensor of all experts of a layer, [E, in, out] or [E, out] -> (server parameter, [E, out, in] or [E, out]; the axis
+of the tensor that a server's tensor parallelism cuts, none where the first rank has it whole and the others zeros)."""
+
+SINKS = "self_attn.sinks"
+
 CUT = {
     "q_proj": 0,
     "k_proj": 0,
@@ -58,7 +69,8 @@ KEY_VALUE = ("k_proj", "v_proj")
 
 def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
     """Return, by server parameter name, the tensors that each parameter is made of, in order. Their types are those of
-    the server: it holds the weight of a router with a bias in float32, as the bias itself, but for DeepSeek-V3's."""
+    the server: it holds the weight of a router with a bias in float32, as the bias itself, but for DeepSeek-V3's; the
+    biases of experts in float32, and attention sinks in bfloat16."""
     by_name = {spec.name: spec for spec in specs}
     is_latent = any(name.endswith(LATENT_KEYS) for name in by_name)
     result: dict[str, tuple[TensorSpec, ...]] = {}
@@ -69,6 +81,14 @@ def server_parameters(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec
             experts.setdefault(f"{expert['experts']}.{stacked}", []).append(expert)
             continue
         module, _, kind = spec.name.rpartition(".")
+        if in_one := _experts_in_one(spec.name):
+            server_kind, _ = in_one
+            dtype = torch.float32 if kind.endswith("_bias") else spec.dtype
+            result[f"{module}.{server_kind}"] = (replace(spec, dtype=dtype),)
+            continue
+        if spec.name.endswith(SINKS):
+            result[spec.name] = (replace(spec, dtype=torch.bfloat16),)
+            continue
         if fused := _fused(module, kind, by_name):
             name, stacked_names = fused
             result[name] = tuple(by_name[stacked_name] for stacked_name in stacked_names)
@@ -93,6 +113,12 @@ def _fused(module: str, kind: str, by_name: Container[str]) -> tuple[str, list[s
     return None
 
 
+def _experts_in_one(name: str) -> tuple[str, int | None] | None:
+    """Return the row of EXPERTS_IN_ONE of a tensor that has all experts of its layer."""
+    module, _, kind = name.rpartition(".")
+    return EXPERTS_IN_ONE.get(kind) if module.endswith("mlp.experts") else None
+
+
 def server_tensor(
     specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int, num_kv_heads: int | None = None
 ) -> Tensor:
@@ -110,14 +136,20 @@ def server_tensor(
 def accepted_tensors(
     specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int, num_kv_heads: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield the forms in which that rank may hold the parameter: `server_tensor`, and a vocabulary's table also whole
-    and without padding, as SGLang's Gemma 3 has it on each rank."""
+    """Yield the forms in which that rank may hold the parameter: `server_tensor`; a vocabulary's table also whole and
+    without padding, as SGLang's Gemma 3 has it on each rank; sinks also in float32, as the kernels of a B200 want."""
     yield server_tensor(specs, tensors, tp_rank, tp_size, num_kv_heads)
+    if specs[0].name.endswith(SINKS):
+        yield server_tensor([replace(specs[0], dtype=torch.float32)], tensors, tp_rank, tp_size)
     if specs[0].name.split(".")[-2] in PADDED:
         yield tensors[0]
 
 
 def _slice(name: str, tensor: Tensor, tp_rank: int, tp_size: int, num_kv_heads: int | None) -> Tensor:
+    if in_one := _experts_in_one(name):
+        return _slice_of_experts(tensor, tp_rank, tp_size, in_one[1])
+    if name.endswith(SINKS):
+        return tensor.chunk(tp_size)[tp_rank]
     module = name.split(".")[-2]
     if module in STACKED:
         return torch.cat([part.chunk(tp_size)[tp_rank] for part in tensor.chunk(STACKED[module])])
@@ -132,6 +164,13 @@ def _slice(name: str, tensor: Tensor, tp_rank: int, tp_size: int, num_kv_heads: 
         parts = num_kv_heads
         index = tp_rank * num_kv_heads // tp_size
     return tensor.chunk(parts, dim=axis)[index]
+
+
+def _slice_of_experts(tensor: Tensor, tp_rank: int, tp_size: int, axis: int | None) -> Tensor:
+    if axis is None:  # each rank adds its bias to its part of a sum
+        return tensor if tp_rank == 0 else torch.zeros_like(tensor)
+    part = tensor.chunk(tp_size, dim=axis)[tp_rank]
+    return part.transpose(1, 2) if part.dim() == 3 else part
 
 
 def _pad_vocabulary(tensor: Tensor, tp_size: int) -> Tensor:

@@ -229,6 +229,34 @@ def test_a_latent_attention_has_its_first_products_in_one_and_the_others_cut_by_
     assert torch.equal(held(whole_queries, keys, 1, 2), tensors[keys])
 
 
+def test_experts_that_come_in_one_tensor_are_transposed_and_cut_and_their_biases_are_in_float32():
+    """As gpt-oss has them: [experts, in, out], the rows of gate and up in turn."""
+    p = "model.layers.0.mlp.experts."
+    shapes = {"gate_up_proj": (3, 5, 8), "gate_up_proj_bias": (3, 8), "down_proj": (3, 4, 5), "down_proj_bias": (3, 5)}
+    tensors = {f"{p}{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    names = {"w13_weight", "w13_weight_bias", "w2_weight", "w2_weight_bias"}
+    assert set(server_parameters(as_specs(tensors))) == {f"{p}{name}" for name in names}
+    gate_up, gate_up_bias, down, down_bias = tensors.values()
+    for rank, outs, ins in ((0, slice(0, 4), slice(0, 2)), (1, slice(4, 8), slice(2, 4))):
+        expected = {
+            "w13_weight": torch.stack([gate_up[e].T[outs] for e in range(3)]),
+            "w13_weight_bias": gate_up_bias[:, outs].float(),
+            "w2_weight": torch.stack([down[e].T[:, ins] for e in range(3)]),
+            "w2_weight_bias": down_bias.float() if rank == 0 else torch.zeros(3, 5),
+        }
+        for name, tensor in expected.items():
+            assert checksum(held(tensors, f"{p}{name}", rank, 2)) == checksum(tensor), name
+    assert torch.equal(held(tensors, f"{p}w13_weight", 0, 1), gate_up.mT)
+
+
+def test_attention_sinks_are_cut_by_heads_and_in_bfloat16_or_float32():
+    name, sinks = "model.layers.0.self_attn.sinks", torch.randn(4)
+    (parts,) = server_parameters(as_specs({name: sinks})).values()
+    rounded, kept = accepted_tensors(parts, [sinks], 1, 2)
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, sinks[2:].bfloat16())
+    assert kept.dtype == torch.float32 and torch.equal(kept, sinks[2:])
+
+
 def test_more_server_ranks_than_key_value_heads_share_them():
     tensors = layer(heads=4, kv_heads=2)
     k = tensors["model.layers.0.self_attn.k_proj.weight"]
