@@ -38,7 +38,8 @@ NO_COPIES = {"SGLANG_EAGER_INPUT_NO_COPY": "1"}
 # else the allocator gives a step's keys and values back to the kernel, and the next step waits for memory page by page
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 
-# else some functions of mixtures are compiled, which needs a C++ compiler; the start of gpt-oss then takes 20 s more
+# else what SGLang decorates with torch.compile (Gemma 3's rotary embedding, routers) is compiled by g++, at the start
+# of gpt-oss or at the first request of others: 20 to 30 s, on machines that otherwise need no compiler
 NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 MAX_TOTAL_TOKENS = 16384
