@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -100,14 +101,14 @@ async def generate_long(client: SGLangClient) -> Generation:
 
 @torch.no_grad()
 def log_probs(
-    model_path: Path, version: int, *responses: Sequence[int], dtype: torch.dtype = torch.float64
+    model_path: Path, version: int, *responses: np.ndarray, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """[responses, tokens]: those of transformers, with the weights of a version."""
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     for parameter in model.parameters():
         parameter.copy_(changed(parameter, version))
     model.to(dtype)
-    tokens = torch.tensor(responses)
+    tokens = torch.tensor(np.stack(responses), dtype=torch.long)
     prompts = torch.tensor([PROMPT] * len(responses))
     logits = model(torch.cat([prompts, tokens], 1)).logits[:, len(PROMPT) - 1 : -1]
     return logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
