@@ -14,7 +14,7 @@ from megatron_dapo.huggingface.rope import RopeScaling, read_rope
 from megatron_dapo.huggingface.windows import Windows, of_global_layers, read_windows
 from megatron_dapo.storage.model_folder import ModelFolder
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "quick_gelu"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class ModelSpec:
     embedding_scale: float = 1.0  # what embeddings are multiplied by, rounded to the model's type
     attention_dim: int | None = None  # products of query and key are divided by its root; none = head_dim
     activation: Activation = "silu"  # of the gate
+    glu_limit: float | None = None  # gate and up are clamped to it, and 1 is added to up (gpt-oss); none = as they are
+    linear_biases: bool = False  # of all products of a layer besides query, key and value, the router's too
+    attention_sinks: bool = False  # a number per head in the softmax of its scores, which has no value
     latent: LatentAttention | None = None  # none = queries, keys and values are products of the hidden states
     windows: Windows | None = None  # none = all layers see all tokens before them
     moe: MoEConfig | None = None  # none = dense
@@ -70,7 +73,9 @@ class ModelSpec:
 
     @property
     def linear_modules(self) -> tuple[str, ...]:
-        """Return the last names of the linear modules of a layer, experts' too."""
+        """Return the last names of the linear modules of a layer, experts' too, where these are modules."""
+        if FAMILIES[self.family].stacked_experts:
+            return tuple(self.attention_modules)
         gate_up = ("gate_up_proj",) if FAMILIES[self.family].fused_gate_up else ("gate_proj", "up_proj")
         return (*self.attention_modules, *gate_up, "down_proj")
 
@@ -116,9 +121,10 @@ class ModelSpec:
         """Return how many layers see a window alone."""
         return sum(self.windows.is_local) if self.windows else 0
 
-    def of_local_layers(self) -> "ModelSpec":
-        """Return the same model with the rotary settings of its local layers."""
-        assert self.windows is not None
+    def of_local_layers(self) -> "ModelSpec | None":
+        """Return the same model with the rotary settings of its local layers; none where all layers have the same."""
+        if self.windows is None or self.windows.rope_theta is None:
+            return None
         return replace(self, rope_theta=self.windows.rope_theta, rope_scaling=None)
 
 
@@ -180,6 +186,17 @@ GEMMA3: NeutralValues = {
     "use_bidirectional_attention": lambda value: not value,
 }
 
+# The factor in the sigmoid has one name in transformers and another in SGLang, which also has a head of its own always.
+# In SGLang the weights of a token's experts are divided by their sum, as in transformers, whatever config.json says.
+GPT_OSS: NeutralValues = {
+    **{name: rule for name, rule in MIXTURE.items() if name != "layer_types"},
+    "attention_bias": lambda value: value is True,
+    "swiglu_alpha": lambda value: value == 1.702,
+    "hidden_act_alpha": lambda value: value == 1.702,
+    "norm_topk_prob": lambda value: value is True,
+    "tie_word_embeddings": lambda value: not value,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -194,7 +211,9 @@ class Family:
     any other value is refused. A family whose fields differ has a table of its own, made from DENSE or MIXTURE, so that
     what one family ignores or takes is not ignored or taken for others. defaults: what transformers takes for a field
     that is absent, where it is not what other families take. is_gemma: what the fields of `ModelSpec` from
-    zero_centered_norms on say, as Gemma 3 has it. is_latent: the attention is latent (`LatentAttention`).
+    zero_centered_norms on say, as Gemma 3 has it. is_latent: the attention is latent (`LatentAttention`). is_gpt_oss:
+    sinks, windows, biases and the experts' activation are those of gpt-oss. stacked_experts: a tensor of a checkpoint
+    has those of all experts of a layer, one below the other.
     """
 
     qkv_bias: bool | None
@@ -207,12 +226,18 @@ class Family:
     output_norms: bool = False
     is_gemma: bool = False
     is_latent: bool = False
+    is_gpt_oss: bool = False
+    stacked_experts: bool = False
     fused_gate_up: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def ffn_key(self) -> str:
-        return "moe_intermediate_size" if self.is_moe else "intermediate_size"
+        return "moe_intermediate_size" if self.is_moe and not self.is_gpt_oss else "intermediate_size"
+
+    @property
+    def has_windows(self) -> bool:
+        return self.is_gemma or self.is_gpt_oss
 
 
 FAMILIES = {
@@ -296,6 +321,24 @@ FAMILIES = {
             "moe_layer_freq": None,
         },
     ),
+    "GptOssForCausalLM": Family(
+        qkv_bias=True,
+        qk_norm=False,
+        neutral=GPT_OSS,
+        is_moe=True,
+        is_gpt_oss=True,
+        stacked_experts=True,
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "norm_topk_prob": True,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "swiglu_limit": 7.0,
+        },
+    ),
 }
 
 
@@ -363,12 +406,19 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         for key, is_neutral in family.neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
-    windows, window_problems = read_windows(hf, source) if family.is_gemma and not wrong_types else (None, [])
+    windows, window_problems = (
+        read_windows(hf, source, has_local_rope=family.is_gemma)
+        if family.has_windows and not wrong_types
+        else (None, [])
+    )
     latent, latent_problems = read_latent(hf, source) if family.is_latent and not wrong_types else (None, [])
     rope, rope_problems = read_rope(
         of_global_layers(hf) if family.is_gemma else hf, source, family.partial_rotary, family.is_latent
     )
-    missing = [f"{source}: `{key}` is missing" for key in (*REQUIRED, family.ffn_key) if hf.get(key) is None]
+    required = (*REQUIRED, family.ffn_key, *(("swiglu_limit",) if family.is_gpt_oss else ()))
+    missing = [f"{source}: `{key}` is missing" for key in required if hf.get(key) is None]
+    if family.is_gpt_oss and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        missing.append(f"{source}: `rope_parameters` is missing")  # libraries would scale, or not
     missing += moe_problems + window_problems + latent_problems
     if wrong_types or wrong or rope_problems or missing:
         raise UserError(wrong_types + wrong + rope_problems + missing)
@@ -397,7 +447,10 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         zero_centered_norms=family.is_gemma,
         embedding_scale=hf["hidden_size"] ** 0.5 if family.is_gemma else 1.0,
         attention_dim=hf["query_pre_attn_scalar"] if family.is_gemma else None,
-        activation="gelu_tanh" if family.is_gemma else "silu",
+        activation="gelu_tanh" if family.is_gemma else "quick_gelu" if family.is_gpt_oss else "silu",
+        glu_limit=float(hf["swiglu_limit"]) if family.is_gpt_oss else None,
+        linear_biases=family.is_gpt_oss,
+        attention_sinks=family.is_gpt_oss,
         latent=latent,
         windows=windows,
         moe=moe,
@@ -411,8 +464,8 @@ REQUIRED = (
 )  # fmt: skip
 _SIZES = (*REQUIRED[:-1], "num_key_value_heads", "head_dim")
 _MOE_SIZES = ("num_experts", "num_local_experts", "num_experts_per_tok")
-_GEMMA_SIZES = ("sliding_window", "sliding_window_pattern", "query_pre_attn_scalar")
-_NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
+_WINDOW_SIZES = ("sliding_window", "sliding_window_pattern", "query_pre_attn_scalar")
+_NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "swiglu_limit")
 _SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm", "rope_interleave")
 
 
@@ -421,7 +474,7 @@ def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
     sizes = (*_SIZES, family.ffn_key, *(_MOE_SIZES if family.is_moe else ()))
     sizes += SHARED_MOE_SIZES if family.has_shared_experts else ()
     sizes += LATENT_SIZES if family.is_latent else ()
-    sizes += _GEMMA_SIZES if family.is_gemma else ()
+    sizes += _WINDOW_SIZES if family.has_windows else ()
     kinds: dict[str, tuple[str, Callable[[object], bool]]] = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
     if family.has_shared_experts:
         whole = ("a whole number, 0 or above", lambda value: value == 0 or _is_size(value))

@@ -18,16 +18,17 @@ class Windows:
     """Layers whose tokens see the last `size` tokens alone, themselves included.
 
     is_local: whether a layer is one of them, for all layers of the model. rope_theta: the base of their rotary
-    frequencies, which are not scaled.
+    frequencies, which are not scaled; none = theirs are those of the other layers.
     """
 
     size: int
     is_local: tuple[bool, ...]
-    rope_theta: float
+    rope_theta: float | None
 
 
-def read_windows(hf: Mapping[str, Any], source: str) -> tuple[Windows | None, list[str]]:
-    """Return which layers of a Gemma 3 see a window alone, and what is wrong there. The types are checked already."""
+def read_windows(hf: Mapping[str, Any], source: str, has_local_rope: bool) -> tuple[Windows | None, list[str]]:
+    """Return which layers of a Gemma 3 or gpt-oss see a window alone, and what is wrong there. The types are checked
+    already. has_local_rope: these layers have rotary settings of their own, as in Gemma 3."""
     num_layers = hf.get("num_hidden_layers") or 0
     kinds = hf.get("layer_types")
     if kinds is None:
@@ -36,13 +37,17 @@ def read_windows(hf: Mapping[str, Any], source: str) -> tuple[Windows | None, li
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {GLOBAL, LOCAL}:
         what = f"a list of {num_layers}, for each layer {GLOBAL} or {LOCAL}"
         return None, [f"{source}: `layer_types: {kinds}` is not supported; it must be {what}"]
-    wrong = [f"{source}: `{key}` is missing" for key in ("sliding_window", "query_pre_attn_scalar") if hf[key] is None]
+    required = ("sliding_window", *(("query_pre_attn_scalar",) if has_local_rope else ()))
+    wrong = [f"{source}: `{key}` is missing" for key in required if hf[key] is None]
+    is_local = tuple(kind == LOCAL for kind in kinds)
+    if not has_local_rope:
+        return (None if wrong else Windows(hf["sliding_window"], is_local, None)), wrong
     rope, problems = read_rope(of_local_layers(hf), source)
     if rope.scaling is not None:
         problems = [f"{source}: {rope.scaling.kind} rope of {LOCAL} is not supported, which SGLang does not scale"]
     if wrong or problems:
         return None, wrong + problems
-    return Windows(hf["sliding_window"], tuple(kind == LOCAL for kind in kinds), rope.theta), []
+    return Windows(hf["sliding_window"], is_local, rope.theta), []
 
 
 def of_global_layers(hf: Mapping[str, Any]) -> Mapping[str, Any]:

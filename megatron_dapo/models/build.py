@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
@@ -128,6 +129,7 @@ def build_model(
         if is_gpu():
             chunk.cuda()
         _mark_experts(chunk)
+        _mark_sinks(chunk)
         if lora is not None:
             add_adapters(chunk, spec, layout, lora)
         if spec.moe is not None:
@@ -182,6 +184,14 @@ def _mark_experts(chunk: ModelChunk) -> None:
     for parameter in expert_parameters(chunk):
         # the second for the norm: counted on every rank of their groups. Transformer Engine's lack it where EP > 1
         mark(parameter, allreduce=False, tensor_model_parallel=True)
+
+
+def _mark_sinks(chunk: ModelChunk) -> None:
+    """Mark them as cut by heads over tensor-parallel ranks: each rank's count in the norm of the gradients."""
+    for layer in chunk.decoder.layers:
+        sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)
+        if sinks is not None:
+            set_tensor_model_parallel_attributes(sinks, True, 0, 1)
 
 
 def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
@@ -271,10 +281,13 @@ def _transformer_config(
         layernorm_epsilon=spec.norm_eps,
         layernorm_zero_centered_gamma=spec.zero_centered_norms,
         qk_layernorm=spec.qk_norm,
-        add_bias_linear=False,
+        add_bias_linear=spec.linear_biases,
         add_qkv_bias=spec.qkv_bias,
+        softmax_type="learnable" if spec.attention_sinks else "vanilla",
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[spec.activation],
+        activation_func_clamp_value=spec.glu_limit,
+        glu_linear_offset=0.0 if spec.glu_limit is None else 1.0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -299,7 +312,7 @@ def _transformer_config(
         calculate_per_token_loss=True,
         # SwiGLU as one kernel forward and one backward, which torch.compile makes: with Transformer Engine's layers too
         bias_activation_fusion=fused and spec.activation == "silu",
-        # without biases and dropout there is nothing to fuse; attention is never Megatron's own, which masks a softmax
+        # without dropout there is little to fuse; attention is never Megatron's own, which masks a softmax
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         # asks for apex, for the output layer's sake, which is not used; training/optimizer.py turns it on
@@ -347,7 +360,8 @@ def _block_spec(
     if use_te:
         make = partial(_transformer_engine_layer, spec, config, has_adapters)
     else:
-        local_rotary = Rotary(spec.of_local_layers(), device()) if spec.windows else None
+        local = spec.of_local_layers()
+        local_rotary = Rotary(local, device()) if local else None
         make = partial(local_layer_spec, spec.qk_norm, rotary=rotary, local_rotary=local_rotary)
     kinds = {
         has_experts: make(num_experts if has_experts else None) for has_experts in {*map(spec.has_experts, numbers)}
@@ -380,7 +394,7 @@ def _transformer_engine_layer(
         attention_norm_apart(layer)
     if num_experts:
         submodules_of(layer.submodules.mlp).router = Router
-    if spec.windows:
+    if spec.of_local_layers():
         layer.submodules.self_attention.module = TwoRopesAttention
     return layer
 
@@ -411,7 +425,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     if rotates:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
-        specs = [spec, spec.of_local_layers()] if spec.windows else [spec]
+        specs = [each for each in (spec, spec.of_local_layers()) if each]
         chunk.rotary_pos_emb.inv_freq = torch.cat([rotary_frequencies(each) for each in specs]).to(device())
     if spec.embedding_scale != 1:
         chunk.embedding_scale = torch.tensor(spec.embedding_scale).to(config.params_dtype).item()

@@ -85,6 +85,10 @@ def _read_entry(folder: SafetensorsFolder, entry: Entry, model: ModelParts, layo
     is_vocab = entry.hf_names[0] in (EMBEDDING, LM_HEAD)
     padded = model.spec.padded_vocab_size(layout.tp) if is_vocab else None
     transform = entry.transform
+    if entry.num_stacked:
+        assert entry.expert is not None, "what is stacked are experts"
+        rows = [folder.read_row(name, entry.expert) for name in entry.hf_names]
+        return transform.join(rows, model.spec)
     rank, size = layout.place(of_expert=entry.expert is not None)
     parts = [folder.read(name, transform.dim, rank, size, padded, transform.blocks) for name in entry.hf_names]
     return transform.join(parts, model.spec)

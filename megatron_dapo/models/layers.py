@@ -16,7 +16,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -87,6 +91,9 @@ class PackedAttention(MegatronModule):
 
     In a layer with a window a token sees the last tokens of its segment alone.
 
+    With sinks (softmax_type learnable) each head has a number that stands beside the scores in the softmax, and has no
+    value: the weights of the tokens sum up to less than 1 (gpt-oss; arXiv 2309.17453 has a token in its place).
+
     Context-parallel ranks attend from their own tokens to the gathered keys and values of all.
 
     Values with fewer dimensions than keys are padded with zeros, for which kernels need no second width.
@@ -113,6 +120,19 @@ class PackedAttention(MegatronModule):
         # tokens before its own that a token sees; -1 = all, as in flash attention
         self._num_before = config.window_size[0] if is_local else -1
         self._context_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            self._tp_group = pg_collection.tp
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Describe the sinks, which are cut by heads, as Megatron's own attention does."""
+        if self.softmax_offset is None:
+            return {}
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self._tp_group, "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def forward(
         self,
@@ -147,7 +167,8 @@ class PackedAttention(MegatronModule):
                 .permute(2, 0, 1, 3)
                 .reshape(s, b, -1)
             )
-        if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        if query.device.type != "cpu" and is_half and self.softmax_offset is None:
             return self._varlen(query, key, value, packed_seq_params).flatten(1)
         segments = segments_by_length(tuple(packed_seq_params.cu_seqlens_q.tolist()), query.device, padded=True)
         batches = [segments.batches(t.index_select(0, segments.order)) for t in (query, key, value)]
@@ -194,9 +215,24 @@ class PackedAttention(MegatronModule):
             last = key.size(2) - query.size(2)
             mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril(last)
             mask = mask.triu(last - self._num_before) if has_window else mask
+        if self.softmax_offset is not None:
+            query, key, value, mask = self._with_sink(query, key, value, self.softmax_offset, mask)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
         )
+
+    def _with_sink(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the same with a key before all others, which all queries see. One more dimension has their product be
+        the head's sink, and that with other keys what it was. Its value is 0."""
+        if mask is None:
+            mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
+        heads = (sinks / self.softmax_scale)[None, :, None, None].expand(*query.shape[:3], 1)
+        query = torch.cat([query, heads.to(query.dtype)], dim=-1)
+        key = F.pad(key, (0, 1, 1, 0))
+        key[:, :, 0, -1] = 1.0
+        return query, key, F.pad(value, (0, 0, 1, 0)), F.pad(mask, (1, 0), value=True)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -249,7 +285,7 @@ class Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         if self.config.moe_router_dtype == "fp32":
             return F.linear(input.float(), self.weight.float())
-        return F.linear(input, self.weight).float()
+        return F.linear(input, self.weight, self.bias).float()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         probs, routing_map = super().routing(logits, padding_mask)
@@ -268,7 +304,16 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x sigmoid(1.702 x), an approximation of GELU (arXiv 1606.08415, section 2), which gpt-oss has."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+}
 
 
 class TwoRopesAttention(SelfAttention):

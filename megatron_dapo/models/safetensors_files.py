@@ -219,6 +219,10 @@ class SafetensorsFolder:
         missing = share - part.shape[0]
         return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
 
+    def read_row(self, name: str, row: int) -> Tensor:
+        """Read one of the tensors that a tensor is a stack of, on the CPU. Raises OSError."""
+        return self._rows(name, row, row + 1)[0]
+
     def _columns(self, name: str, start: int, end: int) -> Tensor:
         rows, columns = self.tensor(name).shape
         if (start, end) == (0, columns):

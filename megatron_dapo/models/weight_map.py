@@ -130,8 +130,9 @@ class Row:
 
     megatron: parameter name inside a chunk; alias: its name where Transformer Engine fuses the norm into the linear
     layer, or all experts into one module. `{l}` stands for the layer, `{e}` for the expert: in a Megatron name counted
-    on its rank, in a Hugging Face name in the model. shapes: of the HF tensors, in their order. where: a condition on
-    the model; in_layer: on a layer of it, counted from 0.
+    on its rank, in a Hugging Face name in the model. shapes: of the HF tensors, in their order. is_stacked: an HF
+    tensor is a stack of those of all experts of a layer; shapes and transform are of one expert's. where: a condition
+    on the model; in_layer: on a layer of it, counted from 0.
     """
 
     megatron: str
@@ -139,6 +140,7 @@ class Row:
     transform: Transform
     shapes: Shapes
     alias: str | None = None
+    is_stacked: bool = False
     where: Callable[[ModelSpec], bool] = lambda spec: True
     in_layer: Callable[[ModelSpec, int], bool] = lambda spec, layer: True
 
@@ -326,6 +328,40 @@ DEEPSEEK = _changed(
         lambda m: [(m.num_heads * (_latent(m).plain_dim + m.value_dim), _latent(m).kv_rank)]),
 )  # fmt: skip
 
+
+def _join_interleaved(parts: list[Tensor], spec: ModelSpec) -> Tensor:
+    """Put the columns of gate and up, which alternate, one below the other as rows; of biases, the numbers."""
+    columns = parts[0].t() if parts[0].dim() > 1 else parts[0]
+    return torch.cat([columns[::2], columns[1::2]])
+
+
+def _split_interleaved(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
+    columns = torch.stack(shard.chunk(2), dim=1).flatten(0, 1)
+    return [columns.t().contiguous() if columns.dim() > 1 else columns]
+
+
+INTERLEAVED = Transform(None, _join_interleaved, _split_interleaved)
+TRANSPOSED = Transform(None, lambda parts, spec: parts[0].t(), lambda shard, spec: [shard.t().contiguous()])
+_STACKED = _HF_LAYER + "mlp.experts."
+_EXPERT_FC = "decoder.layers.{l}.mlp.experts.local_experts.{e}.linear_fc"
+_GROUPED_FC = "decoder.layers.{l}.mlp.experts.linear_fc"
+GPT_OSS = _changed(
+    DECODER,
+    Row(_EXPERT_FC + "1.weight", (_STACKED + "gate_up_proj",), INTERLEAVED, lambda m: [(m.hidden_size, 2 * m.ffn_size)],
+        alias=_GROUPED_FC + "1.weight{e}", is_stacked=True),
+    Row(_EXPERT_FC + "1.bias", (_STACKED + "gate_up_proj_bias",), INTERLEAVED, lambda m: [(2 * m.ffn_size,)],
+        alias=_GROUPED_FC + "1.bias{e}", is_stacked=True),
+    Row(_EXPERT_FC + "2.weight", (_STACKED + "down_proj",), TRANSPOSED, lambda m: [(m.ffn_size, m.hidden_size)],
+        alias=_GROUPED_FC + "2.weight{e}", is_stacked=True),
+    Row(_EXPERT_FC + "2.bias", (_STACKED + "down_proj_bias",), REPLICATED, _norm,
+        alias=_GROUPED_FC + "2.bias{e}", is_stacked=True),
+    Row("decoder.layers.{l}.mlp.router.weight", (_HF_LAYER + "mlp.router.weight",), REPLICATED, _router),
+    Row("decoder.layers.{l}.mlp.router.bias", (_HF_LAYER + "mlp.router.bias",), REPLICATED,
+        lambda m: [(_moe(m).num_experts,)]),
+    Row(_ATTENTION + "linear_proj.bias", (_HF_ATTENTION + "o_proj.bias",), REPLICATED, _norm),
+    Row(_ATTENTION + "core_attention.softmax_offset", (_HF_ATTENTION + "sinks",), ROWS, lambda m: [(m.num_heads,)]),
+)  # fmt: skip
+
 WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Qwen2ForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
@@ -336,6 +372,7 @@ WEIGHT_MAPS: dict[str, tuple[Row, ...]] = {
     "Qwen3MoeForCausalLM": DECODER,
     "Glm4MoeForCausalLM": DECODER,
     "DeepseekV3ForCausalLM": DEEPSEEK,
+    "GptOssForCausalLM": GPT_OSS,
 }
 
 
@@ -346,8 +383,9 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         rows = _repeated(rows, "e", spec.moe.num_experts)
     else:
         rows = [(row, numbers) for row, numbers in rows if "{e}" not in row.megatron]
+    num_experts = spec.moe.num_experts if spec.moe else 0
     return {
-        name.format(**numbers): shape
+        name.format(**numbers): (num_experts, *shape) if row.is_stacked else shape
         for row, numbers in _repeated(rows, "l", spec.num_layers)
         if row.in_layer(spec, numbers.get("l", 0))
         for name, shape in zip(row.hf, row.shapes(spec), strict=True)
@@ -374,7 +412,8 @@ class Entry:
     """One Megatron parameter of this rank and the HF tensors it holds slices of.
 
     is_copy: a second copy of a tensor that another stage owns: loaded, never exported. expert: which of the model's it
-    belongs to, if any, and num_local_experts: how many of them this rank has.
+    belongs to, if any, and num_local_experts: how many of them this rank has. num_stacked: of how many experts the
+    HF tensors are stacks; 0 = of none, they are the expert's own.
     """
 
     parameter: torch.nn.Parameter
@@ -383,11 +422,16 @@ class Entry:
     is_copy: bool
     expert: int | None = None
     num_local_experts: int = 0
+    num_stacked: int = 0
+
+    def expert_on(self, ep_rank: int) -> int:
+        """Return the number of the expert whose parameter lies in this one's place on another expert-parallel rank."""
+        assert self.expert is not None, f"{self.hf_names} belong to no expert"
+        return ep_rank * self.num_local_experts + self.expert % self.num_local_experts
 
     def hf_names_on(self, ep_rank: int) -> tuple[str, ...]:
         """Return the names where this parameter, of an expert, lies on another expert-parallel rank."""
-        assert self.expert is not None, f"{self.hf_names} belong to no expert"
-        number = ep_rank * self.num_local_experts + self.expert % self.num_local_experts
+        number = self.expert_on(ep_rank)
         return tuple(name.replace(f".experts.{self.expert}.", f".experts.{number}.") for name in self.hf_names)
 
 
@@ -395,7 +439,9 @@ def _match(name: str, row: Row) -> bool:
     return name in (row.megatron, row.alias)
 
 
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
+_EXPERT = re.compile(
+    r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.experts\.linear_fc[12]\.bias)\d+"
+)
 
 
 def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, dict[str, int], list[int], torch.nn.Parameter]]:
@@ -433,5 +479,6 @@ def weight_entries(chunks: list[GPTModel], spec: ModelSpec) -> list[Entry]:
             assert row is not None, f"parameter {name} has no row in the weight map of {spec.family}"
             is_copy = name == "output_layer.weight" and spec.tied_embeddings
             names = tuple(hf.format(**numbers) for hf in row.hf)
-            entries.append(Entry(parameter, names, row.transform, is_copy, numbers.get("e"), len(experts)))
+            num_stacked = spec.moe.num_experts if spec.moe and row.is_stacked else 0
+            entries.append(Entry(parameter, names, row.transform, is_copy, numbers.get("e"), len(experts), num_stacked))
     return entries

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ class _Slot:
     """Where a tensor comes from.
 
     part: which of the entry's HF tensors. shape: of the tensor, padding included. owner: expert-parallel rank that has
-    it, where it is of an expert; entry is then the one in its place here.
+    it, where it is of an expert; entry is then the one in its place here. Of a tensor that is a stack of experts each
+    has a slot.
     """
 
     entry: Entry
@@ -50,7 +52,7 @@ class WeightSource:
         self._adapters: dict[torch.nn.Parameter, LinearAdapter] = {}
         if value is None:
             self._adapters = {adapter.entry.parameter: adapter for adapter in adapters_of(model.chunks)}
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, dict[int | None, _Slot]] = {}  # name -> number in the stack, if it is one -> slot
         self._specs: list[TensorSpec] = []
         for entry in weight_entries(model.chunks, model.spec) if entries is None else entries:
             if entry.is_copy:
@@ -61,12 +63,22 @@ class WeightSource:
             for owner in owners:
                 names = entry.hf_names if owner is None else entry.hf_names_on(owner)
                 for part, (name, local) in enumerate(zip(names, local_parts, strict=True)):
-                    shape = self._full_shape(entry, tuple(local.shape))
-                    self._slots[name] = _Slot(entry, part, shape, owner)
-                    if name in (EMBEDDING, LM_HEAD):
-                        shape = (self._model.spec.vocab_size, *shape[1:])  # without the padding
-                    with_previous = entry.transform.sent_together and part > 0
-                    self._specs.append(TensorSpec(name, shape, local.dtype, with_previous))
+                    self._add(entry, owner, part, name, local)
+
+    def _add(self, entry: Entry, owner: int | None, part: int, name: str, local: Tensor) -> None:
+        """Add a tensor, or what a stack has of one expert. local: this rank's slice of it, or of that in its place."""
+        shape = self._full_shape(entry, tuple(local.shape))
+        is_new = name not in self._slots
+        number = entry.expert_on(owner) if entry.num_stacked and owner is not None else None
+        self._slots.setdefault(name, {})[number] = _Slot(entry, part, shape, owner)
+        if not is_new:
+            return
+        if name in (EMBEDDING, LM_HEAD):
+            shape = (self._model.spec.vocab_size, *shape[1:])  # without the padding
+        if entry.num_stacked:
+            shape = (entry.num_stacked, *shape)
+        with_previous = entry.transform.sent_together and part > 0
+        self._specs.append(TensorSpec(name, shape, local.dtype, with_previous))
 
     def _full_shape(self, entry: Entry, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)
@@ -90,7 +102,7 @@ class WeightSource:
         layout = self._layout
         if not layout.gathers:
             return None
-        slots = [self._slots[spec.name] for spec in specs]
+        slots = [slot for spec in specs for _, slot in sorted(self._slots[spec.name].items())]
         here = [i for i, slot in enumerate(slots) if slot.owner in (None, layout.ep_rank)]
         split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
         full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
@@ -105,7 +117,15 @@ class WeightSource:
             full |= self._fetch({i: slots[i] for i in experts}, full)
         if not layout.is_source:
             return None
-        return [full[i][: spec.shape[0]] for i, spec in enumerate(specs)]
+        return self._whole(specs, [full[i] for i in range(len(slots))])
+
+    def _whole(self, specs: list[TensorSpec], parts: list[Tensor]) -> list[Tensor]:
+        """Return the tensors that these are, without the vocabulary's padding, or that they are a stack of."""
+        whole, rest = [], iter(parts)
+        for spec in specs:
+            of_spec = list(islice(rest, len(self._slots[spec.name])))
+            whole.append(torch.stack(of_spec) if None not in self._slots[spec.name] else of_spec[0][: spec.shape[0]])
+        return whole
 
     def _split(self, entry: Entry) -> list[Tensor]:
         parts = entry.transform.split(self._value(entry.parameter), self._model.spec)

@@ -153,13 +153,19 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     layer += 2 * dim if spec.qk_norm else 0
     layer += (spec.latent.q_rank or 0) + spec.latent.kv_rank if spec.latent else 0
     layer += 2 * hidden if spec.output_norms else 0
+    layer += spec.num_heads // tp if spec.attention_sinks else 0
+    layer += hidden if spec.linear_biases else 0
     layers = split_of(spec, sizes).numbers_of(stage)
     num_moe = sum(map(spec.has_experts, layers))
     shared = len(layers) * layer + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size // tp
     experts = 0
     if spec.moe is not None:
         shared += num_moe * (spec.moe.num_experts * hidden + 3 * hidden * spec.moe.shared_ffn_size // tp)
-        experts = num_moe * (spec.moe.num_experts // sizes.ep) * 3 * hidden * spec.ffn_size // sizes.etp
+        expert = 3 * hidden * spec.ffn_size // sizes.etp
+        if spec.linear_biases:
+            shared += num_moe * spec.moe.num_experts
+            expert += 2 * spec.ffn_size + hidden
+        experts = num_moe * (spec.moe.num_experts // sizes.ep) * expert
     vocabulary = spec.padded_vocab_size(tp) // tp * hidden
     shared += vocabulary if stage == 0 else 0
     if stage == sizes.pp - 1:

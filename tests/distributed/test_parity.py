@@ -68,6 +68,7 @@ MIXTURES = {
         rope={"rope_type": "default", "rope_theta": 10000.0},
         more=dict(q_lora_rank=None, rope_interleave=False, n_group=4, first_k_dense_replace=2),
     ),
+    "gpt_oss": dict(family="gpt_oss", vocab=131),
 }
 LAYOUTS = {
     1: {"tp1": {}},
@@ -92,12 +93,20 @@ MIXTURE_LAYOUTS = {
         "pp2_dp2_ep2": {"pp": 2, "ep": 2},
     },
 }
+
+
+def has_layout(model: str, sizes: dict) -> bool:
+    """Megatron-core cuts no experts that have biases."""
+    return model != "gpt_oss" or "etp" not in sizes
+
+
 CASES = [
     f"{model}/{layout}"
     for models, layouts_of in ((MODELS, LAYOUTS), (MIXTURES, MIXTURE_LAYOUTS))
     for layouts in layouts_of.values()
-    for layout in layouts
+    for layout, sizes in layouts.items()
     for model in models
+    if has_layout(model, sizes)
 ]
 
 
@@ -128,7 +137,7 @@ def runs(tmp_path_factory):
     for world in LAYOUTS:
         task = folder / f"task{world}.json"
         layouts = [
-            (layout, sizes, {name: str(paths[name]) for name in names})
+            (layout, sizes, {name: str(paths[name]) for name in names if has_layout(name, sizes)})
             for names, layouts_of in ((MODELS, LAYOUTS), (MIXTURES, MIXTURE_LAYOUTS))
             for layout, sizes in layouts_of[world].items()
         ]
