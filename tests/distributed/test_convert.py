@@ -28,6 +28,7 @@ MODELS = {
     "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6, layers=3),
     "glm4_moe_bf16_files": dict(family="glm4_moe", vocab=131),
     "deepseek_moe_bf16_files": dict(family="deepseek_v3", vocab=131),
+    "gpt_oss_bf16_files": dict(family="gpt_oss", vocab=131),
 }
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
 CHECKED = {

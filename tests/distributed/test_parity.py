@@ -171,11 +171,14 @@ def test_export_gives_back_the_checkpoint_bit_for_bit(runs, case):
     assert (exported / "config.json").read_text() == (folder / model / "config.json").read_text()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "moe" in case])
+@pytest.mark.parametrize("case", [case for case in CASES if case.partition("/")[0] in MIXTURES])
 def test_gathering_a_bucket_takes_its_slices_and_the_bucket_on_any_rank(runs, case):
-    """And, for a moment, one parameter's parts: never a whole layer's experts, let alone the model's."""
+    """And, for a moment, one parameter's parts: never a whole layer's experts, let alone the model's. Servers take
+    gpt-oss's experts in stacks of a layer, which are larger than a bucket."""
     for peak, largest, whole in runs[0][f"{case}/peaks"]:
-        assert peak <= 2 * max(BUCKET_BYTES, largest) + largest < whole / 3
+        bound = 2 * max(BUCKET_BYTES, largest) + largest
+        assert peak <= bound
+        assert bound < whole / 3 if case.partition("/")[0] != "gpt_oss" else BUCKET_BYTES < largest
 
 
 @pytest.mark.parametrize("scaled", ["llama3_rope", "mistral_yarn"])
