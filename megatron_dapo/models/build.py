@@ -362,7 +362,13 @@ def _block_spec(
     else:
         local = spec.of_local_layers()
         local_rotary = Rotary(local, device()) if local else None
-        make = partial(local_layer_spec, spec.qk_norm, rotary=rotary, local_rotary=local_rotary)
+        make = partial(
+            local_layer_spec,
+            spec.qk_norm,
+            rotary=rotary,
+            local_rotary=local_rotary,
+            linear_biases=spec.linear_biases,
+        )
     kinds = {
         has_experts: make(num_experts if has_experts else None) for has_experts in {*map(spec.has_experts, numbers)}
     }

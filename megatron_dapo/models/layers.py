@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
@@ -334,18 +334,37 @@ def angles_of(angles: Tensor, is_local: bool) -> Tensor:
     return angles.unflatten(-1, (2, 2, -1))[..., :, int(is_local), :].flatten(-2)
 
 
+class BiasedExpertOutput(RowParallelLinear):
+    """The last product of an expert that has a bias.
+
+    Megatron adds the bias to the product in place, which autograd forbids where the product is what another function of
+    its own gave back as it was: it is where there is nothing to be summed over ranks.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def local_layer_spec(
-    qk_norm: bool, num_experts: int | None, rotary: Rotary, local_rotary: Rotary | None = None
+    qk_norm: bool,
+    num_experts: int | None,
+    rotary: Rotary,
+    local_rotary: Rotary | None = None,
+    *,
+    linear_biases: bool = False,
 ) -> ModuleSpec:
     """Return Megatron's layer without Transformer Engine, with the parts above in their places.
 
     The attention rotates by itself: the model around it is built without position embeddings. num_experts: none =
-    dense. local_rotary: of layers with a window; none = `rotary`.
+    dense. local_rotary: of layers with a window; none = `rotary`. linear_biases: experts have biases.
     """
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     if num_experts:
         submodules_of(layer.mlp).router = Router
+        if linear_biases:
+            submodules_of(submodules_of(layer.mlp).experts).linear_fc2 = BiasedExpertOutput
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary, "local_rotary": local_rotary})

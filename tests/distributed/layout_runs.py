@@ -1,6 +1,7 @@
 """One rollout step at many layouts, and the comparison of what two of them gave."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,26 +13,35 @@ Layouts = dict[int, dict[str, tuple[dict, dict[str, list[str]]]]]
 """Number of processes -> name of a layout -> (its sizes, variant -> overrides of the config)."""
 
 
-def run_layouts(folder: Path, model: Path, layouts: Layouts, reference: Path | None = None) -> dict[str, dict]:
+def run_layouts(
+    folder: Path, model: Path, layouts: Layouts, reference: Path | None = None, others: Mapping[str, Path] | None = None
+) -> dict[str, dict]:
     """Return what `layout_worker` gave, under "layout/variant". One start per number of processes runs all its layouts.
 
-    REFERENCE in an override stands for the path of the reference model.
+    REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of another one.
     """
+    paths = {"REFERENCE": reference} | {f"OTHER({name})": path for name, path in (others or {}).items()}
     results: dict[str, dict] = {}
     for world, of_world in layouts.items():
         out, task = folder / f"{model.name}{world}.pt", folder / f"{model.name}{world}.json"
         rows = [(name, sizes, variants) for name, (sizes, variants) in of_world.items()]
         text = json.dumps({"model": str(model), "out": str(out), "layouts": rows})
-        task.write_text(text.replace("REFERENCE", str(reference)))
+        for name, path in paths.items():
+            text = text.replace(name, str(path))
+        task.write_text(text)
         run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
         results |= torch.load(out)
     return results
 
 
-def with_latent(variants: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return them, and the same of REFERENCE, a model whose attention is latent, in place of the model."""
-    latent = ["actor_rollout_ref.model.path=REFERENCE"]
-    return variants | {f"latent_{name}": [*latent, *overrides] for name, overrides in variants.items()}
+def with_others(others: Iterable[str], variants: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return them, and the same of each of these models in place of the model."""
+    of_others = {
+        f"{other}_{name}": [f"actor_rollout_ref.model.path=OTHER({other})", *overrides]
+        for other in others
+        for name, overrides in variants.items()
+    }
+    return variants | of_others
 
 
 def cases_of(layouts: Layouts) -> list[str]:

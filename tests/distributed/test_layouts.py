@@ -7,11 +7,12 @@ single-process run.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
-from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts, with_latent
+from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts, with_others
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -267,9 +268,7 @@ def mixture_variants(layout: str) -> dict[str, list[str]]:
     return MIXTURE_VARIANTS | MIXTURE_EXTRAS.get(layout, {})
 
 
-MIXTURE_WORLD_SIZES = {
-    name: 1 if name == "tp1" else 2 if name in list(MIXTURE_LAYOUTS)[1:7] else 4 for name in MIXTURE_LAYOUTS
-}
+MIXTURE_WORLD_SIZES = {n: 1 if n == "tp1" else 2 if n in list(MIXTURE_LAYOUTS)[1:7] else 4 for n in MIXTURE_LAYOUTS}
 
 
 @pytest.fixture(scope="module")
@@ -321,32 +320,33 @@ FAMILY_CASES = [
 ]
 
 
-# a dense first layer, shared experts, a router with a bias; and a latent attention
+# a dense first layer, shared experts, a router with a bias; a latent attention; sinks, windows and biases everywhere
+OTHERS = {"latent": "deepseek_v3", "gpt_oss": "gpt_oss"}
+with_them = partial(with_others, OTHERS)
 SMALL = {"small": CUTS["small"]}
-TP_EP = {"tp": 2, "sp": True, "ep": 2}
-PP_EP = {"pp": 2, "ep": 2}
+TP_EP, PP_EP = {"tp": 2, "sp": True, "ep": 2}, {"pp": 2, "ep": 2}
 SHARED_LAYOUTS: Layouts = {
-    1: {"tp1": ({}, with_latent({"whole": [], "bfloat16": HALF_PRECISION, **RECOMPUTED}))},
+    1: {"tp1": ({}, with_them({"whole": [], "bfloat16": HALF_PRECISION, **RECOMPUTED}))},
     2: {
-        "tp2_sp_ep2": (TP_EP, with_latent(SMALL | RECOMPUTED)),
-        "pp2": ({"pp": 2}, with_latent({"uneven": [f"{LAYERS}=[1,2]", *CUTS["small"]]})),
-        "cp2_ep2": ({"cp": 2, "ep": 2}, with_latent(SMALL)),
+        "tp2_sp_ep2": (TP_EP, with_them(SMALL | RECOMPUTED)),
+        "pp2": ({"pp": 2}, with_them({"uneven": [f"{LAYERS}=[1,2]", *CUTS["small"]]})),
+        "cp2_ep2": ({"cp": 2, "ep": 2}, with_them(SMALL)),
     },
     4: {
-        "tp2_sp_dp2_ep2": (TP_EP, with_latent({"sharded": MIXTURE_VARIANTS["distributed_optimizer"]})),
+        "tp2_sp_dp2_ep2": (TP_EP, with_them({"sharded": MIXTURE_VARIANTS["distributed_optimizer"]})),
         "tp2_sp_dp2_ep2_etp2": (TP_EP | {"etp": 2}, SMALL),
-        "pp2_dp2_ep2": (PP_EP, with_latent({"padded": CUTS["padded"]}) | {"uneven": [f"{LAYERS}=[0,3]"]}),
+        "pp2_dp2_ep2": (PP_EP, with_them({"padded": CUTS["padded"]}) | {"uneven": [f"{LAYERS}=[0,3]"]}),
     },
 }
 
 
 @pytest.fixture(scope="module")
 def shared_mixture(tmp_path_factory) -> dict[str, dict]:
-    """As `results`, of a GLM-4.5 and, under latent_*, of a DeepSeek-V3."""
+    """As `results`, of a GLM-4.5, and of the others under their names."""
     folder = tmp_path_factory.mktemp("shared_mixture")
     shape = dict(vocab=67, layers=3, hidden=32, heads=4, kv_heads=2)
-    model, latent = (make_tiny(folder / name, name, **shape) for name in ("glm4_moe", "deepseek_v3"))
-    return run_layouts(folder, model, SHARED_LAYOUTS, latent)
+    model, *others = (make_tiny(folder / name, name, **shape) for name in ("glm4_moe", *OTHERS.values()))
+    return run_layouts(folder, model, SHARED_LAYOUTS, others=dict(zip(OTHERS, others, strict=True)))
 
 
 SHARED_CASES = cases_of(SHARED_LAYOUTS)
@@ -391,7 +391,8 @@ def test_layers_of_other_families_give_the_same_in_every_layout(families, case):
 
 @pytest.mark.parametrize("case", [case for case in SHARED_CASES if "bfloat16" not in case])
 def test_dense_layers_and_shared_experts_get_the_gradients_of_one_process_and_biases_stay(shared_mixture, case):
-    assert_same(shared_mixture[case], shared_mixture["tp1/latent_whole" if "latent" in case else "tp1/whole"])
+    name = next((f"{other}_whole" for other in OTHERS if other in case), "whole")
+    assert_same(shared_mixture[case], shared_mixture[f"tp1/{name}"])
     assert shared_mixture[case]["first"]["actor/ratio_max"] == 1.0
 
 
