@@ -182,8 +182,9 @@ def _mark_experts(chunk: ModelChunk) -> None:
     """Mark the experts: they have groups of their own to be reduced over. Megatron marks them so only where EP > 1:
     with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
     for parameter in expert_parameters(chunk):
-        # the second for the norm: counted on every rank of their groups. Transformer Engine's lack it where EP > 1
-        mark(parameter, allreduce=False, tensor_model_parallel=True)
+        # the second for the norm: counted on every rank of their groups. Transformer Engine's lack it where EP > 1.
+        # The third since Megatron has the bias of a row-parallel product summed over TP ranks, which an expert's is not
+        mark(parameter, allreduce=False, tensor_model_parallel=True, sequence_parallel=False)
 
 
 def _mark_sinks(chunk: ModelChunk) -> None:
