@@ -24,7 +24,7 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.lora import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.config.schema import Config
-from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec
 from megatron_dapo.planner.pipeline import split_of
 
 WHOLE_MODULES = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -161,17 +161,20 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     experts = 0
     if spec.moe is not None:
         shared += num_moe * (spec.moe.num_experts * hidden + 3 * hidden * spec.moe.shared_ffn_size // tp)
-        expert = 3 * hidden * spec.ffn_size // sizes.etp
-        if spec.linear_biases:
-            shared += num_moe * spec.moe.num_experts
-            expert += 2 * spec.ffn_size + hidden
-        experts = num_moe * (spec.moe.num_experts // sizes.ep) * expert
+        shared += num_moe * spec.moe.num_experts if spec.linear_biases else 0
+        experts = num_moe * (spec.moe.num_experts // sizes.ep) * expert_parameters(spec) // sizes.etp
     vocabulary = spec.padded_vocab_size(tp) // tp * hidden
     shared += vocabulary if stage == 0 else 0
     if stage == sizes.pp - 1:
         is_same = spec.tied_embeddings and sizes.pp == 1
         shared += hidden + (hidden + 1 if spec.value_head else 0 if is_same else vocabulary)
     return shared, experts
+
+
+def expert_parameters(spec: ModelSpec) -> int:
+    """Return how many parameters one expert of a layer has."""
+    biases = 2 * spec.ffn_size + spec.hidden_size if spec.linear_biases else 0
+    return 3 * spec.hidden_size * spec.ffn_size + biases
 
 
 def _attention_on_rank(spec: ModelSpec, tp: int) -> dict[str, tuple[int, int]]:
@@ -390,9 +393,12 @@ def _composed_head_bytes(tokens: int, rows: int, columns: int, hidden: int, widt
 
 def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
     """Return the bytes of two flat buckets (weight_sync/sender.py), and of the bucket that is being gathered, in slices
-    and whole. A larger tensor travels alone: the embedding, or one of an MLP."""
+    and whole. A larger tensor travels alone: the embedding, one of an MLP, or a stack of those of all experts."""
     bucket = config.weight_sync.bucket_size_mb * MIB
-    largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * spec.hidden_size * dtype_bytes(config)
+    rows = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size)
+    if spec.moe is not None and FAMILIES[spec.family].stacked_experts:
+        rows = max(rows, 2 * spec.moe.num_experts * spec.ffn_size)
+    largest = rows * spec.hidden_size * dtype_bytes(config)
     return 2 * bucket + 2 * max(bucket, largest)
 
 

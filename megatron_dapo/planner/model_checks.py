@@ -17,7 +17,7 @@ from megatron_dapo.config.lora import ALL_LINEAR, LINEAR_MODULES, target_modules
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.experts import num_experts_of
-from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec, model_spec
+from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, critic_spec, model_spec
 from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.storage.model_folder import ModelFolder
 
@@ -132,12 +132,19 @@ def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
             f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the model's num_experts "
             f"{num_experts}; choose a divisor of {num_experts}.",
         )
-    width = _size(model, "moe_intermediate_size")
-    if width and width % sizes.etp:
+    width_key = _expert_width_key(model)
+    width = _size(model, width_key)
+    if sizes.etp > 1 and _has_biased_experts(model):
+        yield Mistake(
+            (f"{MEGATRON}.expert_tensor_parallel_size",),
+            f"{MEGATRON}.expert_tensor_parallel_size is {sizes.etp}, but Megatron-core cuts no experts with biases "
+            f"({_architecture(model)}); set it to 1.",
+        )
+    elif width and width % sizes.etp:
         yield Mistake(
             (f"{MEGATRON}.expert_tensor_parallel_size",),
             f"{MEGATRON}.expert_tensor_parallel_size is {sizes.etp}, but does not divide the model's "
-            f"moe_intermediate_size {width}; choose a divisor of {width}.",
+            f"{width_key} {width}; choose a divisor of {width}.",
         )
     if sizes.tp > 1 and not megatron.sequence_parallel:
         yield Mistake(
@@ -161,6 +168,17 @@ def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
 
 def _architecture(model: dict[str, Any]) -> str:
     return (model.get("architectures") or ["unknown"])[0]
+
+
+def _expert_width_key(model: dict[str, Any]) -> str:
+    """Return the name of the width of an expert in a mixture's config.json."""
+    family = FAMILIES.get(_architecture(model))
+    return family.ffn_key if family else "moe_intermediate_size"
+
+
+def _has_biased_experts(model: dict[str, Any]) -> bool:
+    family = FAMILIES.get(_architecture(model))
+    return family is not None and family.is_gpt_oss
 
 
 def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
@@ -259,7 +277,7 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
         return
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     keys = (f"{ROLLOUT}.server.tensor_model_parallel_size", f"{ROLLOUT}.server_urls", f"{ROLLOUT}.server_urls_file")
-    names = ("num_attention_heads", *(["moe_intermediate_size"] if num_experts_of(model) else []))
+    names = ("num_attention_heads", *([_expert_width_key(model)] if num_experts_of(model) else []))
     sizes = {name: size for name in names if (size := _size(model, name)) is not None and size % tp}
     for name, size in sizes.items():
         yield Mistake(

@@ -79,6 +79,29 @@ def _llama3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> di
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return _decoder("GptOssForCausalLM", 2880, layers, 64, 8, 2880) | {
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "num_local_experts": experts,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+
+
 def _decoder(architecture: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -163,6 +186,9 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "vocab_size": 129280,
     },
+    # openai/gpt-oss-*: arXiv 2508.10925, section 2; in bfloat16, not in MXFP4 as they are published
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
     "llama-3.1-8b": _llama3(4096, 32, 32, 8, 14336),
     "llama-3.1-70b": _llama3(8192, 80, 64, 8, 28672),

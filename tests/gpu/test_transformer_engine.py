@@ -20,7 +20,7 @@ FP8_LOG_PROBS = 0.5  # 3 bits of mantissa
 # near ties send a few tokens to other experts: between float32 and bfloat16 on a CPU 0.054 for this model of Qwen3-MoE
 ROUTED_LOG_PROBS = 0.2
 DENSE = ["qwen2", "qwen3", "llama", "glm4", "gemma3"]
-MIXTURES = ["qwen3_moe", "glm4_moe"]
+MIXTURES = ["qwen3_moe", "glm4_moe", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,9 @@ def test_experts_are_spread_over_tensor_and_data_parallel_ranks(num_experts):
     (sentence,) = mistakes("trainer.n_procs_per_node=8 etp=8", model_json=model | {"moe_intermediate_size": 36})
     assert "expert_tensor_parallel_size is 8" in sentence and "moe_intermediate_size 36" in sentence
     assert mistakes("trainer.n_procs_per_node=8 etp=8 actor_rollout_ref.model.lora_rank=4", model_json=model) == []
+    biased = model | {"architectures": ["GptOssForCausalLM"]}
+    (sentence,) = mistakes("trainer.n_procs_per_node=8 etp=2", model_json=biased)
+    assert "expert_tensor_parallel_size is 2" in sentence and "no experts with biases (GptOssForCausalLM)" in sentence
     (sentence,) = mistakes("trainer.n_procs_per_node=2 etp=2")
     assert "expert_tensor_parallel_size is 2" in sentence and "no experts (Qwen2ForCausalLM)" in sentence
 

@@ -20,7 +20,14 @@ from megatron_dapo.models import build
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.latent_attention import LatentSelfAttention
-from megatron_dapo.models.layers import OutputNorm, PackedAttention, RMSNorm, TwoRopesAttention, gelu_tanh
+from megatron_dapo.models.layers import (
+    OutputNorm,
+    PackedAttention,
+    RMSNorm,
+    TwoRopesAttention,
+    gelu_tanh,
+    quick_gelu,
+)
 from megatron_dapo.models.rotary import rotary_frequencies
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.models.weight_source import WeightSource
@@ -31,10 +38,11 @@ from tests.tiny_models import make_tiny
 
 # after megatron_dapo.models, which prepares megatron.core for this machine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.transformer.attention import SelfAttention  # isort: skip
 
 pytestmark = pytest.mark.unit
 
-FAMILIES = ("glm4", "gemma3", "deepseek_v3")
+FAMILIES = ("glm4", "gemma3", "deepseek_v3", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +170,23 @@ def test_transformer_engine_is_told_of_gemmas_windows_norms_and_frequencies(monk
     frequencies = [rotary_frequencies(spec), rotary_frequencies(spec.of_local_layers())]
     assert torch.equal(chunk.rotary_pos_emb.inv_freq, torch.cat(frequencies)) and not torch.equal(*frequencies)
     assert chunk.embedding_scale == 9.8125
+
+
+def test_transformer_engine_is_told_of_gpt_oss_windows_sinks_biases_and_activation(monkeypatch, layout, paths):
+    config, layer, _, chunk = what_megatron_is_told(monkeypatch, layout, paths["gpt_oss"])
+    assert (config.window_size, config.window_attn_skip_freq) == ((7, 0), [1, 0, 1, 0])
+    assert config.softmax_type == "learnable" and config.add_bias_linear and config.moe_grouped_gemm
+    assert (config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset) == (quick_gelu, 1, 1)
+    assert not config.bias_activation_fusion and not config.bias_dropout_fusion
+    assert layer.submodules.self_attention.module is SelfAttention  # all layers rotate alike
+    assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(read_model_spec(paths["gpt_oss"])))
+
+
+def test_each_rank_has_its_heads_sinks_and_counts_them_in_the_norm(models):
+    for layer in models["gpt_oss"].chunks[0].decoder.layers:
+        sinks = layer.self_attention.core_attention.softmax_offset
+        assert sinks.shape == (4,) and sinks.tensor_model_parallel and sinks.partition_dim == 0
+        assert all(not parameter.sequence_parallel for parameter in layer.mlp.experts.parameters())
 
 
 def test_transformer_engine_is_told_that_glm_4_rotates_a_part(monkeypatch, layout, paths):

@@ -267,6 +267,64 @@ def test_what_is_not_supported_of_deepseek_v3_is_named(change, named):
     assert named in sentence
 
 
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": None}
+
+
+def test_gpt_oss_is_read_as_published_but_for_its_mxfp4():
+    spec = model_spec(GPT_OSS_20B)
+    assert spec.moe == MoEConfig(num_experts=32, experts_per_token=4, norm_topk_prob=True)
+    assert spec.windows == Windows(128, (True, False) * 12, rope_theta=None) and spec.of_local_layers() is None
+    assert (spec.activation, spec.glu_limit) == ("quick_gelu", 7.0)
+    assert spec.attention_sinks and spec.linear_biases and spec.qkv_bias and not spec.rope_scaling.truncate
+    assert attention_scale(spec) == pytest.approx((0.1 * math.log(32) + 1) ** 2 / 8, rel=1e-12)
+    # arXiv 2508.10925, table 1: 20.91B and 3.61B active, 116.83B and 5.13B, both without the embedding's rows
+    for config, total, active in ((GPT_OSS_20B, 20.91, 3.61), (GPT_OSS_120B, 116.83, 5.13)):
+        spec = model_spec(config)
+        assert round(sum(math.prod(shape) for shape in hf_tensors(spec).values()) / 1e9, 2) == total
+        assert round(active_parameters(spec) / 1e9, 2) == active
+    with pytest.raises(UserError, match="`quantization_config: .*mxfp4.*` is not supported .*bfloat16"):
+        model_spec(GPT_OSS_20B | {"quantization_config": {"quant_method": "mxfp4"}})
+    absent = ("layer_types", "sliding_window", "head_dim", "num_key_value_heads", "rope_theta", "swiglu_limit")
+    assert model_spec({key: value for key, value in GPT_OSS_20B.items() if key not in absent}) == model_spec(
+        GPT_OSS_20B
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_bias": False}, "`attention_bias: False` is not supported"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5"),
+        ({"hidden_act_alpha": 1.5}, "hidden_act_alpha: 1.5"),
+        ({"swiglu_limit": None}, "`swiglu_limit` is missing"),
+        ({"swiglu_limit": 0}, "`swiglu_limit: 0` is not a number above 0"),
+        ({"norm_topk_prob": False}, "norm_topk_prob: False"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: True"),
+        ({"rope_scaling": None}, "`rope_parameters` is missing"),
+        ({"sliding_window": None}, "`sliding_window` is missing"),
+        ({"layer_types": ["chunked_attention"] * 24}, "layer_types: ['chunked_attention'"),
+        ({"intermediate_size": None}, "`intermediate_size` is missing"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_of_gpt_oss_is_named(change, named):
+    with pytest.raises(UserError) as error:
+        model_spec(GPT_OSS_20B | change)
+    (sentence,) = error.value.sentences
+    assert named in sentence
+
+
 MISTRAL = {
     "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
     "hidden_size": 5120, "intermediate_size": 14336, "max_position_embeddings": 128000, "model_type": "mistral",

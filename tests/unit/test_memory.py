@@ -30,6 +30,7 @@ from megatron_dapo.planner.memory import (
     server_memory,
     shortage,
     trainer_memory,
+    weight_sync_bytes,
 )
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES
 from megatron_dapo.planner.plan import process_plan
@@ -63,6 +64,8 @@ def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
     router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "n_group": 4, "topk_group": 1}
     sizes |= latent | router | {"num_key_value_heads": 12} if FAMILIES[architecture].is_latent else {}
     sizes |= {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    sizes |= {"rope_parameters": yarn} if FAMILIES[architecture].is_gpt_oss else {}
     spec = model_spec(sizes)
     shapes = hf_tensors(spec)
     expected = sum(math.prod(shapes[name]) for name in shapes if not name.endswith(ROUTER_BIAS))  # it is not trained
@@ -311,6 +314,12 @@ def test_a_latent_attention_is_counted_by_hand():
     assert server_memory(load_config(None, []), spec).kv_per_token == 61 * 576 * 2 == 70_272
     # queries with keys 192, weights with values 128 wide, over 3 + 2 + 1 pairs
     assert attention_flops(spec, [3]) == 61 * 2 * 128 * (192 + 128) * 6
+
+
+def test_a_stack_of_experts_is_gathered_and_sent_whole():
+    """gpt-oss-20b's largest tensor: 32 experts x 5760 x 2880 numbers of 2 bytes, 1.06 GB, in a bucket of 256 MiB."""
+    spec = model_spec(MODEL_SHAPES["gpt-oss-20b"])
+    assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * 2**20 + 2 * 32 * 5760 * 2880 * 2
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():

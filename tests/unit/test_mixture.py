@@ -58,6 +58,13 @@ def test_a_sigmoid_router_and_shared_experts_are_those_of_transformers(layout, t
     assert_layer_is_that_of_transformers(model, layout, path, layer=1)
 
 
+def test_biased_experts_with_a_limit_are_those_of_transformers(layout, tmp_path):
+    path = make_tiny(tmp_path, "gpt_oss", layers=1, hidden=HIDDEN, num_experts=EXPERTS, experts_per_token=3)
+    model = build_model(read_model_spec(path), layout, MegatronConfig())
+    load_hf_weights(model, path, layout)
+    assert_layer_is_that_of_transformers(model, layout, path, layer=0)
+
+
 def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayout, path: Path, layer: int) -> None:
     """Compare the outputs and all gradients of a layer's experts with those of transformers in float64."""
     generator = torch.Generator().manual_seed(0)
@@ -75,14 +82,17 @@ def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayo
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     block = oracle.model.layers[layer].mlp
     exact_in = x.double().transpose(0, 1).requires_grad_()  # [B, S, H] there
-    exact = block(exact_in)
+    is_gpt_oss = hasattr(block, "router")
+    exact, *_ = block(exact_in) if is_gpt_oss else (block(exact_in),)
     exact.backward(outgoing.double().transpose(0, 1))
-    _, _, chosen = block.gate(exact_in[0])
+    _, _, chosen = (block.router if is_gpt_oss else block.gate)(exact_in[0])
     counts = chosen[is_token].flatten().bincount(minlength=EXPERTS).tolist()
     assert model.chunks[0].expert_load.counts[-1].tolist() == [*counts, 20 * chosen.size(1)]
     expected = {name: value.grad for name, value in block.named_parameters() if not name.startswith("experts.")}
     expected |= {name: torch.zeros_like(value) for name, value in block.named_buffers()}  # the bias gets no gradient
-    for e in range(EXPERTS):
+    if is_gpt_oss:
+        expected |= {name: value.grad for name, value in block.named_parameters()}
+    for e in range(0 if is_gpt_oss else EXPERTS):
         gate, up = block.experts.gate_up_proj.grad[e].chunk(2)
         parts = {"gate_proj": gate, "up_proj": up, "down_proj": block.experts.down_proj.grad[e]}
         expected |= {f"experts.{e}.{part}.weight": value for part, value in parts.items()}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,9 +64,17 @@ def query_key_value(length: int, dtype=torch.float32, device="cpu", seed=0) -> l
     return [torch.randn(shape, generator=g).to(device, dtype).detach().requires_grad_() for shape in shapes]
 
 
-def attention(window: int | None = None) -> PackedAttention:
+SINKS = (-1.0, 0.5, 2.0, 0.0)
+
+
+def attention(window: int | None = None, sinks: tuple[float, ...] = ()) -> PackedAttention:
     config = replace(CONFIG, window_size=(window - 1, 0)) if window else CONFIG
-    return PackedAttention(config, 1, rotary=Rotary(SPEC, "cpu"))
+    if not sinks:
+        return PackedAttention(config, 1, rotary=Rotary(SPEC, "cpu"))
+    config, ranks = replace(config, softmax_type="learnable"), SimpleNamespace(tp=None)
+    layer = PackedAttention(config, 1, rotary=Rotary(SPEC, "cpu"), pg_collection=ranks)
+    layer.softmax_offset.data.copy_(torch.tensor(sinks))
+    return layer
 
 
 @settings(max_examples=30)
@@ -111,21 +120,22 @@ def test_the_kept_tables_are_those_of_the_micro_batch_at_hand():
     "lengths", [[7, 12], [5, 9, 5, 1, 9, 5], [8, 3, 150, 145, 16]], ids=["pair", "equal lengths", "like lengths"]
 )
 @pytest.mark.parametrize("window", [None, 6])
-def test_packed_segments_are_single_runs_bit_for_bit(lengths, window):
+@pytest.mark.parametrize("sinks", [(), SINKS], ids=["no sinks", "sinks"])
+def test_packed_segments_are_single_runs_bit_for_bit(lengths, window, sinks):
     """And those of an unpacked run, which is not padded, within float32's rounding."""
     packed = query_key_value(sum(lengths))
-    out = attention(window)(*packed, packed_seq_params=packing(lengths))
+    out = attention(window, sinks)(*packed, packed_seq_params=packing(lengths))
     out.square().sum().backward()
     start = 0
     for length in lengths:
         part = slice(start, start + length)
         alone = [t.detach()[part].clone().requires_grad_() for t in packed]
-        single = attention(window)(*alone, packed_seq_params=packing([length]))
+        single = attention(window, sinks)(*alone, packed_seq_params=packing([length]))
         single.square().sum().backward()
         assert torch.equal(out[part], single)
         assert all(torch.equal(a.grad[part], b.grad) for a, b in zip(packed, alone, strict=True))
         unpacked = [t.detach().clone().requires_grad_() for t in alone]
-        rectangle = attention(window)(*(t[:, None] for t in unpacked))  # [S, 1, heads, dim]
+        rectangle = attention(window, sinks)(*(t[:, None] for t in unpacked))  # [S, 1, heads, dim]
         rectangle.square().sum().backward()
         torch.testing.assert_close(single, rectangle[:, 0])
         for a, b in zip(alone, unpacked, strict=True):
@@ -171,11 +181,13 @@ def test_padded_segments_end_with_their_last_token_and_find_their_way_back(lengt
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 6], ids=["all", "itself", "three", "the longest"])
-def test_attention_is_causal_softmax_of_rotated_products(window):
+@pytest.mark.parametrize("sinks", [(), SINKS], ids=["no sinks", "sinks"])
+def test_attention_is_causal_softmax_of_rotated_products(window, sinks):
     """Float64, term by term: pairs (x_i, x_{i + dim/2}) turn by position / theta^(2i/dim). A window counts the token
-    itself."""
+    itself. A head's sink takes its part of the softmax, and adds nothing."""
     lengths = [4, 6]
-    query, key, value = (t.detach().double() for t in query_key_value(sum(lengths)))
+    query, key, value = inputs = [t.detach().double().requires_grad_() for t in query_key_value(sum(lengths))]
+    sink = torch.tensor(sinks or [float("-inf")] * HEADS, dtype=torch.float64, requires_grad=bool(sinks))
     place = torch.cat([torch.arange(n) for n in lengths]).double()
     angle = place[:, None] / SPEC.rope_theta ** (torch.arange(0, DIM, 2).double() / DIM)
 
@@ -190,10 +202,16 @@ def test_attention_is_causal_softmax_of_rotated_products(window):
     distance = torch.arange(10)[:, None] - torch.arange(10)
     visible = (segment[:, None] == segment) & (distance >= 0) & (distance < (window or 10))
     scores = torch.einsum("thd,shd->hts", query, key) / DIM**0.5
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    expected = torch.einsum("hts,shd->thd", weights, value).flatten(1)
-    got = attention(window)(*query_key_value(sum(lengths)), packed_seq_params=packing(lengths))
+    scores = torch.cat([scores.masked_fill(~visible, float("-inf")), sink[:, None, None].expand(-1, 10, 1)], -1)
+    expected = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :-1], value).flatten(1)
+    layer, own = attention(window, sinks), query_key_value(sum(lengths))
+    got = layer(*own, packed_seq_params=packing(lengths))
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)  # float32 sums of 16 terms of order 1
+    got.square().sum().backward()
+    expected.square().sum().backward()
+    pairs = [*zip(own, inputs, strict=True), *([(layer.softmax_offset, sink)] if sinks else [])]
+    for ours, exact in pairs:
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_with_a_window_turn_by_frequencies_of_their_own():

@@ -60,6 +60,8 @@ PUBLISHED_PARAMETERS = {
     "glm-4.5-air": 106_852_245_504,  # this and the next as transformers counts them
     "glm-4.5": 352_797_814_784,
     "deepseek-v3": 671_026_404_352,  # without the routers' biases
+    "gpt-oss-20b": 20_914_757_184,  # this and the next as transformers counts them
+    "gpt-oss-120b": 116_829_156_672,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
 }
