@@ -317,9 +317,9 @@ def test_a_latent_attention_is_counted_by_hand():
 
 
 def test_a_stack_of_experts_is_gathered_and_sent_whole():
-    """gpt-oss-20b's largest tensor: 32 experts x 5760 x 2880 numbers of 2 bytes, 1.06 GB, in a bucket of 256 MiB."""
-    spec = model_spec(MODEL_SHAPES["gpt-oss-20b"])
-    assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * 2**20 + 2 * 32 * 5760 * 2880 * 2
+    """gpt-oss-120b's largest tensor: 128 experts x 5760 x 2880 numbers of 2 bytes, 4.2 GB, beside buckets of 256 MiB."""
+    spec = model_spec(MODEL_SHAPES["gpt-oss-120b"])
+    assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * 2**20 + 2 * 128 * 5760 * 2880 * 2
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
