@@ -317,7 +317,7 @@ def test_a_latent_attention_is_counted_by_hand():
 
 
 def test_a_stack_of_experts_is_gathered_and_sent_whole():
-    """gpt-oss-120b's largest tensor: 128 experts x 5760 x 2880 numbers of 2 bytes, 4.2 GB, beside buckets of 256 MiB."""
+    """gpt-oss-120b's largest tensor: 128 experts x 5760 x 2880 numbers of 2 bytes, beside buckets of 256 MiB."""
     spec = model_spec(MODEL_SHAPES["gpt-oss-120b"])
     assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * 2**20 + 2 * 128 * 5760 * 2880 * 2
 
