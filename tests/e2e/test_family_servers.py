@@ -1,6 +1,7 @@
 """Families whose layers differ, in a real server: the same model as in transformers, before and after a push."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,13 +27,20 @@ NUM_TENSORS = {
     "glm4_moe": (2 + 1 + 2 + 2) + (2 + 1 + 2 + 2 + 2 + 2) + 3,
     # a layer's attention: both vectors' and keys' product in one, two norms, two products of the vectors, o
     "deepseek_v3": (1 + 2 + 2 + 1 + 2 + 2) + (1 + 2 + 2 + 1 + 2 + 2 + 2 + 2) + 3,
+    # qkv, o and the router with biases, sinks, two norms, two of all experts with biases
+    "gpt_oss": 2 * (2 + 2 + 2 + 1 + 2 + 4) + 3,
 }
 
 
 @pytest.fixture(scope="module")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of checkpoints that are said to be in bfloat16, as the published ones; servers of a CPU compute in float32."""
     folder = tmp_path_factory.mktemp("models")
-    return {family: make_tiny(folder / family, family, vocab=65, layers=2) for family in NUM_TENSORS}
+    paths = {family: make_tiny(folder / family, family, vocab=65, layers=2) for family in NUM_TENSORS}
+    for path in paths.values():
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return paths
 
 
 @pytest.fixture(scope="module")

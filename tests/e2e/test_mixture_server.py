@@ -69,10 +69,12 @@ async def generate(server: ServerSupervisor):
 
 
 def with_weights_of(version: int, model_path: Path, folder: Path) -> Path:
-    """The checkpoint as the trainer's weights are at this version."""
+    """The checkpoint as the trainer's weights are at this version, and as a server of gpt-oss rounds the sinks."""
     shutil.copytree(model_path, folder)
     tensors = load_file(model_path / "model.safetensors")
-    save_file({name: changed(tensor, version) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    tensors = {name: changed(tensor, version) for name, tensor in tensors.items()}
+    sinks = {name: tensor.bfloat16().float() for name, tensor in tensors.items() if name.endswith(".sinks")}
+    save_file(tensors | sinks, folder / "model.safetensors")
     return folder
 
 

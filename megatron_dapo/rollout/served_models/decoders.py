@@ -7,13 +7,13 @@ that lacks a package. It still does so for an architecture that is not in this l
 from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
 from sglang.srt.models.glm4 import Glm4ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
-from sglang.srt.models.gpt_oss import GptOssForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from megatron_dapo.rollout.served_deepseek import DeepseekV3ForCausalLM
+from megatron_dapo.rollout.served_gpt_oss import GptOssForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
