@@ -1,15 +1,20 @@
 """A batch that another model wrote is not trained on: the run says which server did, saves what it has, and stops."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from launch.local import main
 from megatron_dapo.common.exit_codes import MISMATCH_EXIT_CODE
 from megatron_dapo.data.types import Group, RolloutBatch
 from megatron_dapo.rollout.batch_files import write_batch
+from megatron_dapo.storage.run_folder import RunFolder
 from tests import mpi_replay
+from tests.forked_local import forks
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.distributed
@@ -60,14 +65,15 @@ def test_a_batch_of_another_model_ends_the_run_on_all_ranks_with_the_step_before
     if max_staleness:
         keys += [f"actor_rollout_ref.rollout.max_staleness={max_staleness}"]
         keys += ["algorithm.rollout_correction.rollout_is=token"]
-    done = mpi_replay.torchrun(
-        2, *mpi_replay.arguments(batches(tmp_path / "batches", 1 - max_staleness), tmp_path / "run", *keys)
-    )
-    assert done.returncode == MISMATCH_EXIT_CODE, done.stderr[-3000:]
-    [sentence] = [line for line in done.stderr.splitlines() if "is not trained on" in line]
+    run = RunFolder(tmp_path / "run")
+    with forks(), mock.patch.dict(os.environ):
+        code = main(mpi_replay.arguments(batches(tmp_path / "batches", 1 - max_staleness), run.path, *keys))
+    error = run.log("trainer-rank-0").read_text()
+    assert code == MISMATCH_EXIT_CODE, error[-3000:]
+    [sentence] = [line for line in error.splitlines() if "is not trained on" in line]
     assert "the batch of step 2 " in sentence and f"{MAX_MISMATCH} 8" in sentence
     by = {server: float(amount) for server, amount in re.findall(r"(http://\w+:\d) by ([\d.]+)", sentence)}
     assert list(by) == [FOREIGN, OWN] and by[FOREIGN] > 30 and by[OWN] < 12
-    assert [line["step"] for line in mpi_replay.metrics_of(tmp_path / "run")] == [1]
-    assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir() and not (tmp_path / "run" / "model").exists()
-    assert "Traceback" not in done.stderr
+    assert [line["step"] for line in mpi_replay.metrics_of(run.path)] == [1]
+    assert run.checkpoint(1).is_dir() and not run.model.exists()
+    assert not [log for log in run.logs.glob("trainer-rank-*.log") if "Traceback" in log.read_text()]

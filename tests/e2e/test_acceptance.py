@@ -1,7 +1,7 @@
 """The whole ladder of acceptance, at the sizes of a CPU: TP2 PP2 DP2, two servers, a kill.
 
-Programs that are neither killed nor checks of the machine are forks, which import nothing, and so are the servers and
-trainers that they start: half the time.
+Programs that are not checks of the machine are forks, which import nothing, and so are the servers and trainers that
+they start: half the time.
 """
 
 import json
@@ -19,19 +19,16 @@ from tests.forked_servers import START
 pytestmark = pytest.mark.e2e
 
 FORKED = ("launch.acceptance.environment", "benchmarks.", "checkpoints_tools.", "examples.")
-KILLED = ("lost_servers", "killed")  # runs of launch.local
 
 
 def popen(command: list[str], **options: Any) -> Any:
     """The program as a fork, or as a process."""
-    module, text = command[2], " ".join(command)
-    is_killed = any(f"/runs/{name} " in text for name in KILLED) and "trainer.resume=required" not in command
-    if module == "launch.local" and not is_killed:
+    module = command[2]
+    if module == "launch.local":
         return ForkedPopen([*command[:2], "tests.forked_local", *command[3:]], **options)
     return (ForkedPopen if module.startswith(FORKED) else START)(command, **options)
 
 
-@pytest.mark.timeout(600)  # a server that outlives the push it should die in is killed again, when it is back
 def test_a_machine_that_is_well_is_accepted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(child_process.subprocess, "Popen", popen)
     code = main(["--output", str(tmp_path / "new")])
