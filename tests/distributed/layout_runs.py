@@ -54,8 +54,10 @@ def assert_same(got: dict, expected: dict) -> None:
     """Assert that metrics, gradients and weights are equal but for rounding."""
     assert got["metrics"].keys() == expected["metrics"].keys()
     for name, value in expected["metrics"].items():
-        # means of terms of order 1 (sums of up to 24 of them) that cancel: a few float32 roundings remain, 6e-8 each
-        assert got["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        # means of terms of order 1 (sums of up to 24 of them) that cancel: a few float32 roundings remain, 6e-8 each.
+        # A largest ratio is of one token: exp of the difference of two log-probs, each exact to 1e-5 (test_parity.py)
+        rel = 2e-5 if name.endswith("ratio_max") else 1e-5
+        assert got["metrics"][name] == pytest.approx(value, rel=rel, abs=1e-6), name
     for what in ("gradients", "weights"):
         if what in got:
             assert got[what].keys() == expected[what].keys()

@@ -48,6 +48,9 @@ MOE_READERS = {
     "dp4_ep2_etp2": (4, {"ep": 2, "etp": 2}, True),
     "tp1": (1, {}, False),
 }
+# of gpt-oss: sinks, and experts with biases
+BIASED_WRITERS = {"biased_tp2_ep2": (2, {"tp": 2, "sp": True, "ep": 2}, True)}
+BIASED_READERS = {"dp2_ep2": (2, {"ep": 2}, False), "pp2": (2, {"pp": 2}, True), "tp1": (1, {}, False)}
 # of adapters, of which a checkpoint holds these alone
 LORA_WRITERS = {"lora_tp2": (2, {"tp": 2, "sp": True}, True)}
 LORA_READERS = {"pp2": (2, {"pp": 2}, False), "tp1": (1, {}, True)}
@@ -94,6 +97,8 @@ def kind_of(name: str, weights: str = "start") -> str:
     """The model of a writer's checkpoint. weights: "start", or "other" values, which loading must overwrite."""
     if is_lora(name):
         return "moe" if is_moe(name) else "start"  # weights that are in no checkpoint
+    if name.startswith("biased"):
+        return {"start": "biased", "other": "other_biased"}[weights]
     return {"start": "moe", "other": "other_moe"}[weights] if is_moe(name) else weights
 
 
@@ -101,6 +106,7 @@ def kind_of(name: str, weights: str = "start") -> str:
 READ_BY = (
     (WRITERS, READERS),
     (MIXTURE_WRITERS, MOE_READERS),
+    (BIASED_WRITERS, BIASED_READERS),
     (LORA_WRITERS, LORA_READERS),
     (LORA_MIXTURE_WRITERS, LORA_MIXTURE_READERS),
 )
@@ -131,6 +137,8 @@ def results(tmp_path_factory) -> dict[str, dict]:
         "plain": make_tiny(folder / "plain", "llama", **shape),
         "moe": make_tiny(folder / "moe", "glm4_moe", **mixture),
         "other_moe": make_tiny(folder / "other_moe", "glm4_moe", seed=5, **mixture),
+        "biased": make_tiny(folder / "biased", "gpt_oss", **mixture),
+        "other_biased": make_tiny(folder / "other_biased", "gpt_oss", seed=5, **mixture),
         "small": make_tiny(folder / "small", "qwen2", seed=5, vocab=67, layers=2, hidden=16, heads=2, kv_heads=2),
         "fewer_experts": make_tiny(folder / "fewer_experts", "glm4_moe", **{**mixture, "num_experts": 2}),
     }

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 REPLAYED = {mode: [f"actor_rollout_ref.actor.router_replay={mode}"] for mode in ("rollout", "old")}
 ROLLOUT = [*REPLAYED["rollout"], *CUTS["small"]]
 OLD = [*REPLAYED["old"], *CUTS["small"]]
+GPT_OSS = ["actor_rollout_ref.model.path=OTHER(gpt_oss)", *REPLAYED["rollout"]]  # its routers have biases
 LAYOUTS: Layouts = {
     1: {
         "tp1": (
@@ -23,6 +24,7 @@ LAYOUTS: Layouts = {
                 "rollout/whole": REPLAYED["rollout"],
                 "old/whole": REPLAYED["old"],
                 "off/whole": [],
+                "gpt_oss/whole": GPT_OSS,
                 "rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_full"]],
             },
         )
@@ -30,7 +32,11 @@ LAYOUTS: Layouts = {
     2: {
         "tp2_sp_ep2": (
             {"tp": 2, "sp": True, "ep": 2},
-            {"rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]], "old/small": OLD},
+            {
+                "rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]],
+                "old/small": OLD,
+                "gpt_oss/recomputed": [*GPT_OSS, *CUTS["small"], *RECOMPUTE["recompute_full"]],
+            },
         ),
         "tp2_sp_etp2": ({"tp": 2, "sp": True, "etp": 2}, {"old/small": OLD}),
         "cp2_ep2": ({"cp": 2, "ep": 2}, {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]}),
@@ -65,8 +71,9 @@ def results(tmp_path_factory) -> dict[str, dict]:
     """ "layout/mode/cut" -> what the run gave."""
     folder = tmp_path_factory.mktemp("routed")
     # the first layer is dense, and a bias has a say where the routers choose by themselves
-    model = make_tiny(folder / "model", "glm4_moe", vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
-    return run_layouts(folder, model, LAYOUTS)
+    shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
+    model, gpt_oss = (make_tiny(folder / family, family, **shape) for family in ("glm4_moe", "gpt_oss"))
+    return run_layouts(folder, model, LAYOUTS, others={"gpt_oss": gpt_oss})
 
 
 @pytest.mark.parametrize("case", cases_of(LAYOUTS))
