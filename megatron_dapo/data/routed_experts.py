@@ -57,6 +57,14 @@ class RouterShape:
             raise ValueError(
                 f"has the routed expert {sent[is_outside][0]}, but the model has {self.moe.num_experts} per layer"
             )
+        # a server whose kernels do not tell what they chose sends zeros
+        chosen = np.sort(self.rows(sent, range(self.moe.num_dense_layers, self.num_layers)))
+        is_twice = chosen[..., 1:] == chosen[..., :-1]
+        if is_twice.any():
+            raise ValueError(
+                f"has the routed expert {chosen[..., 1:][is_twice][0]} twice for a token in a layer; give the server "
+                "another --moe-runner-backend"
+            )
         return sent.astype(self.dtype)
 
     def rows(self, experts: np.ndarray, layers: Sequence[int]) -> np.ndarray:

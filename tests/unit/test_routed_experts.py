@@ -53,6 +53,8 @@ def test_what_a_server_sends_is_read_into_a_byte_per_expert():
     assert read.dtype == np.uint8 and read.tolist() == ROWS.flatten().tolist()
     assert SHAPE.rows(read, [1]).tolist() == ROWS[:, 1:].tolist()
     assert WIDE.decode(sent([[[256, 0], [1, 2]]]), 1).dtype == np.uint16
+    behind_a_dense_layer = replace(SHAPE, moe=replace(SHAPE.moe, num_dense_layers=1))
+    assert behind_a_dense_layer.decode(sent([[[0, 0], [1, 2]]]), 1).tolist() == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,7 @@ def test_what_a_server_sends_is_read_into_a_byte_per_expert():
         (sent(ROWS[:3]), "12 routed experts for 4 tokens, but the model has 4 per token"),
         (sent(np.where(ROWS == 3, 8, ROWS)), "the routed expert 8, but the model has 8 per layer"),
         (sent(np.where(ROWS == 3, -1, ROWS)), "the routed expert -1"),
+        (sent(np.where(ROWS == 3, 2, ROWS)), "the routed expert 2 twice for a token in a layer"),
         ("AAA", "cannot be read"),
         ("AAAAAAA=", "cannot be read"),
         (3, "cannot be read"),
