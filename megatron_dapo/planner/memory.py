@@ -393,13 +393,16 @@ def _composed_head_bytes(tokens: int, rows: int, columns: int, hidden: int, widt
 
 def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
     """Return the bytes of two flat buckets (weight_sync/sender.py), and of the bucket that is being gathered, in slices
-    and whole. A larger tensor travels alone: the embedding, one of an MLP, or a stack of those of all experts."""
+    and whole. A larger tensor travels alone: the embedding, one of an MLP, or a stack of those of all experts. Stacks
+    follow one another, so that two more are under way meanwhile."""
     bucket = config.weight_sync.bucket_size_mb * MIB
-    rows = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size)
-    if spec.moe is not None and FAMILIES[spec.family].stacked_experts:
-        rows = max(rows, 2 * spec.moe.num_experts * spec.ffn_size)
-    largest = rows * spec.hidden_size * dtype_bytes(config)
-    return 2 * bucket + 2 * max(bucket, largest)
+    row = spec.hidden_size * dtype_bytes(config)
+    largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * row
+    if spec.moe is None or not FAMILIES[spec.family].stacked_experts:
+        return 2 * bucket + 2 * max(bucket, largest)
+    down = spec.moe.num_experts * spec.ffn_size * row
+    stacks = (2 * down, down)  # of gate and up, and of down
+    return 2 * bucket + 2 * max(bucket, largest, *stacks) + sum(stack for stack in stacks if stack > bucket)
 
 
 def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:

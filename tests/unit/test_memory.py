@@ -316,10 +316,12 @@ def test_a_latent_attention_is_counted_by_hand():
     assert attention_flops(spec, [3]) == 61 * 2 * 128 * (192 + 128) * 6
 
 
-def test_a_stack_of_experts_is_gathered_and_sent_whole():
-    """gpt-oss-120b's largest tensor: 128 experts x 5760 x 2880 numbers of 2 bytes, beside buckets of 256 MiB."""
-    spec = model_spec(MODEL_SHAPES["gpt-oss-120b"])
-    assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * 2**20 + 2 * 128 * 5760 * 2880 * 2
+def test_a_stack_of_experts_is_gathered_while_the_two_before_it_are_under_way():
+    """gpt-oss-120b's stacks have 128 experts x 5760 or 2880 x 2880 numbers of 2 bytes, beside buckets of 256 MiB; in
+    buckets of 8 GiB they travel with others, as all tensors do then."""
+    spec, down, mib = model_spec(MODEL_SHAPES["gpt-oss-120b"]), 128 * 2880 * 2880 * 2, 2**20
+    assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * mib + (2 * 2 + 2 + 1) * down
+    assert weight_sync_bytes(load_config(None, ["weight_sync.bucket_size_mb=8192"]), spec) == 4 * 8192 * mib
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
