@@ -17,7 +17,7 @@ from megatron_dapo.config.lora import ALL_LINEAR, LINEAR_MODULES, target_modules
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.experts import num_experts_of
-from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, critic_spec, model_spec
+from megatron_dapo.huggingface.model_spec import FAMILIES, Family, ModelSpec, critic_spec, model_spec
 from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.storage.model_folder import ModelFolder
 
@@ -170,14 +170,24 @@ def _architecture(model: dict[str, Any]) -> str:
     return (model.get("architectures") or ["unknown"])[0]
 
 
+def _family_of(model: dict[str, Any]) -> Family | None:
+    return FAMILIES.get(_architecture(model))
+
+
 def _expert_width_key(model: dict[str, Any]) -> str:
     """Return the name of the width of an expert in a mixture's config.json."""
-    family = FAMILIES.get(_architecture(model))
+    family = _family_of(model)
     return family.ffn_key if family else "moe_intermediate_size"
 
 
+def has_stacked_experts(model: dict[str, Any]) -> bool:
+    """Return whether a tensor of this model has all experts of a layer."""
+    family = _family_of(model)
+    return family is not None and family.stacked_experts
+
+
 def _has_biased_experts(model: dict[str, Any]) -> bool:
-    family = FAMILIES.get(_architecture(model))
+    family = _family_of(model)
     return family is not None and family.is_gpt_oss
 
 

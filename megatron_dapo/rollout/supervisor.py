@@ -18,7 +18,7 @@ from megatron_dapo.common.log_lines import last_error
 from megatron_dapo.common.server_health import HTTP_OK, HealthCheck, health_status
 from megatron_dapo.config.derived import replays_servers_experts, servers_per_node
 from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.model_checks import model_json_of
+from megatron_dapo.planner.model_checks import has_stacked_experts, model_json_of
 from megatron_dapo.rollout.child_process import TAIL_PREFIX, ChildProcess
 from megatron_dapo.rollout.server_files import ServerFiles
 from megatron_dapo.rollout.server_watch import PUSH_MARGIN_S, ServerWatch
@@ -296,7 +296,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     ]
     if replays_servers_experts(config):
         arguments.append("--enable-return-routed-experts")
-    if (model_json_of(config.actor_rollout_ref.model.path) or {}).get("n_shared_experts"):
+    model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
+    if model_json.get("n_shared_experts"):
         # else a GPU server keeps the shared expert as one more of the others: under names that are not compared
         arguments.append("--disable-shared-experts-fusion")
     if model.megatron:  # only the trainer reads such weights; its first push comes before the first sample
@@ -305,6 +306,10 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most, per log-prob
         arguments.append("--enable-fp32-lm-head")
+        if has_stacked_experts(model_json):
+            # else SGLang takes its backend triton_kernel, which holds experts transposed, so that they cannot be
+            # compared, and answers zeros in place of the experts that its routers chose
+            arguments += ("--moe-runner-backend", "triton")
         arguments += _words_of_options(
             ("--max-total-tokens", settings.max_total_tokens),
             ("--max-running-requests", settings.max_running_requests),

@@ -301,6 +301,16 @@ def test_servers_keep_a_shared_expert_under_its_own_name(tmp_path):
         assert ("--disable-shared-experts-fusion" in command) is is_told
 
 
+@pytest.mark.parametrize(("has_gpu", "is_told"), [(True, True), (False, False)])
+def test_gpu_servers_of_stacked_experts_hold_them_as_a_push_compares_them(tmp_path, monkeypatch, has_gpu, is_told):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
+    for architecture, is_stacked in (("GptOssForCausalLM", True), ("Qwen3MoeForCausalLM", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "num_local_experts": 8}))
+        words = " ".join(sglang_command(config, "127.0.0.1", 31000, []).command)
+        assert ("--moe-runner-backend triton" in words) is (is_told and is_stacked)
+
+
 def test_once_all_were_healthy_a_server_is_given_up_alone_and_only_the_last_one_is_a_failure(tmp_path, caplog):
     servers = supervisor(tmp_path, "serves", "num_servers=2", "max_restarts=0")
     servers.start()
