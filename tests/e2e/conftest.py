@@ -1,6 +1,7 @@
 """One real SGLang server for all tests of this folder that can share it."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.forked_ranks import run_ranks
 from tests.forked_servers import forked_servers
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
+
+os.environ["CXX"] = "/no/compiler"  # a run on a CPU needs none: without sglang_cpu.NOTHING_COMPILED servers would
 
 
 @dataclass(frozen=True)

@@ -43,19 +43,6 @@ def test_a_cpu_server_can_fork_though_the_user_gave_libraries_threads():
     assert python("import numpy, os; print(len(os.listdir('/proc/self/task')))", environment).split() == ["1"]
 
 
-def test_a_cpu_server_needs_no_compiler_for_what_sglang_has_compiled():
-    """The rotary embedding of Gemma 3, the routers of GLM-4.5 and DeepSeek-V3."""
-    code = """
-        import torch
-        @torch.compile(dynamic=True)
-        def twice(x):
-            return 2 * x
-        print(twice(torch.ones(2)).tolist())
-    """
-    environment = sglang_cpu.server_environment({**os.environ, "CXX": "/no/compiler"})
-    assert python(code, environment) == "[2.0, 2.0]\n"
-
-
 def test_a_reward_process_has_one_thread_and_reads_utf_8_whatever_the_user_set(tmp_path, monkeypatch):
     """A thread of OpenBLAS takes tens of megabytes of the address space that a worker is allowed."""
     code = """
