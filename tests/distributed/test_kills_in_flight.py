@@ -1,4 +1,4 @@
-"""A run ahead of its servers' tokens that is stopped and killed twelve times while they write: what holds of it."""
+"""A run ahead of its servers' tokens that is stopped and killed twenty times while they write: what holds of it."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ from tests.tiny_models import CHARACTERS, SPECIAL_TOKENS, make_tiny
 
 pytestmark = pytest.mark.distributed
 
-NUM_LIVES, SEED, LONGEST = 12, 3, 900
+NUM_LIVES, SEED, LONGEST = 20, 3, 900
 N, SIZE, MAX_STALENESS = 3, 4, 2
 PROMPT_LENGTH, LIMIT = 4, 32  # tokens; a prompt is the number of its draw
 ZERO, EQUALS = (len(SPECIAL_TOKENS) + CHARACTERS.index(character) for character in "0=")  # tokens
@@ -68,7 +68,7 @@ def make_config(folder: Path, urls: list[str]) -> Config:
 
 @dataclass(frozen=True)
 class History:
-    """A run of twelve lives that were ended, and a last one that ended by itself, four steps later."""
+    """A run of twenty lives that were ended, and a last one that ended by itself, four steps later."""
 
     config: Config
     lives: list[Life]

@@ -24,7 +24,7 @@ from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
 
-NUM_KILLS, NUM_RANKS, NUM_STEPS = 16, 2, 1000
+NUM_KILLS, NUM_RANKS, NUM_STEPS = 30, 2, 1000
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def config(tmp_path) -> Config:
     )
 
 
-def test_after_16_kills_every_trainer_goes_on_from_the_newest_complete_checkpoint(config, tmp_path):
+def test_after_30_kills_every_trainer_goes_on_from_the_newest_complete_checkpoint(config, tmp_path):
     """One rank or both, around and during saves; the moments are drawn with a fixed seed, and are counted in saves, so
     that they are as many on a busy machine."""
     run, moments = RunFolder(tmp_path / "run"), random.Random(3)

@@ -22,7 +22,7 @@ from megatron_dapo.rollout.step_statistics import StepStatistics
 
 pytestmark = pytest.mark.unit
 
-NUM_SCHEDULES = 5_000
+NUM_SCHEDULES = 10_000
 PROMPT = Prompt(0, "", (1,), "", "", "")
 
 
