@@ -40,6 +40,7 @@ class ModelSpec:
     rotary_interleaved: bool = False  # a rotated pair is two neighbours, in place of one of each half
     output_norms: bool = False  # an RMSNorm of what attention and MLP add to the hidden states
     zero_centered_norms: bool = False  # norms multiply by 1 + weight, and round to the model's type thereafter
+    product_rounded_norms: bool = False  # norms round to the model's type once, when they have multiplied by the weight
     embedding_scale: float = 1.0  # what embeddings are multiplied by, rounded to the model's type
     attention_dim: int | None = None  # products of query and key are divided by its root; none = head_dim
     activation: Activation = "silu"  # of the gate
@@ -187,6 +188,7 @@ GEMMA3: NeutralValues = {
 }
 
 # The factor in the sigmoid has one name in transformers and another in SGLang, which also has a head of its own always.
+# Without layer_types transformers has a window in every other layer, whatever sliding_window_pattern says.
 # In SGLang the weights of a token's experts are divided by their sum, as in transformers, whatever config.json says.
 GPT_OSS: NeutralValues = {
     **{name: rule for name, rule in MIXTURE.items() if name != "layer_types"},
@@ -194,6 +196,7 @@ GPT_OSS: NeutralValues = {
     "swiglu_alpha": lambda value: value == 1.702,
     "hidden_act_alpha": lambda value: value == 1.702,
     "norm_topk_prob": lambda value: value is True,
+    "sliding_window_pattern": lambda value: value == 2,
     "tie_word_embeddings": lambda value: not value,
 }
 
@@ -212,8 +215,8 @@ class Family:
     what one family ignores or takes is not ignored or taken for others. defaults: what transformers takes for a field
     that is absent, where it is not what other families take. is_gemma: what the fields of `ModelSpec` from
     zero_centered_norms on say, as Gemma 3 has it. is_latent: the attention is latent (`LatentAttention`). is_gpt_oss:
-    sinks, windows, biases and the experts' activation are those of gpt-oss. stacked_experts: a tensor of a checkpoint
-    has those of all experts of a layer, one below the other.
+    sinks, windows, biases, norms and the experts' activation are those of gpt-oss. stacked_experts: a tensor of a
+    checkpoint has those of all experts of a layer, one below the other.
     """
 
     qkv_bias: bool | None
@@ -445,6 +448,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         rotary_interleaved=bool(hf["rope_interleave"]) if latent else family.rotary_interleaved,
         output_norms=family.output_norms,
         zero_centered_norms=family.is_gemma,
+        product_rounded_norms=family.is_gpt_oss,
         embedding_scale=hf["hidden_size"] ** 0.5 if family.is_gemma else 1.0,
         attention_dim=hf["query_pre_attn_scalar"] if family.is_gemma else None,
         activation="gelu_tanh" if family.is_gemma else "quick_gelu" if family.is_gpt_oss else "silu",

@@ -27,6 +27,7 @@ from megatron_dapo.models.expert_load import ChunkLoad
 from megatron_dapo.models.latent_attention import put_latent_attention
 from megatron_dapo.models.layers import (
     ACTIVATIONS,
+    ProductRoundedNorm,
     RMSNorm,
     Router,
     TwoRopesAttention,
@@ -357,6 +358,7 @@ def _block_spec(
     """Return what the layers with these numbers, from 0, are made of, and the norm behind the last of all."""
     num_experts = spec.moe.num_experts if spec.moe else None
     rotary = Rotary(spec, device())
+    norm = ProductRoundedNorm if spec.product_rounded_norms else RMSNorm
     make: Callable[[int | None], ModuleSpec]
     if use_te:
         make = partial(_transformer_engine_layer, spec, config, has_adapters)
@@ -369,6 +371,7 @@ def _block_spec(
             rotary=rotary,
             local_rotary=local_rotary,
             linear_biases=spec.linear_biases,
+            norm=norm,
         )
     kinds = {
         has_experts: make(num_experts if has_experts else None) for has_experts in {*map(spec.has_experts, numbers)}
@@ -381,7 +384,7 @@ def _block_spec(
             norm_outputs(layer, config)
     return TransformerBlockSubmodules(
         layer_specs=[kinds[spec.has_experts(number)] for number in numbers],
-        layer_norm=LayerNormImpl if use_te else RMSNorm,
+        layer_norm=LayerNormImpl if use_te else norm,
     )
 
 

@@ -52,11 +52,20 @@ class RMSNorm(torch.nn.Module):
         mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         if self.zero_centered:
-            return (normed * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
+            return (self._normed(x) * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * self._normed(x).to(x.dtype)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+
+
+class ProductRoundedNorm(RMSNorm):
+    """RMSNorm that rounds to the type of x once, when it has multiplied by the weight, as gpt-oss does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self._normed(x) * self.weight.float()).to(x.dtype)
 
 
 class OutputNorm(RMSNorm):
@@ -353,11 +362,13 @@ def local_layer_spec(
     local_rotary: Rotary | None = None,
     *,
     linear_biases: bool = False,
+    norm: type[RMSNorm] = RMSNorm,
 ) -> ModuleSpec:
     """Return Megatron's layer without Transformer Engine, with the parts above in their places.
 
     The attention rotates by itself: the model around it is built without position embeddings. num_experts: none =
-    dense. local_rotary: of layers with a window; none = `rotary`. linear_biases: experts have biases.
+    dense. local_rotary: of layers with a window; none = `rotary`. linear_biases: experts have biases. norm: of what
+    both blocks are given.
     """
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
@@ -365,7 +376,7 @@ def local_layer_spec(
         submodules_of(layer.mlp).router = Router
         if linear_biases:
             submodules_of(submodules_of(layer.mlp).experts).linear_fc2 = BiasedExpertOutput
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary, "local_rotary": local_rotary})
     if qk_norm:

@@ -23,6 +23,7 @@ from megatron_dapo.models.latent_attention import LatentSelfAttention
 from megatron_dapo.models.layers import (
     OutputNorm,
     PackedAttention,
+    ProductRoundedNorm,
     RMSNorm,
     TwoRopesAttention,
     gelu_tanh,
@@ -71,16 +72,26 @@ def models(layout, paths) -> dict[str, ModelParts]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("module", "zero_centered"), [(Glm4RMSNorm, False), (Gemma3RMSNorm, True)])
-def test_norms_round_as_those_of_transformers_do(module, zero_centered, dtype):
+@pytest.mark.parametrize(
+    ("ours", "module", "zero_centered"),
+    [(RMSNorm, Glm4RMSNorm, False), (RMSNorm, Gemma3RMSNorm, True), (ProductRoundedNorm, GptOssRMSNorm, False)],
+)
+def test_norms_round_as_those_of_transformers_do(ours, module, zero_centered, dtype):
     config = SimpleNamespace(params_dtype=dtype, sequence_parallel=False, layernorm_zero_centered_gamma=zero_centered)
     generator = torch.Generator().manual_seed(0)
-    norm, expected = RMSNorm(config, 64, eps=1e-6), module(64, eps=1e-6).to(dtype)
+    norm, expected = ours(config, 64, eps=1e-6), module(64, eps=1e-6).to(dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(64, generator=generator))
         expected.weight.copy_(norm.weight)
     x = torch.randn(50, 64, generator=generator).to(dtype)
     assert torch.equal(norm(x), expected(x))
+
+
+def test_all_norms_of_a_model_are_those_of_its_family(models):
+    for family, kind in (("gpt_oss", ProductRoundedNorm), ("glm4", RMSNorm)):
+        decoder = models[family].chunks[0].decoder
+        norms = [n for layer in decoder.layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm)]
+        assert {type(norm) for norm in (*norms, decoder.final_layernorm)} == {kind}
 
 
 def test_the_norm_of_an_output_comes_before_it_is_added():

@@ -307,6 +307,7 @@ def test_gpt_oss_is_read_as_published_but_for_its_mxfp4():
     [
         ({"attention_bias": False}, "`attention_bias: False` is not supported"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5"),
+        ({"layer_types": None, "sliding_window_pattern": 3}, "sliding_window_pattern: 3"),
         ({"hidden_act_alpha": 1.5}, "hidden_act_alpha: 1.5"),
         ({"swiglu_limit": None}, "`swiglu_limit` is missing"),
         ({"swiglu_limit": 0}, "`swiglu_limit: 0` is not a number above 0"),
