@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.glm4.modeling_glm4 import Glm4RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.lora import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models import build
@@ -141,7 +143,7 @@ def _log_probs_of_transformers(path: str, dtype: torch.dtype, sequences: list[li
     return torch.cat(answers)
 
 
-def what_megatron_is_told(monkeypatch, layout, path: str):
+def what_megatron_is_told(monkeypatch, layout, path: str, lora: LoraSettings | None = None):
     """Return (config, layer, options, chunk) on a machine that says it has a GPU and Transformer Engine; building its
     layers needs the package itself."""
     asked, chunk = [], SimpleNamespace(rotary_pos_emb=SimpleNamespace())
@@ -164,7 +166,7 @@ def what_megatron_is_told(monkeypatch, layout, path: str):
     )
     monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
     with pytest.raises(AttributeError, match="decoder"):  # of the model that is not built here
-        build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"))
+        build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"), lora=lora)
     (((config, block), options),) = asked
     return config, block.layer_specs[0], options, chunk
 
@@ -191,6 +193,17 @@ def test_transformer_engine_is_told_of_gpt_oss_windows_sinks_biases_and_activati
     assert not config.bias_activation_fusion and not config.bias_dropout_fusion
     assert layer.submodules.self_attention.module is SelfAttention  # all layers rotate alike
     assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(read_model_spec(paths["gpt_oss"])))
+
+
+def test_experts_without_adapters_are_one_grouped_product_beside_adapters_too(monkeypatch, layout, paths):
+    """One by one Megatron would add a bias in place to what Transformer Engine gives, which autograd forbids."""
+    monkeypatch.setattr(build, "norms_apart", lambda layer, is_dense: None)  # asks for the package
+    lora = LoraSettings(rank=2, alpha=4.0, targets=("q_proj", "down_proj"), seed=1)
+    is_grouped = {
+        family: what_megatron_is_told(monkeypatch, layout, paths[family], lora)[0].moe_grouped_gemm
+        for family in ("gpt_oss", "deepseek_v3")
+    }
+    assert is_grouped == {"gpt_oss": True, "deepseek_v3": False}
 
 
 def test_each_rank_has_its_heads_sinks_and_counts_them_in_the_norm(models):

@@ -119,11 +119,11 @@ def as_named_by_transformer_engine(name: str, spec: ModelSpec) -> str:
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer and spec.has_experts(int(layer[1])):
-        return re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)", r"\2\1", name)
+        return re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.(weight|bias))", r"\2\1", name)
     return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "gemma3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
     spec = read_model_spec(make_tiny(tmp_path, family, layers=2, hidden=16, heads=2))
     (chunk,) = build_model(spec, layout, MegatronConfig()).chunks
