@@ -337,7 +337,9 @@ def kept_per_token(
     share = sum(map(spec.has_experts, layers)) / max(len(layers), 1)
     mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
     if spec.moe is not None:  # tokens are evenly spread over the experts; each is copied once per expert and its parts
-        experts = spec.moe.experts_per_token * (4 * spec.ffn_size + sizes.etp * spec.hidden_size) * width / part
+        # gate, up, silu(gate), their product; with a limit both clamped, the sigmoid, and the product by probabilities
+        widths = 4 if spec.glu_limit is None else 8
+        experts = spec.moe.experts_per_token * (widths * spec.ffn_size + sizes.etp * spec.hidden_size) * width / part
         mlp += share * (experts + 4 * spec.moe.shared_ffn_size * width / sizes.tp)
     # of each norm: float32 input and normed output, input of the product; an output's, of what follows
     rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part

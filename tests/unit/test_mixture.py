@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
-from megatron_dapo.models.build import ModelParts, build_model
+from megatron_dapo.models.build import ModelParts, build_model, layers_with_experts
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.weight_source import WeightSource
+from megatron_dapo.planner.memory import kept_per_token
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.expert_load import load_metrics
 from megatron_dapo.training.optimizer import make_training_state
@@ -63,6 +65,29 @@ def test_biased_experts_with_a_limit_are_those_of_transformers(layout, tmp_path)
     model = build_model(read_model_spec(path), layout, MegatronConfig())
     load_hf_weights(model, path, layout)
     assert_layer_is_that_of_transformers(model, layout, path, layer=0)
+
+
+def test_the_plan_counts_what_backward_keeps_of_experts_with_a_limit(layout, tmp_path):
+    """Beside a float32 probability per token and expert, which it leaves out."""
+    path = make_tiny(tmp_path, "gpt_oss", layers=1, hidden=HIDDEN, num_experts=EXPERTS, experts_per_token=3)
+    model = build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"))
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.chunks[0].parameters()}
+    kept = {}  # by storage
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    num_tokens = 50
+    x, probabilities = torch.randn(num_tokens, HIDDEN).bfloat16().requires_grad_(), torch.rand(num_tokens)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layers_with_experts(model.chunks[0])[0].mlp.experts.local_experts[0](
+            x, per_token_scale=probabilities.requires_grad_()
+        )
+    assert output
+    measured = sum(size for place, size in kept.items() if place not in parameters)
+    _, planned, _ = kept_per_token(model.spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), 2, 1, [0])
+    assert measured == num_tokens * (planned / 3 + 4)
 
 
 def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayout, path: Path, layer: int) -> None:
