@@ -216,7 +216,7 @@ class Family:
     that is absent, where it is not what other families take. is_gemma: what the fields of `ModelSpec` from
     zero_centered_norms on say, as Gemma 3 has it. is_latent: the attention is latent (`LatentAttention`). is_gpt_oss:
     sinks, windows, biases, norms and the experts' activation are those of gpt-oss. stacked_experts: a tensor of a
-    checkpoint has those of all experts of a layer, one below the other.
+    checkpoint is a stack of those of all experts of a layer.
     """
 
     qkv_bias: bool | None

@@ -93,10 +93,10 @@ class PackedAttention(MegatronModule):
     """Rotary, causal attention inside each segment: Megatron's `core_attention`, [S, B, heads, dim] or packed
     [T, heads, dim].
 
-    Packed, on a GPU, in half precision: torch's variable-length flash attention in one launch, and nothing is read back
-    to the host. Elsewhere: one scaled_dot_product_attention for all segments of like length, each padded to a length
-    that follows from its own, which gives it the bits that it would have alone. No token looks at the padding to its
-    right.
+    Packed, on a GPU, in half precision, without sinks: torch's variable-length flash attention in one launch, and
+    nothing is read back to the host. Elsewhere: one scaled_dot_product_attention for all segments of like length, each
+    padded to a length that follows from its own, which gives it the bits that it would have alone. No token looks at
+    the padding to its right.
 
     In a layer with a window a token sees the last tokens of its segment alone.
 
@@ -233,14 +233,17 @@ class PackedAttention(MegatronModule):
     def _with_sink(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the same with a key before all others, which all queries see. One more dimension has their product be
-        the head's sink, and that with other keys what it was. Its value is 0."""
+        """Return the same with a key before all others, which all queries see, and whose value is 0. Two more
+        dimensions make their product the head's sink, and leave the products with other keys as they were. They are
+        two because in half precision one would round the sink, divided by the scale, a second time."""
         if mask is None:
             mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
-        heads = (sinks / self.softmax_scale)[None, :, None, None].expand(*query.shape[:3], 1)
-        query = torch.cat([query, heads.to(query.dtype)], dim=-1)
-        key = F.pad(key, (0, 1, 1, 0))
-        key[:, :, 0, -1] = 1.0
+        divided = sinks.float() / self.softmax_scale
+        rounded = divided.to(query.dtype)
+        both = torch.stack([rounded, (divided - rounded).to(query.dtype)], dim=-1)
+        query = torch.cat([query, both[None, :, None].expand(*query.shape[:3], 2)], dim=-1)
+        key = F.pad(key, (0, 2, 1, 0))
+        key[:, :, 0, -2:] = 1.0
         return query, key, F.pad(value, (0, 0, 1, 0)), F.pad(mask, (1, 0), value=True)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:

@@ -77,6 +77,18 @@ def attention(window: int | None = None, sinks: tuple[float, ...] = ()) -> Packe
     return layer
 
 
+def test_sinks_are_not_rounded_again_in_half_precision():
+    """Of one token, whose score is 0, the share is 1 / (1 + exp(sink)); divided by the scale, which is no power of
+    two, the sinks are near 41, where bfloat16 has multiples of a quarter alone."""
+    layer = attention(sinks=(9.25, 9.5, 9.75, 9.0)).bfloat16()
+    layer.softmax_scale = 0.2266
+    query, key, _ = (torch.zeros_like(x, dtype=torch.bfloat16) for x in query_key_value(1))
+    value = torch.ones_like(key)
+    shares = layer(query, key, value, packed_seq_params=packing([1])).double().view(4, -1)
+    exact = 1 / (1 + layer.softmax_offset.double().exp())
+    torch.testing.assert_close(shares, exact[:, None].expand_as(shares), rtol=2**-8, atol=0)
+
+
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_positions_begin_anew_in_every_segment(lengths):
