@@ -349,8 +349,8 @@ def angles_of(angles: Tensor, is_local: bool) -> Tensor:
 class BiasedExpertOutput(RowParallelLinear):
     """The last product of an expert that has a bias.
 
-    Megatron adds the bias to the product in place, which autograd forbids where the product is what another function of
-    its own gave back as it was: it is where there is nothing to be summed over ranks.
+    Megatron adds the bias to the product in place. Autograd forbids that where a custom function has returned its input
+    as it was, as the sum over one rank does.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:

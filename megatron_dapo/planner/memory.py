@@ -162,7 +162,7 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     if spec.moe is not None:
         shared += num_moe * (spec.moe.num_experts * hidden + 3 * hidden * spec.moe.shared_ffn_size // tp)
         shared += num_moe * spec.moe.num_experts if spec.linear_biases else 0
-        experts = num_moe * (spec.moe.num_experts // sizes.ep) * expert_parameters(spec) // sizes.etp
+        experts = num_moe * (spec.moe.num_experts // sizes.ep) * num_expert_parameters(spec) // sizes.etp
     vocabulary = spec.padded_vocab_size(tp) // tp * hidden
     shared += vocabulary if stage == 0 else 0
     if stage == sizes.pp - 1:
@@ -171,7 +171,7 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     return shared, experts
 
 
-def expert_parameters(spec: ModelSpec) -> int:
+def num_expert_parameters(spec: ModelSpec) -> int:
     """Return how many parameters one expert of a layer has."""
     biases = 2 * spec.ffn_size + spec.hidden_size if spec.linear_biases else 0
     return 3 * spec.hidden_size * spec.ffn_size + biases

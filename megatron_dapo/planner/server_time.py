@@ -11,7 +11,7 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.hardware import Hardware
 from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import cache_width, expert_parameters, num_parameters
+from megatron_dapo.planner.memory import cache_width, num_expert_parameters, num_parameters
 from megatron_dapo.planner.training_time import WIDTH, Efficiency
 
 # Seconds of a small all-reduce inside a node, which a token needs two of per layer: 10 to 20 us by SGLang's and vLLM's
@@ -101,7 +101,7 @@ def active_parameters(spec: ModelSpec) -> int:
     unused = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
     if spec.moe:
         idle = spec.moe.num_experts - spec.moe.experts_per_token
-        unused += spec.num_moe_layers * expert_parameters(spec) * idle
+        unused += spec.num_moe_layers * num_expert_parameters(spec) * idle
     return num_all_parameters(spec) - unused
 
 

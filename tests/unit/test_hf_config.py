@@ -289,7 +289,7 @@ def test_gpt_oss_is_read_as_published_but_for_its_mxfp4():
     assert (spec.activation, spec.glu_limit) == ("quick_gelu", 7.0)
     assert spec.attention_sinks and spec.linear_biases and spec.qkv_bias and not spec.rope_scaling.truncate
     assert attention_scale(spec) == pytest.approx((0.1 * math.log(32) + 1) ** 2 / 8, rel=1e-12)
-    # arXiv 2508.10925, table 1: 20.91B and 3.61B active, 116.83B and 5.13B, both without the embedding's rows
+    # arXiv 2508.10925, table 1: 20.91B, 3.61B of them active; 116.83B and 5.13B; the embedding is not active
     for config, total, active in ((GPT_OSS_20B, 20.91, 3.61), (GPT_OSS_120B, 116.83, 5.13)):
         spec = model_spec(config)
         assert round(sum(math.prod(shape) for shape in hf_tensors(spec).values()) / 1e9, 2) == total
