@@ -66,6 +66,7 @@ def test_a_response_that_waits_for_the_others_of_its_group_is_handed_back_when_t
             running = asyncio.create_task(
                 sampler.sample_group(draw(0, version=1), 3, SamplingParams(50), None, finished.append, partials.append)
             )
+            await server.until_written(3)
             await until(lambda: server.num_open == 2)  # one is finished
             await pool.abort_requests(5.0)
             with pytest.raises(Aborted):
