@@ -159,6 +159,7 @@ def test_servers_wait_while_the_trainer_trains_and_while_others_have_the_request
         busy.hold.clear()
         pending = asyncio.create_task(controller.next_batch(2, 1))
         await until(lambda: busy.num_open == 4 and other.num_open == 0 and len(other.requests) == 8)
+        await until(lambda: list(controller._servers.in_flight().values()) == [4])  # its last answer was read
         clock.now += 10  # the last responses of the step
         await until(lambda: busy.num_looks >= 2)
         busy.num_looks = other.num_looks = 0
