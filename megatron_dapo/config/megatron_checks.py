@@ -78,13 +78,13 @@ def _pipeline_layers(sizes: ParallelSizes) -> Iterator[Mistake]:
 
 def overlaps(config: Config) -> Iterator[Mistake]:
     megatron = config.actor_rollout_ref.actor.megatron
-    missing = [name for name in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(megatron, name)]
-    if megatron.overlap_param_gather and missing:
-        yield Mistake(
-            (f"{MEGATRON}.overlap_param_gather", *(f"{MEGATRON}.{name}" for name in missing)),
-            f"{MEGATRON}.overlap_param_gather is true, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} false; set that to true, or overlap_param_gather to false.",
-        )
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if megatron.overlap_param_gather and not getattr(megatron, name):
+            yield Mistake(
+                (f"{MEGATRON}.overlap_param_gather", f"{MEGATRON}.{name}"),
+                f"{MEGATRON}.overlap_param_gather is true, but {name} is false; set that to true, or "
+                f"overlap_param_gather to false.",
+            )
 
 
 def user_buffers(config: Config) -> Iterator[Mistake]:

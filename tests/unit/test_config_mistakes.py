@@ -5,10 +5,11 @@ from functools import cache
 from typing import Literal, get_args, get_origin
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import Key, known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.validation import load_and_validate
@@ -73,6 +74,7 @@ def shown_with_files(*settings: str) -> list[str]:
 
 @settings(deadline=None, max_examples=40)
 @given(row=st.sampled_from([row[0] for row in CONTRADICTIONS]), key=st.sampled_from(list(known_keys().values())))
+@example("megatron.overlap_param_gather=true", known_keys()[f"{MEGATRON}.use_distributed_optimizer"])
 def test_a_refused_value_hides_the_mistakes_that_another_value_could_cure_and_no_other(row, key):
     hides_what_it_should(row, key)
 
