@@ -55,13 +55,15 @@ def gen_batches(config: Config) -> Iterator[Mistake]:
             )
         return
     section = SAMPLING
+    switches: tuple[str, ...] = SAMPLING_SWITCHES
     limit = dapo.dynamic_sampling.max_num_gen_batches
     if config.algorithm.filter_groups.enable:
         section = GROUPS
+        switches = (f"{GROUPS}.enable",)
         limit = config.algorithm.filter_groups.max_num_gen_batches
     if 0 < limit and prompts * limit < size:
         yield Mistake(
-            ("data.gen_batch_size", "data.train_batch_size", f"{section}.max_num_gen_batches", *SAMPLING_SWITCHES),
+            ("data.gen_batch_size", "data.train_batch_size", f"{section}.max_num_gen_batches", *switches),
             f"data.gen_batch_size {prompts} x {section}.max_num_gen_batches {limit} prompts can never fill "
             f"data.train_batch_size {size}; raise one of the first two.",
         )
@@ -84,7 +86,7 @@ def masking(config: Config) -> Iterator[Mistake]:
     prompts = gen_batch_size(config)
     if prompts != size:
         yield Mistake(
-            (f"{SAMPLING}.form", "data.gen_batch_size", "data.train_batch_size"),
+            (f"{SAMPLING}.form", "data.gen_batch_size", "data.train_batch_size", *FILTER_MODE),
             f"data.gen_batch_size is {prompts}, but with {SAMPLING}.form mask a step is one gen batch of "
             f"data.train_batch_size {size}; set gen_batch_size to null, or form to resample.",
         )
@@ -128,7 +130,11 @@ def staleness(config: Config) -> Iterator[Mistake]:
     is_corrected = correction.rollout_is != "none" or correction.bypass_mode or correction.rollout_rs != "none"
     if max_staleness and not corrects_itself and not is_corrected:
         yield Mistake(
-            (f"{ROLLOUT}.max_staleness", f"{CORRECTION}.rollout_is"),
+            (
+                f"{ROLLOUT}.max_staleness",
+                LOSS_FUNCTION,
+                *keys_of(CORRECTION, "rollout_is", "rollout_rs", "bypass_mode"),
+            ),
             f"{ROLLOUT}.max_staleness is {max_staleness}, but {CORRECTION}.rollout_is is none, so that groups of "
             f"earlier weights would be trained on as if the current ones had written them; set rollout_is to token, or "
             f"rollout_rs, or bypass_mode, or max_staleness to 0.",
@@ -161,18 +167,18 @@ def clipping(config: Config) -> Iterator[Mistake]:
         )
     if low >= 1.0 and not is_weight:
         yield Mistake(
-            (low_key, USE_DAPO),
+            (low_key, USE_DAPO, POLICY_LOSS),
             f"{low_key} is {low:g}, but must be below 1: the ratio of two probabilities is never negative.",
         )
     if high < low and not is_weight:
         yield Mistake(
-            (high_key, low_key, USE_DAPO),
+            (high_key, low_key, USE_DAPO, POLICY_LOSS),
             f"{ACTOR}.clip_ratio_high is {high:g}, below {low_key.rpartition('.')[2]} {low:g}; clip-higher widens the "
             f"upper side: set clip_ratio_high to that or more.",
         )
     if actor.clip_ratio_c is not None and actor.clip_ratio_c <= 1.0 + high and not is_weight:
         yield Mistake(
-            (f"{ACTOR}.clip_ratio_c", high_key, USE_DAPO),
+            (f"{ACTOR}.clip_ratio_c", high_key, USE_DAPO, POLICY_LOSS),
             f"{ACTOR}.clip_ratio_c is {actor.clip_ratio_c:g}, inside the clip range that ends at {1.0 + high:g}; "
             f"set it above that, or to null for no dual clip.",
         )
@@ -350,7 +356,7 @@ def kl(config: Config) -> Iterator[Mistake]:
     kl_keys = [key for switch, _, coefficient, _ in pairs for key in (switch, coefficient)]
     if ref.path is not None and not needs_reference(config):
         yield Mistake(
-            ("actor_rollout_ref.ref.path", *kl_keys),
+            ("actor_rollout_ref.ref.path", LOSS_FUNCTION, *kl_keys),
             f"actor_rollout_ref.ref.path is {ref.path}, but no KL coefficient uses a reference model; set "
             f"{ACTOR}.use_kl_loss with kl_loss_coef, or {KL_CTRL}.kl_coef, or null here.",
         )

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.key_names import MEGATRON
+from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, POLICY_LOSS
 from megatron_dapo.config.keys import Key, known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.validation import load_and_validate
@@ -75,6 +75,12 @@ def shown_with_files(*settings: str) -> list[str]:
 @settings(deadline=None, max_examples=40)
 @given(row=st.sampled_from([row[0] for row in CONTRADICTIONS]), key=st.sampled_from(list(known_keys().values())))
 @example("megatron.overlap_param_gather=true", known_keys()[f"{MEGATRON}.use_distributed_optimizer"])
+@example("actor.clip_ratio_c=1.2", known_keys()[POLICY_LOSS])
+@example("actor.clip_ratio=1.0", known_keys()[POLICY_LOSS])
+@example("rollout.max_staleness=2", known_keys()[LOSS_FUNCTION])
+@example("rollout.max_staleness=2", known_keys()["algorithm.rollout_correction.bypass_mode"])
+@example("ref.path=other", known_keys()[LOSS_FUNCTION])
+@example("groups.enable=true data.gen_batch_size=51", known_keys()["algorithm.dapo.enable"])
 def test_a_refused_value_hides_the_mistakes_that_another_value_could_cure_and_no_other(row, key):
     hides_what_it_should(row, key)
 
