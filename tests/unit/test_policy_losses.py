@@ -364,7 +364,7 @@ MISTAKES = {
     ),
     "a bound of 0 would clip nothing of gspo": (
         ["gspo", f"{ACTOR}.use_dapo=true", f"{ACTOR}.clip_ratio_low=1", f"{ACTOR}.clip_ratio_high=1.5"],
-        (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.use_dapo"),
+        (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.use_dapo", POLICY_LOSS),
         "must be below 1",
     ),
 }
