@@ -1,21 +1,35 @@
 """What the tests of several folders share: running a module or a file under torchrun, and free ports."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TAIL = 4000  # characters of each process's output that a failure shows
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on right now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+def free_port(number: int = 1) -> int:
+    """The first of `number` TCP ports in a row that nobody holds on the loopback interface right now.
+
+    They lie below those that the kernel gives out by itself, to connections and to whoever asks for port 0: one of
+    those can be taken again before it is used. Drawn anew in every process, and not from the seeds of a test.
+    """
+    first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
+    while True:
+        first = random.SystemRandom().randrange(first_ephemeral // 2, first_ephemeral - number)
+        try:
+            with ExitStack() as held:
+                for port in range(first, first + number):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                return first
+        except OSError:  # taken
+            continue
 
 
 def run_module(*arguments: str, timeout: float = 560) -> str:

@@ -80,17 +80,19 @@ def test_servers_that_cannot_start_are_blamed_with_their_log_and_the_trainer_is_
 def test_the_servers_of_a_node_tell_their_urls_and_not_their_key_and_end_on_sigterm(tmp_path, overrides):
     """As on the node of a job that serves the reward model too."""
     model = make_tiny_classifier(tmp_path / "classifier", "qwen2")
-    options = ["--serve", "both", "--first-port", str(free_port()), "--node", "a", "--log-dir", str(tmp_path / "logs")]
+    first_port = str(free_port(2))
+    options = ["--serve", "both", "--first-port", first_port, "--node", "a", "--log-dir", str(tmp_path / "logs")]
     run = start("launch.sglang_server", [*options, *overrides, f"reward.model.path={model}"])
     url, url_of_model = (run.stdout.readline().strip() for _ in range(2))
     family = psutil.Process(run.pid).children(recursive=True)
     shown = [f"{process.cmdline()} {process.environ()}" for process in family]
     run.terminate()
     _, error = run.communicate(timeout=60)
-    assert url.startswith("http://127.0.0.1:") and f"server-a-0 is healthy at {url}" in error
-    assert int(url_of_model.rpartition(":")[2]) == int(url.rpartition(":")[2]) + 1
+    assert run.returncode == 0 and url == f"http://127.0.0.1:{first_port}", error
+    assert f"server-a-0 is healthy at {url}" in error
+    assert int(url_of_model.rpartition(":")[2]) == int(first_port) + 1
     assert f"reward-model-a-0 is healthy at {url_of_model}" in error
-    assert run.returncode == 0 and len(family) >= 6
+    assert len(family) >= 6
     key = read_server_key(server_key_file(load_config(None, overrides)))
     assert not [text for text in shown if key in text]
     assert not [process for process in family if is_alive(process)]

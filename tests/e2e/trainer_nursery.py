@@ -7,7 +7,6 @@ that are left, as launch.local does when one is gone.
 
 import os
 import signal
-import socket
 import sys
 import traceback
 
@@ -17,6 +16,7 @@ import megatron_dapo.trainer  # noqa: F401
 from megatron_dapo import job
 from megatron_dapo.__main__ import main
 from tests.e2e.scripted_trainer import ScriptedRollout
+from tests.helpers import free_port
 
 
 def fork_rank(rank: int, num_ranks: int, port: int, config: str, log: str) -> int:
@@ -37,12 +37,6 @@ def fork_rank(rank: int, num_ranks: int, port: int, config: str, log: str) -> in
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Nursery:
