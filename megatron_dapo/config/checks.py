@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 from megatron_dapo.config.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
 from megatron_dapo.config.correction_checks import CORRECTION_CHECKS
-from megatron_dapo.config.derived import is_server_url, longest_micro_batch_sample, parallel_sizes
-from megatron_dapo.config.key_names import ACTOR, LENGTHS, PADDING, ROLLOUT, STAGES, WITHOUT_SERVERS, WORLD
+from megatron_dapo.config.derived import is_server_url, longest_sample, parallel_sizes
+from megatron_dapo.config.key_names import ACTOR, LENGTHS, ROLLOUT, STAGES, WITHOUT_SERVERS, WORLD
 from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.length_checks import fits_longest_sample, sum_in_words
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.lora_checks import LORA_CHECKS
 from megatron_dapo.config.megatron_checks import MEGATRON_CHECKS
@@ -45,27 +46,17 @@ def batch_sizes(config: Config) -> Iterator[Mistake]:
 
 def lengths(config: Config) -> Iterator[Mistake]:
     data = config.data
-    actor = config.actor_rollout_ref.actor
-    longest = data.max_prompt_length + data.max_response_length
-    sum_in_words = (
-        f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length}"
+    cap = config.actor_rollout_ref.rollout.server.max_total_tokens
+    longest = longest_sample(config)
+    yield from fits_longest_sample(
+        config, f"{ACTOR}.max_tokens_per_microbatch", config.actor_rollout_ref.actor.max_tokens_per_microbatch
     )
-    padded = longest_micro_batch_sample(config)
-    caps = (
-        (f"{ACTOR}.max_tokens_per_microbatch", actor.max_tokens_per_microbatch, padded),
-        (f"{ROLLOUT}.server.max_total_tokens", config.actor_rollout_ref.rollout.server.max_total_tokens, longest),
-    )
-    for key, cap, needed in caps:
-        if cap is not None and cap < needed:
-            words = (
-                sum_in_words
-                if needed == longest
-                else f"{sum_in_words}, padded for sequence and context parallelism and FP8"
-            )
-            yield Mistake(
-                (key, *LENGTHS, *(PADDING if cap >= longest else ())),
-                f"{key} is {cap}, too small for one sample of {needed} tokens ({words}); raise it.",
-            )
+    if cap is not None and cap < longest:
+        key = f"{ROLLOUT}.server.max_total_tokens"
+        yield Mistake(
+            (key, *LENGTHS),
+            f"{key} is {cap}, too small for one sample of {longest} tokens ({sum_in_words(config)}); raise it.",
+        )
     if data.filter_overlong_prompts and data.truncation == "left":
         yield Mistake(
             ("data.truncation", "data.filter_overlong_prompts"),

@@ -32,16 +32,6 @@ STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_paralle
 # what `derived.uses_servers` reads
 WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch", "sft.enable")
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-# what `derived.longest_micro_batch_sample` pads for
-PADDING = keys_of(
-    MEGATRON,
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "fp8",
-    "fp8_recipe",
-    "tp_comm_overlap",
-)
 # what `derived.uses_filter_mode` and `derived.uses_dynamic_sampling` read
 FILTER_MODE = ("algorithm.dapo.enable", f"{SAMPLING}.enable", f"{SAMPLING}.filter_mode")
 SAMPLING_SWITCHES = (*FILTER_MODE, f"{GROUPS}.enable")

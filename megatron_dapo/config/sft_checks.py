@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from megatron_dapo.config.checks import SHARED_CHECKS
-from megatron_dapo.config.derived import longest_micro_batch_sample
-from megatron_dapo.config.key_names import ACTOR, PADDING, keys_of
+from megatron_dapo.config.key_names import ACTOR, keys_of
 from megatron_dapo.config.keys import known_keys, show_text, value_of
+from megatron_dapo.config.length_checks import fits_longest_sample
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.unused_keys import unused_keys
@@ -48,15 +48,7 @@ def unused(config: Config) -> Iterator[Mistake]:
 
 def lengths(config: Config) -> Iterator[Mistake]:
     cap = config.actor_rollout_ref.actor.max_tokens_per_microbatch
-    longest = config.sft.max_length
-    needed = longest_micro_batch_sample(config)
-    if cap < needed:
-        padded = ", padded for sequence and context parallelism and FP8" if needed > longest else ""
-        yield Mistake(
-            (f"{ACTOR}.max_tokens_per_microbatch", "sft.max_length", *(PADDING if cap >= longest else ())),
-            f"{ACTOR}.max_tokens_per_microbatch is {cap}, too small for one conversation of {needed} tokens "
-            f"(sft.max_length {longest}{padded}); raise it.",
-        )
+    yield from fits_longest_sample(config, f"{ACTOR}.max_tokens_per_microbatch", cap)
 
 
 COMMON_CHECKS = (unused, *SHARED_CHECKS)  # which hold whether or not fine-tuning is on

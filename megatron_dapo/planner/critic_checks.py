@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_dapo.config.derived import critic_batching, longest_micro_batch_sample, uses_critic
-from megatron_dapo.config.key_names import LENGTHS, PADDING
+from megatron_dapo.config.derived import uses_critic
+from megatron_dapo.config.length_checks import fits_longest_sample
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.experts import num_experts_of
@@ -22,7 +22,6 @@ def batching(config: Config) -> Iterator[Mistake]:
     if not uses_critic(config):
         return
     groups = config.data.train_batch_size
-    sizes = critic_batching(config)
     critic = config.critic
     if critic.ppo_mini_batch_size and groups % critic.ppo_mini_batch_size:
         yield Mistake(
@@ -30,14 +29,8 @@ def batching(config: Config) -> Iterator[Mistake]:
             f"critic.ppo_mini_batch_size is {critic.ppo_mini_batch_size}, which does not divide data.train_batch_size "
             f"{groups}; choose a divisor of {groups}, or null for the actor's.",
         )
-    needed = longest_micro_batch_sample(config)
-    if critic.max_tokens_per_microbatch and sizes.max_tokens_per_microbatch < needed:
-        yield Mistake(
-            ("critic.max_tokens_per_microbatch", *LENGTHS, *PADDING),
-            f"critic.max_tokens_per_microbatch is {sizes.max_tokens_per_microbatch}, too small for one sample of "
-            f"{needed} tokens (data.max_prompt_length {config.data.max_prompt_length} + data.max_response_length "
-            f"{config.data.max_response_length}, padded); raise it, or set null for the actor's.",
-        )
+    if critic.max_tokens_per_microbatch:
+        yield from fits_longest_sample(config, "critic.max_tokens_per_microbatch", critic.max_tokens_per_microbatch)
 
 
 def schedule(config: Config) -> Iterator[Mistake]:

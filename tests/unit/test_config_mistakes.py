@@ -23,6 +23,11 @@ TEXTS = ("null", "x", "environment", "calculator", "math_dapo", "my.rewards:scor
          "[http://127.0.0.1:1]", "[wandb]", "[console]", "['trainer.seed']", "[optimizer]", "[1]",
          "[0.9, 0.9]")  # fmt: skip
 
+PADDED = (
+    "megatron.fp8=hybrid megatron.fp8_recipe=blockwise data.max_response_length=2000 "
+    "actor.max_tokens_per_microbatch=3024"
+)
+
 
 def shown(settings: list[str]) -> list[str]:
     try:
@@ -81,6 +86,9 @@ def shown_with_files(*settings: str) -> list[str]:
 @example("rollout.max_staleness=2", known_keys()["algorithm.rollout_correction.bypass_mode"])
 @example("ref.path=other", known_keys()[LOSS_FUNCTION])
 @example("groups.enable=true data.gen_batch_size=51", known_keys()["algorithm.dapo.enable"])
+@example("actor.max_tokens_per_microbatch=3071", known_keys()[f"{MEGATRON}.context_parallel_size"])
+@example(PADDED, known_keys()[f"{MEGATRON}.sequence_parallel"])
+@example(PADDED, known_keys()[f"{MEGATRON}.tensor_model_parallel_size"])
 def test_a_refused_value_hides_the_mistakes_that_another_value_could_cure_and_no_other(row, key):
     hides_what_it_should(row, key)
 
