@@ -21,11 +21,11 @@ from megatron_dapo.forecast.step_time import HAND_OVER_S, Assumptions, Factors, 
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
 from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
-from megatron_dapo.planner.memory import shortage
 from megatron_dapo.planner.model_checks import model_json_of, read_model_json
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
 from megatron_dapo.planner.plan import memory_lines
 from megatron_dapo.planner.recompute import settled
+from megatron_dapo.planner.shortage import shortage
 from megatron_dapo.planner.training_time import Efficiency
 from megatron_dapo.planner.validation import load_and_validate, validate
 

@@ -7,9 +7,9 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.memory import shortage
 from megatron_dapo.planner.model_checks import read_model_specs
 from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.planner.shortage import shortage
 from megatron_dapo.planner.validation import load_and_validate
 
 

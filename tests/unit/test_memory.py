@@ -28,12 +28,12 @@ from megatron_dapo.planner.memory import (
     num_parameters,
     num_trained_parameters,
     server_memory,
-    shortage,
     trainer_memory,
     weight_sync_bytes,
 )
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES
 from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.planner.shortage import shortage
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 
 pytestmark = pytest.mark.unit

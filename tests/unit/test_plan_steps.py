@@ -17,10 +17,10 @@ from megatron_dapo.forecast.step_time import Assumptions, PhaseTimes, phase_time
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.hardware import HARDWARE
 from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import shortage
 from megatron_dapo.planner.model_shapes import model_json_named
 from megatron_dapo.planner.recompute import least_that_fits
 from megatron_dapo.planner.server_time import ServerSpeed
+from megatron_dapo.planner.shortage import shortage
 from megatron_dapo.planner.training_time import TrainingTime
 
 pytestmark = pytest.mark.unit
