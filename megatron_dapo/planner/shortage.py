@@ -1,10 +1,10 @@
 """What an estimate of GPU memory does not fit into, and the cure."""
 
-from megatron_dapo.common.sizes import GB
+from megatron_dapo.common.sizes import GB, MIB
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.memory import server_memory, trainer_memory
+from megatron_dapo.planner.memory import largest_tensor_bytes, server_memory, trainer_memory
 
 _ACTOR = "actor_rollout_ref.actor"
 _MORE_RANKS = f"raise {_ACTOR}.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
@@ -31,7 +31,7 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
         largest, size = next(iter(parts.by_name.items()))
         sentences.append(
             f"A trainer GPU would need about {parts.total / GB:.0f} GB, {size / GB:.0f} of them for {largest}, above "
-            f"trainer.gpu_memory_gb {available:g}; {CURES[largest]}."
+            f"trainer.gpu_memory_gb {available:g}; {_cure(largest, config, actor)}."
         )
     if starts_servers(config):
         server = server_memory(config, actor)
@@ -43,3 +43,10 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
                 f"{available:g}); raise actor_rollout_ref.rollout.server.tensor_model_parallel_size."
             )
     return sentences
+
+
+def _cure(part: str, config: Config, spec: ModelSpec) -> str:
+    largest = largest_tensor_bytes(config, spec)
+    if part == "weight sync" and largest > config.weight_sync.bucket_size_mb * MIB:
+        return f"its largest tensor, of {largest / GB:.1f} GB, is gathered whole at any bucket size, so {_MORE_RANKS}"
+    return CURES[part]

@@ -324,6 +324,21 @@ def test_a_stack_of_experts_is_gathered_while_the_two_before_it_are_under_way():
     assert weight_sync_bytes(load_config(None, ["weight_sync.bucket_size_mb=8192"]), spec) == 4 * 8192 * mib
 
 
+@pytest.mark.parametrize(
+    ("mb", "cure"),
+    [
+        (256, "its largest tensor, of 4.2 GB, is gathered whole at any bucket size, so raise"),
+        (8192, "lower weight_sync.bucket_size_mb"),
+    ],
+)
+def test_smaller_buckets_are_the_cure_only_where_a_tensor_is_smaller_than_one(mb, cure):
+    sizes = {"expert_model_parallel_size": 64, "pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}
+    keys = [f"{MEGATRON}.{name}={size}" for name, size in sizes.items()]
+    keys += ["trainer.nnodes=64", "trainer.gpu_memory_gb=20", f"weight_sync.bucket_size_mb={mb}"]
+    sentence = shortage(load_config(CONFIGS / "dapo_32b.yaml", keys), model_spec(MODEL_SHAPES["gpt-oss-120b"]))[0]
+    assert f"for weight sync, above trainer.gpu_memory_gb 20; {cure}" in sentence
+
+
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
     """12 of 22528 tokens x 5120 numbers of 2 bytes each, in the 32B recipe; with CP 2 of half as many tokens."""
     spec = model_spec(QWEN2_5_32B)
