@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dapo.rollout.client import Generation
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from tests.distributed.test_parity import hugging_face_log_probs
 from tests.distributed.weight_sync_world import Ranks
@@ -19,6 +20,8 @@ from tests.tiny_models import MIXTURES, make_tiny
 
 pytestmark = pytest.mark.e2e
 
+CHUNK = 16  # tokens of a prompt that are read at once: twice a window's
+SERVER = "actor_rollout_ref.rollout.server"
 # of two layers and besides: parameters of a server, which has q, k and v, and gate and up, in one
 NUM_TENSORS = {
     "glm4": 2 * (2 + 1 + 2 + 4) + 3,
@@ -49,9 +52,11 @@ def servers(
 ) -> Iterator[dict[str, ServerSupervisor]]:
     """One for each family; they start at the same time."""
     logs = tmp_path_factory.mktemp("logs")
+    chunked = f"{SERVER}.extra_args=[--chunked-prefill-size, '{CHUNK}']"
     with ExitStack() as stack:
         started = {
-            family: stack.enter_context(started_server(path, logs / family)) for family, path in model_paths.items()
+            family: stack.enter_context(started_server(path, logs / family, chunked))
+            for family, path in model_paths.items()
         }
         for supervisor in started.values():
             supervisor.wait_healthy()
@@ -73,12 +78,17 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
                 answers = trainer.order(version)
                 assert [status for status, _ in answers] == ["ok", "ok"], answers
                 assert answers[0][1].num_verified == NUM_TENSORS[family]
-            answer = asyncio.run(generate(server))
-            check(answer, with_weights_of(version, model_path, tmp_path / str(version)))
+            oracle = with_weights_of(version, model_path, tmp_path / str(version))
+            answer = check(server, PROMPT, oracle)
+            # begins with what is cached, goes on for several chunks
+            again = check(server, [*PROMPT, *answer.tokens.tolist(), *range(5, 5 + 3 * CHUNK)], oracle)
+            assert again.num_cached_tokens >= len(PROMPT)
 
 
-def check(answer, folder: Path) -> None:
-    (expected,) = hugging_face_log_probs(folder, [[*PROMPT, *answer.tokens]])
+def check(server: ServerSupervisor, prompt: list[int], oracle: Path) -> Generation:
+    answer = asyncio.run(generate(server, prompt))
+    (expected,) = hugging_face_log_probs(oracle, [[*prompt, *answer.tokens]])
     # the bound of the end-to-end tests: server and transformers round differently
     got = torch.tensor(answer.log_probs).double()
-    torch.testing.assert_close(got, expected[len(PROMPT) - 1 :], rtol=0, atol=1e-4)
+    torch.testing.assert_close(got, expected[len(prompt) - 1 :], rtol=0, atol=1e-4)
+    return answer

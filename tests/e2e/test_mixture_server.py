@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.lora import LoraSettings
-from megatron_dapo.rollout.client import SamplingParams, SGLangClient
+from megatron_dapo.rollout.client import Generation, SamplingParams, SGLangClient
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from tests.distributed.test_parity import hugging_face_log_probs
@@ -35,7 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def started_server(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
+def started_server(model_path: Path, logs: Path, *overrides: str) -> Iterator[ServerSupervisor]:
     """Of this model; it may not answer yet."""
     rollout = "actor_rollout_ref.rollout.server"
     config = load_config(
@@ -45,6 +45,7 @@ def started_server(model_path: Path, logs: Path) -> Iterator[ServerSupervisor]:
             f"trainer.run_dir={logs}/run",
             f"{rollout}.max_total_tokens=2048",
             f"{rollout}.startup_timeout_s=300.0",
+            *overrides,
         ],
     )
     supervisor = ServerSupervisor(config, logs)
@@ -63,9 +64,9 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield supervisor
 
 
-async def generate(server: ServerSupervisor):
+async def generate(server: ServerSupervisor, prompt: Sequence[int] = PROMPT) -> Generation:
     async with SGLangClient(server.urls[0], read_server_key(server.key_file)) as client:
-        return await client.generate(PROMPT, SamplingParams(max_new_tokens=24, temperature=1.0), timeout_s=60)
+        return await client.generate(prompt, SamplingParams(max_new_tokens=24, temperature=1.0), timeout_s=60)
 
 
 def with_weights_of(version: int, model_path: Path, folder: Path) -> Path:
