@@ -4,14 +4,15 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Condition
 
 import numpy as np
 import pytest
+import requests
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient, generation_of
 from megatron_dapo.rollout.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.storage.server_key import read_server_key
+from megatron_dapo.storage.server_key import key_header, read_server_key
 from megatron_dapo.telemetry.report import read_metrics
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.conftest import converted
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.e2e
 
 EVERYTHING = 10_000
 PROMPT = [5, 6, 7]
-LONG = 400  # tokens: more than servers write during five pushes
+LONG = 1000  # tokens: more than servers write during five pushes, also on a busy machine
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128}
 BOUND = 1e-4  # between a server's log-prob, in float32, and that of its weights: of a dozen tokens
 ROUNDINGS = 4
@@ -91,12 +92,34 @@ async def generate(client: SGLangClient) -> Generation:
         return await client.generate(PROMPT, SamplingParams(max_new_tokens=12), timeout_s=60)
 
 
-async def generate_long(client: SGLangClient) -> Generation:
-    """LONG tokens, whatever they are."""
-    sampling = {"max_new_tokens": LONG, "temperature": 1.0, "ignore_eos": True}
-    fields = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
-    async with client:
-        return generation_of(await client.post("/generate", fields, timeout_s=300))
+class LongResponse:
+    """A response of LONG tokens, whatever they are, that is being written at a server."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url, self._key = url, key
+        self._num_tokens, self._written = 0, Condition()
+
+    def read(self) -> Generation:
+        """Return it when it is whole."""
+        sampling = {"max_new_tokens": LONG, "ignore_eos": True, "stream_interval": 10}
+        fields = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "stream": True}
+        answer = {}
+        with requests.post(
+            f"{self._url}/generate", json=fields, headers=key_header(self._key), stream=True, timeout=300
+        ) as response:
+            for line in response.iter_lines():
+                if line.startswith(b"data: {"):
+                    answer = json.loads(line.removeprefix(b"data: "))
+                    with self._written:
+                        self._num_tokens = len(answer["output_ids"])
+                        self._written.notify_all()
+        return generation_of(answer)
+
+    def wait_for(self, num_more: int) -> None:
+        """Return when so many more tokens are written."""
+        with self._written:
+            goal = self._num_tokens + num_more
+            assert self._written.wait_for(lambda: self._num_tokens >= goal, timeout=60), f"{self._num_tokens} < {goal}"
 
 
 @torch.no_grad()
@@ -114,14 +137,14 @@ def log_probs(
     return logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
 
 
-def push_in_flight(
-    trainer: Ranks, clients: Sequence[SGLangClient], versions: Iterable[int], pushes_per_s: float
-) -> list[Generation]:
-    """Push these versions while each client waits for a long response; return the responses."""
-    with ThreadPoolExecutor(len(clients)) as threads:
-        running = [threads.submit(asyncio.run, generate_long(client)) for client in clients]
+def push_in_flight(trainer: Ranks, responses: Sequence[LongResponse], versions: Iterable[int]) -> list[Generation]:
+    """Push these versions while the responses are being written, each after some tokens of the one before it; return
+    the responses."""
+    with ThreadPoolExecutor(len(responses)) as threads:
+        running = [threads.submit(response.read) for response in responses]
         for version in versions:
-            time.sleep(1 / pushes_per_s)
+            for response in responses:
+                response.wait_for(10)
             answers = trainer.order(version)
             assert [status for status, _ in answers] == ["ok", "ok"], answers
         return [response.result() for response in running]
@@ -154,7 +177,8 @@ def bound_of(model_path: Path, generations: Sequence[Generation]) -> float:
 def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_path, servers):
     checkpoint = load_file(model_path / "model.safetensors")
     steady, doomed = servers.urls
-    client = partial(SGLangClient, api_key=read_server_key(servers.key_file))
+    key = read_server_key(servers.key_file)
+    client = partial(SGLangClient, api_key=key)
     config = dict(bucket_size_mb=1, timeout_s=40, verify=True, verify_num_tensors=EVERYTHING)
     # each stage sends three buckets per push: the second one of the eleventh push is fatal
     fatal = {doomed: (servers.pids()[1], 10 * 3 + 2)}
@@ -177,9 +201,8 @@ def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_pa
                 exact = log_probs(model_path, version, generation.tokens)[0]
                 assert (torch.tensor(generation.log_probs) - exact).abs().max() < BOUND
 
-        check_retracted(
-            model_path, push_in_flight(trainer, [client(url) for url in [steady, doomed] * 2], range(6, 11), 4.0)
-        )
+        responses = [LongResponse(url, key) for url in [steady, doomed] * 2]
+        check_retracted(model_path, push_in_flight(trainer, responses, range(6, 11)))
 
         answers = trainer.order(11)
         assert [status for status, _ in answers] == ["ok", "ok"], answers
@@ -189,7 +212,8 @@ def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_pa
         assert set(asyncio.run(generate(client(steady))).weight_versions) == {11}
 
         assert [status for status, _ in trainer.order({"pause_mode": "in_place"})] == ["ok", "ok"]
-        check_in_place(model_path, push_in_flight(trainer, [client(steady) for _ in range(2)], (12,), 4.0))
+        responses = [LongResponse(steady, key) for _ in range(2)]
+        check_in_place(model_path, push_in_flight(trainer, responses, [12]))
 
 
 def check_retracted(model_path: Path, generations: Sequence[Generation]) -> None:
