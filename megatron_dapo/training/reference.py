@@ -28,9 +28,14 @@ class ActorAsReference:
         self._keeps_hidden = uses_full_kl(config)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Do as `Reference.score` does."""
+        """Do as `Reference.score` does. The policy's routers, which may replay experts, choose by themselves here."""
+        free = [[replace(batch, experts=None) for batch in mini_batch] for mini_batch in mini_batches]
         with without_adapters(self._policy.model.chunks):
-            return _with_reference(self._policy.schedule, mini_batches, keep_hidden=self._keeps_hidden)
+            scored = _with_reference(self._policy.schedule, free, keep_hidden=self._keeps_hidden)
+        return [
+            [replace(batch, experts=given.experts) for batch, given in zip(*pair, strict=True)]
+            for pair in zip(scored, mini_batches, strict=True)
+        ]
 
 
 class Reference:

@@ -1,5 +1,6 @@
 """Training adapters does not depend on the layout: loss, gradients of A and B, merged weights, memory."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,16 @@ LAYOUTS = {
     },
 }
 # experts have adapters of their own, wherever they are, whole or cut
+REPLAYED = "actor_rollout_ref.actor.router_replay=rollout"
+RECORDED = "actor_rollout_ref.actor.router_replay=old"
+MIXTURE_KL = {
+    "kl": KL,
+    "kl_recorded": [*KL, RECORDED],
+    "kl_replayed": [*KL, REPLAYED],
+    "kl_replayed_apart": [*KL, REPLAYED, "actor_rollout_ref.ref.path=REFERENCE"],
+}
 MIXTURE_LAYOUTS = {
-    1: {"tp1": ({}, {"whole": []})},
+    1: {"tp1": ({}, {"whole": [], **MIXTURE_KL})},
     2: {
         "tp2_sp": (SP, {"small": [SMALL]}),
         "tp2_sp_ep2": ({**SP, "ep": 2}, {"small": [SMALL]}),
@@ -72,7 +81,7 @@ def run(folder: Path, model: Path, layouts: Layouts) -> dict[str, dict]:
         }
         for world, of_world in layouts.items()
     }
-    return run_layouts(folder, model, with_lora)
+    return run_layouts(folder, model, with_lora, reference=shutil.copytree(model, folder / "reference"))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +108,7 @@ def test_loss_gradients_of_adapters_and_merged_weights_are_those_of_one_process(
     assert got["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
 
 
-@pytest.mark.parametrize("case", MIXTURE_CASES)
+@pytest.mark.parametrize("case", [case for case in MIXTURE_CASES if "kl" not in case])
 def test_adapters_of_experts_get_the_gradients_of_all_their_tokens(mixture, case):
     got = mixture[case]
     assert_same(got, mixture["tp1/whole"])
@@ -126,6 +135,14 @@ def test_families_with_other_modules_have_their_adapters_cut_as_they_are(tmp_pat
 
 def test_the_reference_is_the_model_without_adapters(results):
     assert results["tp1/kl"]["first"]["actor/kl_loss"] > 0.01
+
+
+def test_the_routers_of_a_reference_without_adapters_choose_by_themselves(mixture):
+    """So the KL is the same where the experts of the policy are recorded, and where another model is the reference."""
+    kl = {variant: mixture[f"tp1/{variant}"]["first"]["actor/kl_loss"] for variant in MIXTURE_KL}
+    assert kl["kl"] > 0.01 and kl["kl_replayed"] != pytest.approx(kl["kl"], rel=0.01)
+    assert kl["kl_recorded"] == pytest.approx(kl["kl"], rel=1e-5)
+    assert kl["kl_replayed"] == pytest.approx(kl["kl_replayed_apart"], rel=1e-5)
 
 
 def test_only_adapters_take_gradients_and_optimizer_state_and_the_plan_counts_them(results, mixture):
