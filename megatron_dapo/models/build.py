@@ -116,7 +116,8 @@ def build_model(
         make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)
     split = pipeline_split(spec.num_layers, layout.pp, layout.num_model_chunks, megatron.pipeline_layers)
     config = _transformer_config(spec, layout, megatron, split, use_te, for_training, fused=fused_head and is_gpu())
-    if lora is not None and "down_proj" in spec.linear_modules:
+    of_experts = set(spec.linear_modules).difference(spec.attention_modules)
+    if lora is not None and not of_experts.isdisjoint(lora.targets):
         config.moe_grouped_gemm = False  # it leaves no place for the adapter of one expert
     chunks = [
         _build_chunk(spec, layout, config, split, use_te, stage if layout.vpp else None, has_adapters=lora is not None)

@@ -195,15 +195,22 @@ def test_transformer_engine_is_told_of_gpt_oss_windows_sinks_biases_and_activati
     assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(read_model_spec(paths["gpt_oss"])))
 
 
-def test_experts_without_adapters_are_one_grouped_product_beside_adapters_too(monkeypatch, layout, paths):
+@pytest.mark.parametrize(
+    ("family", "target", "is_grouped"),
+    [
+        ("gpt_oss", "down_proj", True),  # its experts are no modules
+        ("deepseek_v3", "down_proj", False),
+        ("deepseek_v3", "q_b_proj", True),
+    ],
+)
+def test_experts_without_adapters_are_one_grouped_product_beside_adapters_too(
+    monkeypatch, layout, paths, family, target, is_grouped
+):
     """One by one Megatron would add a bias in place to what Transformer Engine gives, which autograd forbids."""
     monkeypatch.setattr(build, "norms_apart", lambda layer, is_dense: None)  # asks for the package
-    lora = LoraSettings(rank=2, alpha=4.0, targets=("q_proj", "down_proj"), seed=1)
-    is_grouped = {
-        family: what_megatron_is_told(monkeypatch, layout, paths[family], lora)[0].moe_grouped_gemm
-        for family in ("gpt_oss", "deepseek_v3")
-    }
-    assert is_grouped == {"gpt_oss": True, "deepseek_v3": False}
+    lora = LoraSettings(rank=2, alpha=4.0, targets=("o_proj", target), seed=1)
+    config = what_megatron_is_told(monkeypatch, layout, paths[family], lora)[0]
+    assert config.moe_grouped_gemm == is_grouped
 
 
 def test_each_rank_has_its_heads_sinks_and_counts_them_in_the_norm(models):
