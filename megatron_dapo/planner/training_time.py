@@ -249,7 +249,7 @@ def _time_of_stage(
 
     num_micro_batches = max(tokens * sizes.cp / layout.max_tokens, 1.0)
     parameters = sum(num_parameters(spec, sizes, stage))
-    trained = sum(num_trained_parameters(spec, sizes, stage, layout.lora))
+    trained = num_trained_parameters(spec, sizes, stage, layout.lora)
     weights_s = _weights_s(parameters, WIDTH, hardware, efficiency) * num_micro_batches
     score_s = layers_s + head_s + collective_s + ring_s + weights_s
     score_s *= 1 + (sizes.pp - 1) / (sizes.vpp or 1) / num_micro_batches
@@ -259,7 +259,7 @@ def _time_of_stage(
     tensor_s = collective_s * (2.0 + layout.recompute + (0.5 if layout.sequence_parallel else 0.0))
     tensor_s += ring_s * (TRAINING_PASSES + layout.recompute)  # backward: keys and values, and their gradients
     weights_s += _weights_s(parameters, WIDTH, hardware, efficiency) * num_micro_batches
-    weights_s += _weights_s(trained, 2 * GRADIENT, hardware, efficiency) * num_micro_batches
+    weights_s += _weights_s(sum(trained), 2 * GRADIENT, hardware, efficiency) * num_micro_batches
     worked_s = passes * layers_s + TRAINING_PASSES * head_s + tensor_s + weights_s
     if layout.lora is not None:  # weights that are frozen have no gradients
         worked_s -= products_s + head_s
@@ -343,7 +343,7 @@ def _ring_s(spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Har
 
 
 def _optimizer_s(
-    parameters: int,
+    parameters: tuple[int, int],
     layout: TrainerLayout,
     work: TrainingWork,
     micro_batch_s: float,
@@ -352,34 +352,37 @@ def _optimizer_s(
 ) -> float:
     """Return the seconds of all optimizer steps of a rollout step. With `overlap_param_gather` the weights of all but
     the last are gathered behind a forward pass; the servers wait for those of the last. micro_batch_s: forward and
-    backward of one, a third and two thirds of it. parameters: of a rank."""
+    backward of one, a third and two thirds of it. parameters: as of `optimizer_step_s`."""
     forward_s, backward_s = micro_batch_s / 3, micro_batch_s * 2 / 3
     last_s = optimizer_step_s(parameters, layout, backward_s, hardware, efficiency)
-    gather_s = _gather_s(parameters, layout, hardware, efficiency)
+    gather_s = _exchange_s(parameters, WIDTH, layout, hardware, efficiency)
     hidden_s = min(forward_s, gather_s) if layout.overlap_param_gather else 0.0
     num_steps = work.mini_batches * work.epochs
     return last_s * num_steps - hidden_s * (num_steps - 1)
 
 
 def optimizer_step_s(
-    parameters: int, layout: TrainerLayout, backward_s: float, hardware: Hardware, efficiency: Efficiency
+    parameters: tuple[int, int], layout: TrainerLayout, backward_s: float, hardware: Hardware, efficiency: Efficiency
 ) -> float:
     """Return the seconds between the last backward pass of an optimizer step and the next forward pass.
 
     With the distributed optimizer gradients are reduced and scattered in float32, and weights gathered in bfloat16:
-    (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7), N = DP x CP. Adam goes over its
-    share in between, at the same time over what is offloaded (`_adam_s`). parameters: of a rank. backward_s: of one
-    micro-batch, behind which the gradients' part hides with `overlap_grad_reduce`.
+    (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7), N = DP x CP, of experts the
+    ranks that hold the same ones. Adam goes over its share in between, at the same time over what is offloaded
+    (`_adam_s`). parameters: of a rank, shared ones and those of experts. backward_s: of one micro-batch, behind which
+    the gradients' part hides with `overlap_grad_reduce`.
     """
-    sizes = layout.sizes
-    copies = sizes.num_copies
-    bandwidth = _bandwidth(sizes.tp * copies, layout, hardware) * efficiency.link
-    share = (copies - 1) / copies
-    gradients_s = share * parameters * GRADIENT / bandwidth
+    gradients_s = _exchange_s(parameters, GRADIENT, layout, hardware, efficiency)
     if layout.overlap_grad_reduce:
         gradients_s = max(0.0, gradients_s - backward_s)
-    adam_s = _adam_s(parameters / copies, layout.offloaded, hardware, efficiency)
-    return gradients_s + adam_s + _gather_s(parameters, layout, hardware, efficiency)
+    own = sum(number / copies for number, copies in _with_copies(parameters, layout.sizes))
+    adam_s = _adam_s(own, layout.offloaded, hardware, efficiency)
+    return gradients_s + adam_s + _exchange_s(parameters, WIDTH, layout, hardware, efficiency)
+
+
+def _with_copies(parameters: tuple[int, int], sizes: ParallelSizes) -> list[tuple[int, int]]:
+    """Return shared parameters, and those of experts, each with the number of ranks that hold the same."""
+    return list(zip(parameters, (sizes.num_copies, sizes.expert_dp), strict=True))
 
 
 def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency: Efficiency) -> float:
@@ -392,12 +395,15 @@ def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency:
     return max(on_gpu_s, on_host_s, moved_s)
 
 
-def _gather_s(parameters: int, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds for which the ranks that share the optimizer's state gather the weights."""
+def _exchange_s(
+    parameters: tuple[int, int], width: int, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency
+) -> float:
+    """Return the seconds for which the ranks that share the optimizer's state exchange a number of `width` bytes for
+    each parameter: reduce and scatter gradients, or gather weights."""
     sizes = layout.sizes
-    copies = sizes.num_copies
-    bandwidth = _bandwidth(sizes.tp * copies, layout, hardware) * efficiency.link
-    return (copies - 1) / copies * parameters * WIDTH / bandwidth
+    bandwidth = _bandwidth(sizes.tp * sizes.num_copies, layout, hardware) * efficiency.link
+    sent = sum((copies - 1) / copies * number for number, copies in _with_copies(parameters, sizes))
+    return sent * width / bandwidth
 
 
 def _bandwidth(num_adjacent: int, layout: TrainerLayout, hardware: Hardware) -> float:

@@ -271,9 +271,11 @@ def test_an_offloaded_optimizer_takes_what_the_nodes_memory_takes(offloaded, sec
     """1704 parameters: of 30 bytes each at 10^4 per second on the GPU, at the same time of 40 at 10^3 in the node's
     memory; their gradients of 4 bytes come at 10^2, which takes as long."""
     layout = replace(ALONE, offloaded=offloaded)
-    assert optimizer_step_s(1704, layout, 0.0, SLOW, HALF) == pytest.approx(seconds)
+    assert optimizer_step_s((1704, 0), layout, 0.0, SLOW, HALF) == pytest.approx(seconds)
     slower = replace(SLOW, host_link_bandwidth=1e2)
-    assert optimizer_step_s(1704, layout, 0.0, slower, HALF) == pytest.approx(seconds if not offloaded else 2 * seconds)
+    assert optimizer_step_s((1704, 0), layout, 0.0, slower, HALF) == pytest.approx(
+        seconds if not offloaded else 2 * seconds
+    )
 
 
 def test_the_plan_of_a_recipe_takes_longer_where_its_optimizer_is_offloaded():
@@ -283,13 +285,13 @@ def test_the_plan_of_a_recipe_takes_longer_where_its_optimizer_is_offloaded():
         load_config(recipe("dapo_32b"), [f"actor_rollout_ref.actor.megatron.optimizer_offload_fraction={name}"])
         for name in names
     ]
-    parameters = sum(num_parameters(spec, ParallelSizes(8, 2, None, 64), 1))
+    parameters = num_parameters(spec, ParallelSizes(8, 2, None, 64), 1)
     kept, offloaded = (
         optimizer_step_s(parameters, trainer_layout(config, spec), 0.0, HARDWARE["h100"], Efficiency())
         for config in configs
     )
     # 8 x 2 x 4 ranks: the last stage's parameters by DP 4; half of them by 40 bytes at 0.7 x 77 GB/s
-    share = parameters / 4
+    share = sum(parameters) / 4
     assert offloaded - kept == pytest.approx(share / 2 * 40 / (0.7 * 77e9) - share * 30 / (0.7 * 3.35e12))
 
 
@@ -318,10 +320,21 @@ def test_gradients_are_reduced_and_weights_gathered_over_data_parallel_ranks():
     layout = TrainerLayout(ParallelSizes(2, 1, None, 4), 8, True, 0.0, 64)
     adam = 872 / 2 * 30 / 1e4
     assert sum(num_parameters(SMALL, layout.sizes, 0)) == 872
-    assert optimizer_step_s(872, layout, 0.0, SLOW, HALF) == pytest.approx(872 * (2 + 1) / 1e3 + adam)
+    assert optimizer_step_s((872, 0), layout, 0.0, SLOW, HALF) == pytest.approx(872 * (2 + 1) / 1e3 + adam)
     hidden = replace(layout, overlap_grad_reduce=True)
-    assert optimizer_step_s(872, hidden, 1.0, SLOW, HALF) == pytest.approx((872 * 2 / 1e3 - 1) + 0.872 + adam)
-    assert optimizer_step_s(872, hidden, 9.0, SLOW, HALF) == pytest.approx(0.872 + adam)
+    assert optimizer_step_s((872, 0), hidden, 1.0, SLOW, HALF) == pytest.approx((872 * 2 / 1e3 - 1) + 0.872 + adam)
+    assert optimizer_step_s((872, 0), hidden, 9.0, SLOW, HALF) == pytest.approx(0.872 + adam)
+
+
+def test_experts_are_shared_by_the_ranks_that_hold_the_same_ones():
+    """TP 2 x DP 4, EP 4: 800 shared parameters are held by 4 ranks, 600 of experts by 2 x 4 / 4 = 2."""
+    layout = TrainerLayout(ParallelSizes(2, 1, None, 8, ep=4), 8, True, 0.0, 64)
+    exchanged = (800 * 3 / 4 + 600 / 2) * (4 + 2) / 1e3
+    adam = (800 / 4 + 600 / 2) * 30 / 1e4
+    assert optimizer_step_s((800, 600), layout, 0.0, SLOW, HALF) == pytest.approx(exchanged + adam)
+    spread = replace(layout, sizes=ParallelSizes(2, 1, None, 8, ep=8))  # each expert once: nothing to exchange
+    alone = 800 * 3 / 4 * (4 + 2) / 1e3 + (800 / 4 + 600) * 30 / 1e4
+    assert optimizer_step_s((800, 600), spread, 0.0, SLOW, HALF) == pytest.approx(alone)
 
 
 @pytest.mark.parametrize(("gpus_per_node", "rate", "is_longer"), [(8, 1e3, False), (2, 1e2, True)])
