@@ -6,7 +6,7 @@ something else. The layouts have several micro-batches under way together, and c
 
 import pytest
 
-from tests.distributed.layout_runs import Layouts, assert_same, cases_of, run_layouts
+from tests.distributed.layout_runs import Layouts, assert_same, cases_of, compared, run_layouts
 from tests.distributed.test_layouts import CUTS, RECOMPUTE
 from tests.tiny_models import make_tiny
 
@@ -16,6 +16,7 @@ REPLAYED = {mode: [f"actor_rollout_ref.actor.router_replay={mode}"] for mode in 
 ROLLOUT = [*REPLAYED["rollout"], *CUTS["small"]]
 OLD = [*REPLAYED["old"], *CUTS["small"]]
 GPT_OSS = ["actor_rollout_ref.model.path=OTHER(gpt_oss)", *REPLAYED["rollout"]]  # its routers have biases
+LATENT = ["actor_rollout_ref.model.path=OTHER(latent)", *REPLAYED["rollout"]]  # its routers choose groups of experts
 LAYOUTS: Layouts = {
     1: {
         "tp1": (
@@ -25,6 +26,7 @@ LAYOUTS: Layouts = {
                 "old/whole": REPLAYED["old"],
                 "off/whole": [],
                 "gpt_oss/whole": GPT_OSS,
+                "latent/whole": LATENT,
                 "rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_full"]],
             },
         )
@@ -36,6 +38,7 @@ LAYOUTS: Layouts = {
                 "rollout/padded": [*REPLAYED["rollout"], *CUTS["padded"]],
                 "old/small": OLD,
                 "gpt_oss/recomputed": [*GPT_OSS, *CUTS["small"], *RECOMPUTE["recompute_full"]],
+                "latent/recomputed": [*LATENT, *CUTS["small"], *RECOMPUTE["recompute_full"]],
             },
         ),
         "tp2_sp_etp2": ({"tp": 2, "sp": True, "etp": 2}, {"old/small": OLD}),
@@ -72,11 +75,12 @@ def results(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("routed")
     # the first layer is dense, and a bias has a say where the routers choose by themselves
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
-    model, gpt_oss = (make_tiny(folder / family, family, **shape) for family in ("glm4_moe", "gpt_oss"))
-    return run_layouts(folder, model, LAYOUTS, others={"gpt_oss": gpt_oss})
+    families = ("glm4_moe", "gpt_oss", "deepseek_v3")
+    model, gpt_oss, latent = (make_tiny(folder / family, family, **shape) for family in families)
+    return run_layouts(folder, model, LAYOUTS, others={"gpt_oss": gpt_oss, "latent": latent})
 
 
-@pytest.mark.parametrize("case", cases_of(LAYOUTS))
+@pytest.mark.parametrize("case", compared(cases_of(LAYOUTS)))
 def test_replayed_routing_gives_what_one_process_gives(results, case):
     mode = case.split("/")[1]
     assert_same(results[case], results[f"tp1/{mode}/whole"])

@@ -157,19 +157,36 @@ def in_float64(path: Path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
 
 
-def test_experts_have_adapters_of_their_own_with_the_loss_of_their_product_in_float64(layout, folder, tmp_path):
-    """Named as in PEFT files of models whose experts are modules."""
-    model = make_tiny(tmp_path / "model", "qwen3_moe", layers=2, vocab=67)
+@pytest.mark.parametrize(
+    ("family", "num_modules"),
+    [
+        ("qwen3_moe", 2 * (4 + 8 * 3)),
+        ("glm4", 2 * (4 + 2)),
+        ("glm4_moe", 2 * 4 + 3 + (8 + 1) * 3),  # a dense layer, and one with eight experts and a shared one
+        ("deepseek_v3", 2 * 5 + 3 + (8 + 1) * 3),
+        ("gpt_oss", 2 * 4),  # its experts are no modules
+    ],
+)
+def test_adapters_of_other_families_have_the_loss_of_their_product_in_float64(
+    layout, folder, tmp_path, family, num_modules
+):
+    """Experts' are named as in PEFT files of models whose experts are modules."""
+    model = make_tiny(tmp_path / "model", family, layers=2, vocab=67)
     shutil.copy(folder / "model" / "chat_template.jinja", model)
     tensors = make_adapter(tmp_path / "in", model, RANK, ALPHA)
-    assert sum(".experts." in name for name in tensors) == 2 * 8 * 3 * 2 and len(tensors) == 2 * 8 * 3 * 2 + 2 * 4 * 2
+    assert len(tensors) == 2 * num_modules
     paths = [f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.model.lora_adapter_path={tmp_path / 'in'}"]
     config = config_of(folder, *paths)
     policy = Policy(config, layout)
     batch = mini_batch_of(config, policy, layout)
     loss = policy.accumulate_gradients(batch).means()["train/loss"]
-    oracle = in_float64(merged_checkpoint(tmp_path / "by_hand", model, tensors, ALPHA / RANK))
+    by_hand = merged_checkpoint(tmp_path / "by_hand", model, tensors, ALPHA / RANK)
+    oracle = in_float64(by_hand)
     assert loss == pytest.approx(loss_of(oracle, dict(oracle.named_parameters()), folder).item(), rel=1e-5)
+    merged = gathered(policy.weight_source(), layout)
+    for name, weight in load_file(by_hand / "model.safetensors").items():
+        # one product of three terms, added to the weight and rounded, in float32
+        torch.testing.assert_close(merged[name].float(), weight, rtol=1e-6, atol=1e-6)
     gradients = gathered(trained_source(policy.model, layout), layout)
     assert gradients.keys() == tensors.keys()
     export_adapters(policy.model, layout, str(model), tmp_path / "out")
