@@ -39,9 +39,8 @@ def sample(index: int, tokens: list[int]) -> TrainSample:
 def log_probs(model, layout: ParallelLayout, samples: list[TrainSample], packed: bool) -> dict[int, torch.Tensor]:
     """sample -> [L - 1], on the rank that has them; {} elsewhere."""
     half = len(samples) // 2
-    batches = [
-        collate(part, pad_multiple=layout.sequence_multiple, packed=packed) for part in (samples[:half], samples[half:])
-    ]
+    padding = dict(pad_multiple=layout.sequence_multiple, segment_multiple=layout.segment_multiple)
+    batches = [collate(part, packed=packed, **padding) for part in (samples[:half], samples[half:])]
     answers = Schedule(model, model.chunks, temperature=1.0).log_probs(batches)
     if answers is None or layout.tp_rank != 0:
         return {}
@@ -74,11 +73,13 @@ def main() -> None:
     samples = [sample(index, tokens) for index, tokens in enumerate(task["sequences"])]
     results = {}
     for layout_name, sizes, models in task["layouts"]:
+        layers = sizes.pop("pipeline_layers", None)
         layout = ParallelLayout.initialize(**sizes)
         for model_name, path in models.items():
-            model = build_model(read_model_spec(path), layout, MegatronConfig(), head_chunk_size=16)
+            megatron = MegatronConfig(pipeline_layers=layers)
+            model = build_model(read_model_spec(path), layout, megatron, head_chunk_size=16)
             load_hf_weights(model, path, layout)
-            for packed in (True, False):
+            for packed in (True, False) if layout.cp == 1 else (True,):  # only a packed micro-batch can be cut
                 gathered: list = [None] * layout.world_size
                 own = log_probs(model, layout, samples, packed)
                 dist.all_gather_object(gathered, own, group=layout.cpu_group)

@@ -2,6 +2,7 @@
 again."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,9 @@ from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.router_replay import UNKNOWN, RouterPass
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.router_replay import ExpertCut
+from megatron_dapo.training.schedule import Schedule
+from tests.distributed import parity_worker
+from tests.distributed.test_parity import hugging_face_log_probs
 from tests.synthetic import synthetic_groups, with_experts
 from tests.tiny_models import make_tiny
 
@@ -116,6 +120,35 @@ def test_a_layer_computes_what_the_given_experts_make_of_its_tokens(folders, lay
     for value, reference in ((ours[:, 0], expected), (layer.router.weight.grad, router.grad)):
         # sums of some tens of float32 products, rounded to 6e-8 each, and a softmax
         assert (value.double() - reference).abs().max() <= 2e-6 * reference.abs().max() + 1e-7
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"])
+def test_log_probs_are_those_of_transformers_whose_routers_get_the_same_experts(family, layout, tmp_path, monkeypatch):
+    path = make_tiny(tmp_path / "model", family, layers=3, hidden=HIDDEN, num_experts=EXPERTS, experts_per_token=2)
+    parts = model(path, layout)
+    (row,) = tokens(seed=5).tolist()
+    experts = lots(2, seed=6, layers=len(parts.routed_layers))
+    batch = collate([parity_worker.sample(0, row)], pad_multiple=1, packed=True)
+    schedule = Schedule(parts, parts.chunks, temperature=1.0)
+    chosen, replayed = (
+        schedule.log_probs([replace(batch, experts=given)])[0][0, :-1].double() for given in (None, experts)
+    )
+    (own,) = hugging_face_log_probs(path, [row])
+    choose, given = torch.topk, iter(experts.long().unbind(1))
+
+    def replaying(scores: torch.Tensor, k: int, **how: object) -> tuple[torch.Tensor, torch.Tensor]:
+        if scores.size(-1) != EXPERTS:  # of groups
+            return choose(scores, k, **how)
+        taken = next(given)
+        return scores.gather(-1, taken), taken
+
+    monkeypatch.setattr(torch, "topk", replaying)
+    (expected,) = hugging_face_log_probs(path, [row])
+    assert next(given, None) is None
+    # float32 logits of this size, as in tests/distributed/test_parity.py
+    torch.testing.assert_close(chosen, own, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(replayed, expected, rtol=1e-6, atol=1e-5)
+    assert (expected - own).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)
