@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,12 @@ LENGTH = 48
 DENSE_MEAN, DENSE_Q99 = 0.021, 0.082
 
 
+SHAPE = dict(vocab=67, layers=3, hidden=64, num_experts=16, experts_per_token=2)
+
+
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    return make_tiny(folder, "qwen3_moe", vocab=67, layers=3, hidden=64, num_experts=16, experts_per_token=2)
+    return make_tiny(tmp_path_factory.mktemp("mixture") / "model", "qwen3_moe", **SHAPE)
 
 
 def config_of(model_path: Path, folder: Path, mode: str) -> Config:
@@ -56,9 +59,8 @@ def config_of(model_path: Path, folder: Path, mode: str) -> Config:
     )
 
 
-@pytest.fixture(scope="module")
-def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSupervisor]:
-    folder = tmp_path_factory.mktemp("logs")
+@contextmanager
+def served(model_path: Path, folder: Path) -> Iterator[ServerSupervisor]:
     supervisor = ServerSupervisor(config_of(model_path, folder, "rollout"), folder)
     with forked_servers():
         supervisor.start()
@@ -69,16 +71,26 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             supervisor.stop()
 
 
+@pytest.fixture(scope="module")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSupervisor]:
+    with served(model_path, tmp_path_factory.mktemp("logs")) as supervisor:
+        yield supervisor
+
+
 def run(server: ServerSupervisor, question) -> list:
-    async def asked() -> list:
+    async def answered() -> list:
         async with SGLangClient(server.urls[0], read_server_key(server.key_file)) as client:
             return await question(client)
 
-    return asyncio.run(asked())
+    return asyncio.run(answered())
 
 
 @pytest.fixture(scope="module")
 def answers(model_path: Path, server: ServerSupervisor) -> list[Generation]:
+    return asked(model_path, server)
+
+
+def asked(model_path: Path, server: ServerSupervisor) -> list[Generation]:
     question = ExpertQuestion(RouterShape.of(read_model_spec(model_path)))
     sampling = SamplingParams(max_new_tokens=LENGTH)
     return run(
@@ -126,6 +138,19 @@ def test_server_and_trainer_agree_in_bfloat16_where_the_trainer_takes_the_server
     assert replayed.mean() < 2 * DENSE_MEAN < plain.mean()
     assert replayed.quantile(0.99) < 2 * DENSE_Q99 < plain.quantile(0.99)
     assert mismatch is not None and 0.0 < mismatch < 0.2  # near ties, which rounding decides
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
+def test_the_mean_difference_of_other_families_is_that_of_a_dense_model_too(family, tmp_path):
+    """Shared experts, a dense layer, a sigmoid router with a bias; sinks, windows, biases. Their rarest tokens may
+    differ by more, so that the mean is compared."""
+    model = make_tiny(tmp_path / "model", family, **SHAPE)
+    with served(model, tmp_path) as server:
+        answers = asked(model, server)
+    replayed, mismatch = compared(model, tmp_path, "rollout", answers)
+    plain, _ = compared(model, tmp_path, "off", answers)
+    assert replayed.mean() < 2 * DENSE_MEAN < plain.mean()
+    assert mismatch is not None and 0.0 < mismatch < 0.2
 
 
 def test_rows_of_a_prefix_from_the_cache_and_of_a_prompt_in_chunks_are_those_of_one_reading(
