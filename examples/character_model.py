@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -130,12 +129,10 @@ def train(
     demonstrations: Demonstrations,
     problems: Sequence[Problem],
     report: Callable[[int, float], None] = lambda step, loss: None,
-    new_model: Callable[[], Any] = new_qwen2,
 ):
-    """Train from random weights and return the model. Call `report(step, loss)` after every step. new_model: makes one
-    with random weights."""
+    """Train from random weights and return the model. Call `report(step, loss)` after every step."""
     torch.manual_seed(settings.seed)
-    model = new_model()
+    model = new_qwen2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=settings.steps, pct_start=0.1)
     for step, (tokens, targets) in enumerate(lessons(settings, demonstrations, problems), start=1):
@@ -194,14 +191,13 @@ def make(
     demonstrations: Demonstrations,
     problems: Sequence[Problem],
     measure: Callable[..., dict],
-    new_model: Callable[[], Any] = new_qwen2,
 ) -> None:
-    """Train and save, and print the progress. new_model: with random weights."""
+    """Train and save, and print the progress."""
 
     def report(step: int, loss: float) -> None:
         if step % 50 == 0:
             print(f"step {step:4d}/{settings.steps}   loss {loss:.3f}", flush=True)
 
-    model = train(settings, demonstrations, problems, report, new_model)
+    model = train(settings, demonstrations, problems, report)
     manifest = save(model, settings, folder, measure)
     print(f"{folder}: { ({key: value for key, value in manifest.items() if key not in ('settings', 'sha256')}) }")

@@ -2,57 +2,84 @@
 
     python -m examples.arithmetic.mixture [key=value ...]
 
-The base model is made as the demo's, but it is a small GLM-4.5: a dense layer, then three with eight experts of which a
-token takes two, and a shared one. The trainer takes the experts that the server chose (router_replay: rollout).
+The base model is the demo's, made into a small GLM-4.5 (sparse upcycling, arXiv 2212.05055): a dense layer, then three
+in which a shared expert and two of eight take the place of the MLP. The trainer takes the experts that the server chose
+(router_replay: rollout).
 """
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from examples.arithmetic.pretrain import DEMONSTRATIONS, SETTINGS, accuracies
-from examples.arithmetic.problems import split, write_files
+from examples.arithmetic.problems import BASE, write_files
 from examples.cache import cache_folder
-from examples.character_model import EOS, PAD, VOCABULARY, is_made, make
 from examples.demo_run import Demo
 
 EXPERTS = 8
+NOISE = 0.1
+"""By how much of its size each weight of an expert is changed at random, so that it matters which ones are chosen."""
 
 
-def new_mixture():
-    """Return a mixture with random weights. The bias by which its routers choose stays as it is drawn here."""
-    from torch.nn import init
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+def upcycled(folder: Path) -> None:
+    """Write the checkpoint. Shared and routed experts are the dense MLP with half of its output each, and the weights
+    of the chosen ones add up to 1: but for the noise the answers are the base model's."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM
 
-    model = Glm4MoeForCausalLM(
-        Glm4MoeConfig(
-            vocab_size=len(VOCABULARY),
-            hidden_size=128,
-            intermediate_size=256,
-            moe_intermediate_size=64,
-            n_routed_experts=EXPERTS,
-            num_experts_per_tok=2,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            use_qk_norm=True,
-            max_position_embeddings=256,
-            bos_token_id=None,
-            eos_token_id=VOCABULARY[EOS],
-            pad_token_id=VOCABULARY[PAD],
-        )
+    dense = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    torch.manual_seed(1)
+    source = dense.config
+    config = Glm4MoeConfig(
+        **{name: getattr(source, name) for name in KEPT},
+        rope_parameters=source.rope_parameters | {"partial_rotary_factor": 1.0},
+        attention_bias=True,
+        use_qk_norm=False,
+        head_dim=source.hidden_size // source.num_attention_heads,
+        moe_intermediate_size=source.intermediate_size,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
     )
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            init.normal_(buffer, std=0.02)
-    return model
+    model = Glm4MoeForCausalLM(config)
+    model.load_state_dict(dense.state_dict(), strict=False)  # all but the experts
+    for layer, of_dense in zip(model.model.layers, dense.model.layers, strict=True):
+        mlp, whole = layer.mlp, of_dense.mlp
+        if not hasattr(mlp, "experts"):
+            continue
+        mlp.shared_experts.load_state_dict(whole.state_dict())
+        with torch.no_grad():
+            mlp.shared_experts.down_proj.weight *= 0.5
+            copies = torch.cat([whole.gate_proj.weight, whole.up_proj.weight]), whole.down_proj.weight * 0.5
+            for experts, copy in zip((mlp.experts.gate_up_proj, mlp.experts.down_proj), copies, strict=True):
+                experts.copy_(copy * (1 + NOISE * torch.randn_like(experts)))
+            mlp.gate.weight.normal_(std=0.02)
+            mlp.gate.e_score_correction_bias.normal_(std=0.02)
+    model.generation_config = dense.generation_config
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
+
+
+KEPT = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def base() -> Path:
     """Make the base model where there is none, and return its folder."""
-    folder = cache_folder() / "mixture_base"
-    if not is_made(folder, SETTINGS):
-        make(folder, SETTINGS, DEMONSTRATIONS, split()[0], accuracies, new_mixture)
+    folder = cache_folder() / "mixture_upcycled"
+    if not folder.exists():
+        with TemporaryDirectory(dir=folder.parent) as made:
+            upcycled(Path(made) / folder.name)
+            (Path(made) / folder.name).rename(folder)  # whole, or not at all
     return folder
 
 

@@ -131,20 +131,20 @@ def test_log_probs_are_those_of_transformers_whose_routers_get_the_same_experts(
     batch = collate([parity_worker.sample(0, row)], pad_multiple=1, packed=True)
     schedule = Schedule(parts, parts.chunks, temperature=1.0)
     chosen, replayed = (
-        schedule.log_probs([replace(batch, experts=given)])[0][0, :-1].double() for given in (None, experts)
+        schedule.log_probs([replace(batch, experts=taken)])[0][0, :-1].double() for taken in (None, experts)
     )
     (own,) = hugging_face_log_probs(path, [row])
-    choose, given = torch.topk, iter(experts.long().unbind(1))
+    choose, lot = torch.topk, iter(experts.long().unbind(1))
 
     def replaying(scores: torch.Tensor, k: int, **how: object) -> tuple[torch.Tensor, torch.Tensor]:
         if scores.size(-1) != EXPERTS:  # of groups
             return choose(scores, k, **how)
-        taken = next(given)
+        taken = next(lot)
         return scores.gather(-1, taken), taken
 
     monkeypatch.setattr(torch, "topk", replaying)
     (expected,) = hugging_face_log_probs(path, [row])
-    assert next(given, None) is None
+    assert next(lot, None) is None
     # float32 logits of this size, as in tests/distributed/test_parity.py
     torch.testing.assert_close(chosen, own, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(replayed, expected, rtol=1e-6, atol=1e-5)
