@@ -44,7 +44,8 @@ class StandIns:
 
     def __init__(self, number: int, restart_s: tuple[float, float] = (0.3, 1.5)) -> None:
         self._context = fork_server()
-        self._ports = [free_port() for _ in range(number)]
+        first = free_port(number)
+        self._ports = list(range(first, first + number))
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self._processes: list = []
         self._restart_s, self._random = restart_s, random.Random(11)

@@ -1,5 +1,6 @@
 """What the tests of several folders share: running a module or a file under torchrun, and free ports."""
 
+import errno
 import os
 import random
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TAIL = 4000  # characters of each process's output that a failure shows
+FIRST_PORT = 10_000  # below it are those of well-known services
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -18,18 +20,20 @@ def free_port(number: int = 1) -> int:
     """The first of `number` TCP ports in a row that nobody holds on the loopback interface right now.
 
     They lie below those that the kernel gives out by itself, to connections and to whoever asks for port 0: one of
-    those can be taken again before it is used. Drawn anew in every process, and not from the seeds of a test.
+    those can be taken again before it is used. They are drawn anew in every process, and not from the seeds of a test.
     """
     first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
+    end = first_ephemeral if first_ephemeral > 2 * FIRST_PORT else 2**16  # where the kernel gives out all of them
     while True:
-        first = random.SystemRandom().randrange(first_ephemeral // 2, first_ephemeral - number)
+        first = random.SystemRandom().randrange(FIRST_PORT, end - number)
         try:
             with ExitStack() as held:
                 for port in range(first, first + number):
                     held.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 return first
-        except OSError:  # taken
-            continue
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
 
 
 def run_module(*arguments: str, timeout: float = 560) -> str:

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from examples.arithmetic.problems import BASE, write_files
 from examples.cache import cache_folder
 from examples.demo_run import Demo
+from megatron_dapo.common.files import publish_folder
 
 EXPERTS = 8
 NOISE = 0.1
@@ -74,12 +75,11 @@ KEPT = (
 
 
 def base() -> Path:
-    """Make the base model where there is none, and return its folder."""
-    folder = cache_folder() / "mixture_upcycled"
-    if not folder.exists():
-        with TemporaryDirectory(dir=folder.parent) as made:
-            upcycled(Path(made) / folder.name)
-            (Path(made) / folder.name).rename(folder)  # whole, or not at all
+    """Make the base model, which takes a second, and return its folder."""
+    folder = cache_folder() / "mixture_base"
+    with TemporaryDirectory(dir=folder.parent) as place:
+        upcycled(Path(place) / "new")
+        publish_folder(Path(place) / "new", folder, Path(place) / "old")
     return folder
 
 

@@ -8,10 +8,11 @@ from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 
 
-def fits_longest_sample(config: Config, key: str, cap: int) -> Iterator[Mistake]:
+def fits_longest_sample(config: Config, key: str, cap: int, cure: str = "raise it") -> Iterator[Mistake]:
     """Yield a mistake where the longest sample has more tokens than `key`, which is `cap`, allows a micro-batch.
 
-    Without its padding where even that is too long: then no key of the padding can be the cure.
+    If the sample is too long even without padding, the sentence says that length, and no key of the padding can cure
+    it.
     """
     longest, padded = longest_sample(config), longest_micro_batch_sample(config)
     if cap >= padded:
@@ -23,11 +24,9 @@ def fits_longest_sample(config: Config, key: str, cap: int) -> Iterator[Mistake]
     needed = longest
     if cap >= longest:
         needed = padded
-        words += ", padded for sequence and context parallelism and FP8"
+        words += ", padded for sequence and context parallelism, FP8 and tp_comm_overlap"
         lengths += _padding_keys(config)
-    yield Mistake(
-        (key, *lengths), f"{key} is {cap}, too small for one {sample} of {needed} tokens ({words}); raise it."
-    )
+    yield Mistake((key, *lengths), f"{key} is {cap}, too small for one {sample} of {needed} tokens ({words}); {cure}.")
 
 
 def sum_in_words(config: Config) -> str:

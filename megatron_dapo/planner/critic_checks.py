@@ -30,7 +30,9 @@ def batching(config: Config) -> Iterator[Mistake]:
             f"{groups}; choose a divisor of {groups}, or null for the actor's.",
         )
     if critic.max_tokens_per_microbatch:
-        yield from fits_longest_sample(config, "critic.max_tokens_per_microbatch", critic.max_tokens_per_microbatch)
+        cure = "raise it, or set null for the actor's"
+        key = "critic.max_tokens_per_microbatch"
+        yield from fits_longest_sample(config, key, critic.max_tokens_per_microbatch, cure)
 
 
 def schedule(config: Config) -> Iterator[Mistake]:

@@ -397,22 +397,13 @@ def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
     and whole. A larger tensor travels alone: the embedding, one of an MLP, or a stack of those of all experts. Stacks
     follow one another, so that two more are under way meanwhile."""
     bucket = config.weight_sync.bucket_size_mb * MIB
-    alone = sum(stack for stack in _stacks(config, spec) if stack > bucket)
-    return 2 * bucket + 2 * max(bucket, largest_tensor_bytes(config, spec)) + alone
-
-
-def largest_tensor_bytes(config: Config, spec: ModelSpec) -> int:
-    """Return the bytes of the largest tensor of a push, which is gathered whole, however small buckets are."""
     row = spec.hidden_size * dtype_bytes(config)
-    return max(spec.vocab_size * row, spec.ffn_size * row, spec.dense_ffn_size * row, *_stacks(config, spec))
-
-
-def _stacks(config: Config, spec: ModelSpec) -> Sequence[int]:
-    """Return the bytes of the stacks of a layer's experts: of gate and up, and of down."""
+    largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * row
     if spec.moe is None or not FAMILIES[spec.family].stacked_experts:
-        return ()
-    down = spec.moe.num_experts * spec.ffn_size * spec.hidden_size * dtype_bytes(config)
-    return 2 * down, down
+        return 2 * bucket + 2 * max(bucket, largest)
+    down = spec.moe.num_experts * spec.ffn_size * row
+    stacks = (2 * down, down)  # of gate and up, and of down
+    return 2 * bucket + 2 * max(bucket, largest, *stacks) + sum(stack for stack in stacks if stack > bucket)
 
 
 def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:

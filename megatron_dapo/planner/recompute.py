@@ -23,7 +23,7 @@ ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 def settled(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Config:
-    """Return the config with what `auto` stands for; all layers where nothing fits, and `memory.shortage` says so.
+    """Return the config with what `auto` stands for; all layers where nothing fits, and `shortage.shortage` says so.
     critic: its spec, where it is of another size than the actor."""
     if config.actor_rollout_ref.actor.megatron.recompute_granularity != "auto":
         return config

@@ -1,10 +1,10 @@
 """What an estimate of GPU memory does not fit into, and the cure."""
 
-from megatron_dapo.common.sizes import GB, MIB
+from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.memory import largest_tensor_bytes, server_memory, trainer_memory
+from megatron_dapo.planner.memory import server_memory, trainer_memory, weight_sync_bytes
 
 _ACTOR = "actor_rollout_ref.actor"
 _MORE_RANKS = f"raise {_ACTOR}.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
@@ -27,11 +27,12 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
     sentences: list[str] = []
     available = config.trainer.gpu_memory_gb
     parts = trainer_memory(config, actor, critic)
-    if parts.total > available * GB:
+    missing = parts.total - available * GB
+    if missing > 0:
         largest, size = next(iter(parts.by_name.items()))
         sentences.append(
             f"A trainer GPU would need about {parts.total / GB:.0f} GB, {size / GB:.0f} of them for {largest}, above "
-            f"trainer.gpu_memory_gb {available:g}; {_cure(largest, config, actor)}."
+            f"trainer.gpu_memory_gb {available:g}; {_cure(largest, config, actor, missing)}."
         )
     if starts_servers(config):
         server = server_memory(config, actor)
@@ -45,8 +46,11 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
     return sentences
 
 
-def _cure(part: str, config: Config, spec: ModelSpec) -> str:
-    largest = largest_tensor_bytes(config, spec)
-    if part == "weight sync" and largest > config.weight_sync.bucket_size_mb * MIB:
-        return f"its largest tensor, of {largest / GB:.1f} GB, is gathered whole at any bucket size, so {_MORE_RANKS}"
+def _cure(part: str, config: Config, spec: ModelSpec, missing: float) -> str:
+    """Return what makes a trainer GPU's largest part smaller. missing: bytes that the estimate is too large by."""
+    if part == "weight sync":
+        smallest = config.weight_sync.model_copy(update={"bucket_size_mb": 1})
+        least = weight_sync_bytes(config.model_copy(update={"weight_sync": smallest}), spec)
+        if weight_sync_bytes(config, spec) - least < missing:
+            return f"tensors are gathered whole, so that smaller buckets do not suffice; {_MORE_RANKS}"
     return CURES[part]

@@ -51,7 +51,7 @@ def cases_of(layouts: Layouts) -> list[str]:
 
 
 def compared(cases: Iterable[str]) -> list[str]:
-    """Return those without what the others are compared with: of one process, the step in one piece."""
+    """Leave out the cases with which the others are compared: of one process, with the step in one piece."""
     return [case for case in cases if not (case.startswith("tp1/") and case.endswith("whole"))]
 
 

@@ -143,7 +143,8 @@ def test_server_and_trainer_agree_in_bfloat16_where_the_trainer_takes_the_server
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
 def test_the_mean_difference_of_other_families_is_that_of_a_dense_model_too(family, tmp_path):
     """Shared experts, a dense layer, a sigmoid router with a bias; sinks, windows, biases. Their rarest tokens may
-    differ by more, so that the mean is compared."""
+    differ by more, so that the mean is compared. In five runs it was 0.033 to 0.036 and 0.027 to 0.032, and without
+    replay 0.086 to 0.105 and 0.057 to 0.063."""
     model = make_tiny(tmp_path / "model", family, **SHAPE)
     with served(model, tmp_path) as server:
         answers = asked(model, server)

@@ -8,6 +8,7 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("tra
     pytest.skip("no CUDA GPU with transformer_engine and megatron-core", allow_module_level=True)
 
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training.policy import Policy
 from tests import training_checks as checks
 from tests.peft_adapters import make_adapter
 from tests.tiny_models import make_tiny
@@ -65,17 +66,23 @@ def test_adapters_beside_its_layers_give_the_log_probs_of_those_beside_ours(layo
     assert policy.update(mini_batches, weight_version=0)["actor/grad_norm"] > 0
 
 
+def has_grouped_product(policy: Policy) -> bool:
+    return "TEGroupedMLP" in {type(module).__name__ for module in policy.model.chunks[0].modules()}
+
+
 @pytest.mark.parametrize("model_path", MIXTURES, indirect=True)
 def test_experts_of_a_rank_are_one_grouped_product_that_gives_what_ours_give(layout, model_path, tmp_path):
     """Ours, and its own with adapters, which change nothing yet, are computed one after the other; a grouped product
     stands beside adapters of the attention alone, and where experts are no modules (gpt-oss)."""
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, ITS)
-    assert "TEGroupedMLP" in {type(module).__name__ for module in policy.model.chunks[0].modules()}
+    assert has_grouped_product(policy)
     assert policy.update(mini_batches, weight_version=0)["actor/expert_dropped"] == 0.0
     checks.check_agreement(layout, model_path, OURS, ITS, ROUTED_LOG_PROBS)
     lora = "actor_rollout_ref.model.lora_rank=4"
     for targets in ("all-linear", "[o_proj]"):
         beside = [*ITS, lora, f"actor_rollout_ref.model.target_modules={targets}"]
+        one_by_one = targets == "all-linear" and "down_proj" in policy.model.spec.linear_modules
+        assert has_grouped_product(checks.policy_and_mini_batches(layout, model_path, beside)[0]) is not one_by_one
         checks.check_agreement(layout, model_path, beside, ITS, ROUTED_LOG_PROBS)
     checks.check_gradients(layout, model_path, OURS, ITS)
     checks.check_export(layout, model_path, ITS, tmp_path)

@@ -325,18 +325,21 @@ def test_a_stack_of_experts_is_gathered_while_the_two_before_it_are_under_way():
 
 
 @pytest.mark.parametrize(
-    ("mb", "cure"),
+    ("gigabytes", "mb", "cure"),
     [
-        (256, "its largest tensor, of 4.2 GB, is gathered whole at any bucket size, so raise"),
-        (8192, "lower weight_sync.bucket_size_mb"),
+        (20, 256, "tensors are gathered whole, so that smaller buckets do not suffice; raise"),
+        (20, 8192, "tensors are gathered whole, so that smaller buckets do not suffice; raise"),
+        (34, 8192, "lower weight_sync.bucket_size_mb"),
+        (34, 3900, "lower weight_sync.bucket_size_mb"),  # below the largest tensor, of 4050
     ],
 )
-def test_smaller_buckets_are_the_cure_only_where_a_tensor_is_smaller_than_one(mb, cure):
+def test_smaller_buckets_are_the_cure_only_where_they_suffice(gigabytes, mb, cure):
+    """gpt-oss-120b: 15.4 GB for weight sync and 15.6 for the rest with the smallest buckets."""
     sizes = {"expert_model_parallel_size": 64, "pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}
     keys = [f"{MEGATRON}.{name}={size}" for name, size in sizes.items()]
-    keys += ["trainer.nnodes=64", "trainer.gpu_memory_gb=20", f"weight_sync.bucket_size_mb={mb}"]
+    keys += ["trainer.nnodes=64", f"trainer.gpu_memory_gb={gigabytes}", f"weight_sync.bucket_size_mb={mb}"]
     sentence = shortage(load_config(CONFIGS / "dapo_32b.yaml", keys), model_spec(MODEL_SHAPES["gpt-oss-120b"]))[0]
-    assert f"for weight sync, above trainer.gpu_memory_gb 20; {cure}" in sentence
+    assert f"for weight sync, above trainer.gpu_memory_gb {gigabytes}; {cure}" in sentence
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
