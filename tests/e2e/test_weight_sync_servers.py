@@ -6,9 +6,11 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from threading import Condition
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -39,11 +41,12 @@ pytestmark = pytest.mark.e2e
 EVERYTHING = 10_000
 PROMPT = [5, 6, 7]
 LONG = 1000  # tokens: more than servers write during five pushes, also on a busy machine
+STRIDE = 10  # tokens of every response between two pushes, at least
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128}
 BOUND = 1e-4  # between a server's log-prob, in float32, and that of its weights: of a dozen tokens
 ROUNDINGS = 4
 """How far a server may be from the exact log-prob, in the largest rounding of transformers' float32 on the same tokens.
-Of 4000 tokens at up to 1000 positions that is 6e-5 to 1.6e-4, and servers add in another order."""
+Of responses of some hundred tokens that is 4e-5 to 1.6e-4, and servers add in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +96,15 @@ async def generate(client: SGLangClient) -> Generation:
 
 
 class LongResponse:
-    """A response of LONG tokens, whatever they are, that is being written at a server."""
+    """A response that is being written at a server, until it is told to stop or has LONG tokens."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        self._url, self._key = url, key
+        self._url, self._key, self._id = url, key, uuid4().hex
         self._num_tokens, self._written = 0, Condition()
         self._failure: Exception | None = None
 
     def read(self) -> Generation:
-        """Return it when it is whole."""
+        """Return it when it has ended."""
         try:
             return self._read()
         except Exception as error:
@@ -111,14 +114,10 @@ class LongResponse:
             raise
 
     def _read(self) -> Generation:
-        sampling = {"max_new_tokens": LONG, "ignore_eos": True, "stream_interval": 10}
+        sampling = {"max_new_tokens": LONG, "ignore_eos": True, "stream_interval": STRIDE}
         fields = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "stream": True}
         answer = {}
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy stands between this machine and itself
-            headers = key_header(self._key)
-            response = session.post(f"{self._url}/generate", json=fields, headers=headers, stream=True, timeout=300)
-            response.raise_for_status()
+        with self._post("generate", fields | {"rid": self._id}) as response:
             for line in response.iter_lines():
                 if line.startswith(b"data: {"):
                     answer = json.loads(line.removeprefix(b"data: "))
@@ -127,64 +126,81 @@ class LongResponse:
                         self._written.notify_all()
         return generation_of(answer)
 
-    def wait_for(self, num_more: int) -> None:
-        """Return when so many more tokens are written."""
+    def stop(self) -> None:
+        """Have the server end it here."""
+        self._post("abort_request", {"rid": self._id}).close()
+
+    def _post(self, route: str, fields: dict) -> requests.Response:
+        session = requests.Session()
+        session.trust_env = False  # no proxy stands between this machine and itself
+        headers = key_header(self._key)
+        response = session.post(f"{self._url}/{route}", json=fields, headers=headers, stream=True, timeout=300)
+        response.raise_for_status()
+        return response
+
+    def wait(self) -> None:
+        """Return when STRIDE more tokens are written."""
         with self._written:
-            goal = self._num_tokens + num_more
+            goal = self._num_tokens + STRIDE
             self._written.wait_for(lambda: self._failure or self._num_tokens >= goal, timeout=60)
             assert self._num_tokens >= goal, self._failure or f"{self._num_tokens} tokens in 60 s, not {goal}"
 
 
 @torch.no_grad()
-def log_probs(
-    model_path: Path, version: int, *responses: np.ndarray, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
-    """[responses, tokens]: those of transformers, with the weights of a version."""
-    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+def log_probs(model_path: Path, version: int, response: np.ndarray, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """[tokens]: those of transformers, with the weights of a version."""
+    model = deepcopy(loaded(model_path))
     for parameter in model.parameters():
         parameter.copy_(changed(parameter, version))
-    model.to(dtype)
-    tokens = torch.tensor(np.stack(responses), dtype=torch.long)
-    prompts = torch.tensor([PROMPT] * len(responses))
-    logits = model(torch.cat([prompts, tokens], 1)).logits[:, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+    tokens = torch.tensor([[*PROMPT, *response.tolist()]])
+    logits = model.to(dtype)(tokens).logits[0, len(PROMPT) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, tokens[0, len(PROMPT) :, None])[:, 0]
+
+
+@cache
+def loaded(model_path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_path).eval()
 
 
 def push_in_flight(trainer: Ranks, responses: Sequence[LongResponse], versions: Iterable[int]) -> list[Generation]:
     """Push these versions while the responses are being written, each after some tokens of the one before it; return
-    the responses."""
+    the responses, which end some tokens later, and all are as long as the shortest."""
     with ThreadPoolExecutor(len(responses)) as threads:
         running = [threads.submit(response.read) for response in responses]
         for version in versions:
             for response in responses:
-                response.wait_for(10)
+                response.wait()
             answers = trainer.order(version)
             assert [status for status, _ in answers] == ["ok", "ok"], answers
+        for response in responses:
+            response.wait()
+        for response in responses:
+            response.stop()
         return [response.result() for response in running]
 
 
 def expected(
-    model_path: Path, generations: Sequence[Generation], offset: int = 0, dtype: torch.dtype = torch.float64
+    model_path: Path, generation: Generation, offset: int = 0, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """[responses, tokens]: log-probs by the weights of each token's version; with an offset, of an earlier one's."""
-    labels = torch.tensor([generation.weight_versions.tolist() for generation in generations])
+    """[tokens]: log-probs by the weights of each token's version; with an offset, of an earlier one's."""
+    labels = torch.from_numpy(generation.weight_versions)
     values = torch.full(labels.shape, torch.nan, dtype=dtype)
     for version in labels.unique().tolist():
-        tokens = (generation.tokens for generation in generations)
-        values = torch.where(labels == version, log_probs(model_path, version - offset, *tokens, dtype=dtype), values)
+        own = log_probs(model_path, version - offset, generation.tokens, dtype)
+        values = torch.where(labels == version, own, values)
     return values
 
 
 def gap(model_path: Path, generations: Sequence[Generation], offset: int = 0) -> torch.Tensor:
-    """[responses, tokens]: by how much the servers' log-probs differ from `expected`."""
-    served = torch.tensor([generation.log_probs.tolist() for generation in generations])
-    return (served - expected(model_path, generations, offset)).abs()
+    """[tokens of all]: by how much the servers' log-probs differ from `expected`."""
+    gaps = [torch.from_numpy(each.log_probs) - expected(model_path, each, offset) for each in generations]
+    return torch.cat(gaps).abs()
 
 
 def bound_of(model_path: Path, generations: Sequence[Generation]) -> float:
     """How far a server may be from `expected`."""
-    rounded = expected(model_path, generations, dtype=torch.float32)
-    return ROUNDINGS * (rounded - expected(model_path, generations)).abs().max().item()
+    roundings = [expected(model_path, each, dtype=torch.float32) - expected(model_path, each) for each in generations]
+    return ROUNDINGS * torch.cat(roundings).abs().max().item()
 
 
 def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_path, servers):
@@ -211,7 +227,7 @@ def test_pushes_arrive_bit_for_bit_also_on_the_server_that_outlives_one(model_pa
                     assert torch.equal(tensor, changed(checkpoint[name], version)), f"{name} on {url}, push {version}"
                 generation = asyncio.run(generate(client(url)))
                 assert set(generation.weight_versions) == {version}
-                exact = log_probs(model_path, version, generation.tokens)[0]
+                exact = log_probs(model_path, version, generation.tokens)
                 assert (torch.tensor(generation.log_probs) - exact).abs().max() < BOUND
 
         responses = [LongResponse(url, key) for url in [steady, doomed] * 2]
@@ -233,7 +249,7 @@ def check_retracted(model_path: Path, generations: Sequence[Generation]) -> None
     """Each token has the log-prob that the weights of its label give it, and no other version's."""
     for generation in generations:
         assert set(generation.weight_versions) == set(range(5, 11)), "five pushes in flight"
-        assert len(generation.tokens) == LONG and generation.num_retractions == 5
+        assert generation.num_retractions == 5
     difference, bound = gap(model_path, generations), bound_of(model_path, generations)
     mislabelled = gap(model_path, generations, offset=1)
     print(f"retract: at most {difference.max():.1e} of {bound:.1e}, by the version before {mislabelled.max():.1e}")
@@ -244,8 +260,9 @@ def check_retracted(model_path: Path, generations: Sequence[Generation]) -> None
 def check_in_place(model_path: Path, generations: Sequence[Generation]) -> None:
     """What the weights before the push wrote is exact; what came after was written from their keys and values."""
     difference, bound = gap(model_path, generations), bound_of(model_path, generations)
-    after = torch.tensor([generation.weight_versions.tolist() for generation in generations]) == 12
-    assert after.any(1).all() and not after.all(1).any(), "the push was in flight"
+    later = [torch.from_numpy(generation.weight_versions) == 12 for generation in generations]
+    assert all(each.any() and not each.all() for each in later), "the push was in flight"
+    after = torch.cat(later)
     print(f"in_place: before the push at most {difference[~after].max():.1e}, after {difference[after].max():.1e}")
     assert difference[~after].max() < bound < difference[after].max()
 
