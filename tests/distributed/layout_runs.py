@@ -50,11 +50,6 @@ def cases_of(layouts: Layouts) -> list[str]:
     return [f"{layout}/{variant}" for layout, (_, variants) in rows for variant in variants]
 
 
-def compared(cases: Iterable[str]) -> list[str]:
-    """Leave out the cases with which the others are compared: of one process, with the step in one piece."""
-    return [case for case in cases if not (case.startswith("tp1/") and case.endswith("whole"))]
-
-
 def assert_same(got: dict, expected: dict) -> None:
     """Assert that metrics, gradients and weights of two runs are equal but for rounding."""
     assert got is not expected, "it would be compared with itself"
@@ -73,3 +68,9 @@ def assert_same(got: dict, expected: dict) -> None:
             for name, tensor in expected[what].items():
                 error = (got[what][name] - tensor).abs().max()
                 assert error < 1e-5 * tensor.abs().max() + 1e-6 * largest, f"{what} of {name}: {error:.1e}"
+
+
+def assert_same_as(results: Mapping[str, dict], case: str, base: str) -> None:
+    """Assert that a run gave what another one did; the other is not compared with itself."""
+    if case != base:
+        assert_same(results[case], results[base])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.layout_runs import assert_same, cases_of, compared, run_layouts
+from tests.distributed.layout_runs import assert_same_as, cases_of, run_layouts
 from tests.distributed.test_layouts import CUTS, HEADS
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
@@ -50,9 +50,9 @@ def results(models, tmp_path_factory) -> dict[str, dict]:
     return run_layouts(tmp_path_factory.mktemp("full_kl"), actor, LAYOUTS, reference)
 
 
-@pytest.mark.parametrize("case", compared(cases_of(LAYOUTS)))
+@pytest.mark.parametrize("case", cases_of(LAYOUTS))
 def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, case):
-    assert_same(results[case], results["tp1/whole"])
+    assert_same_as(results, case, "tp1/whole")
     assert results[case]["metrics"]["actor/kl_loss"] > 0.1
 
 

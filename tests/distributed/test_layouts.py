@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.distributed.layout_runs import Layouts, assert_same, cases_of, compared, run_layouts, with_others
+from tests.distributed.layout_runs import Layouts, assert_same, assert_same_as, cases_of, run_layouts, with_others
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -373,7 +373,7 @@ def test_a_tied_model_gets_the_gradients_of_both_uses_of_its_weight(tied, case):
     assert_same(tied[case], tied["tp1/whole"])
 
 
-@pytest.mark.parametrize("case", compared(MIXTURE_CASES))
+@pytest.mark.parametrize("case", MIXTURE_CASES)
 def test_a_mixture_of_experts_gets_the_gradients_of_all_tokens_wherever_its_experts_are(mixture, case):
     assert_same(mixture[case], mixture["tp1/whole"])
     assert mixture[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
@@ -382,17 +382,17 @@ def test_a_mixture_of_experts_gets_the_gradients_of_all_tokens_wherever_its_expe
     assert metrics["actor/expert_dropped"] == 0.0
 
 
-@pytest.mark.parametrize("case", compared(FAMILY_CASES))
+@pytest.mark.parametrize("case", FAMILY_CASES)
 def test_layers_of_other_families_give_the_same_in_every_layout(families, case):
     family = case.split("/")[1]
-    assert_same(families[case], families[f"tp1/{family}/whole"])
+    assert_same_as(families, case, f"tp1/{family}/whole")
     assert families[case]["first"]["actor/ratio_max"] == 1.0
 
 
-@pytest.mark.parametrize("case", [case for case in compared(SHARED_CASES) if "bfloat16" not in case])
+@pytest.mark.parametrize("case", [case for case in SHARED_CASES if "bfloat16" not in case])
 def test_dense_layers_and_shared_experts_get_the_gradients_of_one_process_and_biases_stay(shared_mixture, case):
     name = next((f"{other}_whole" for other in OTHERS if other in case), "whole")
-    assert_same(shared_mixture[case], shared_mixture[f"tp1/{name}"])
+    assert_same_as(shared_mixture, case, f"tp1/{name}")
     assert shared_mixture[case]["first"]["actor/ratio_max"] == 1.0
 
 

@@ -6,7 +6,7 @@ something else. The layouts have several micro-batches under way together, and c
 
 import pytest
 
-from tests.distributed.layout_runs import Layouts, assert_same, cases_of, compared, run_layouts
+from tests.distributed.layout_runs import Layouts, assert_same_as, cases_of, run_layouts
 from tests.distributed.test_layouts import CUTS, RECOMPUTE
 from tests.tiny_models import make_tiny
 
@@ -80,10 +80,10 @@ def results(tmp_path_factory) -> dict[str, dict]:
     return run_layouts(folder, model, LAYOUTS, others={"gpt_oss": gpt_oss, "latent": latent})
 
 
-@pytest.mark.parametrize("case", compared(cases_of(LAYOUTS)))
+@pytest.mark.parametrize("case", cases_of(LAYOUTS))
 def test_replayed_routing_gives_what_one_process_gives(results, case):
     mode = case.split("/")[1]
-    assert_same(results[case], results[f"tp1/{mode}/whole"])
+    assert_same_as(results, case, f"tp1/{mode}/whole")
     assert results[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
 
 

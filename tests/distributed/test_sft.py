@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.layout_runs import assert_same, compared
+from tests.distributed.layout_runs import assert_same
 from tests.forked_ranks import run_ranks
 from tests.sft_files import conversations, make_chat_model, mean_loss_of, write_rows
 
@@ -110,14 +110,15 @@ def test_loss_and_gradient_are_those_of_transformers_in_float64(results, oracle,
     assert_same({"metrics": {}, "gradients": got["gradients"]}, {"metrics": {}, "gradients": oracle["gradients"]})
 
 
-@pytest.mark.parametrize("case", compared(CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_metrics_and_weights_after_two_steps_are_those_of_one_process(results, case):
     expected = results["tp1/whole"]
     got = results[case]
-    for step in range(2):
-        assert_same({"metrics": got["steps"][step]}, {"metrics": expected["steps"][step]})
-    assert_same({"metrics": got["after"], "weights": got["weights"]},
-                {"metrics": expected["after"], "weights": expected["weights"]})  # fmt: skip
+    if got is not expected:
+        for step in range(2):
+            assert_same({"metrics": got["steps"][step]}, {"metrics": expected["steps"][step]})
+        assert_same({"metrics": got["after"], "weights": got["weights"]},
+                    {"metrics": expected["after"], "weights": expected["weights"]})  # fmt: skip
     assert got["after"]["val/loss"] < got["before"]["val/loss"]
 
 
