@@ -39,6 +39,7 @@ class Bounds(NamedTuple):
     """Against float64 on the same, already rounded inputs: absolute, but for gradients, where they are of the norm.
 
     grad_hidden is rounded to the inputs' type once; grad_weight is a float32 sum over rounded gradients of logits.
+    Log-probs of half-precision products on a GPU may be off by `truncation` of their logits besides.
     """
 
     log_prob: float
@@ -52,6 +53,21 @@ BOUNDS = {
     torch.bfloat16: Bounds(2e-4, 1e-5, 2e-4, 4e-3, 3e-3),
     torch.float32: Bounds(2e-5, 5e-6, 2e-5, 2e-5, 2e-5),
 }
+
+
+TENSOR_CORE_STEP = 16  # products that a tensor core adds to its accumulator at once, in half precision
+
+
+def truncation(hidden_LH: Tensor) -> float:
+    """Return the relative error of a logit that a tensor core accumulates in float32.
+
+    It cuts its accumulator off after each step instead of rounding it (Fasi et al., "Numerical behavior of NVIDIA tensor
+    cores", PeerJ CS 2021): half of the last of 24 bits in the mean, of partial sums that are half of the logit in the mean.
+    All logits come out too small, so the errors of a row do not cancel. 0 on the CPU and in float32, which round.
+    """
+    if hidden_LH.device.type == "cpu" or hidden_LH.dtype == torch.float32:
+        return 0.0
+    return hidden_LH.size(1) / TENSOR_CORE_STEP * 2.0**-23 / 2 / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +135,12 @@ def _tokens(log_probs: Tensor, g: torch.Generator) -> TokenBatch:
 
 
 class Oracle(NamedTuple):
-    """Float64: [N], [N], and where gradients were asked for [N, H], [V, H]."""
+    """Float64: [N], [N], |logit of the target| + mean |logit| under the distribution [N], and where gradients were asked
+    for [N, H], [V, H]."""
 
     log_prob: Tensor
     entropy: Tensor
+    logit_size: Tensor
     grad_hidden: Tensor | None = None
     grad_weight: Tensor | None = None
 
@@ -131,17 +149,19 @@ class Oracle(NamedTuple):
 def oracle(case: HeadCase, grad_log_prob: Tensor | None = None, grad_entropy: Tensor | None = None) -> Oracle:
     """log_softmax, its entropy, and the gradient of grad_log_prob . log_prob + grad_entropy . entropy; float64."""
     hidden, weight = case.counted_hidden.detach().double(), case.weight_VH.detach()[: case.num_valid].double()
-    log_prob, entropy = (torch.empty(len(hidden), dtype=torch.float64, device=case.device) for _ in range(2))
+    log_prob, entropy, size = (torch.empty(len(hidden), dtype=torch.float64, device=case.device) for _ in range(3))
     with_gradient = grad_log_prob is not None
     grad_hidden = torch.empty_like(hidden) if with_gradient else None
     grad_weight = torch.zeros(case.weight_VH.shape, dtype=torch.float64, device=case.device) if with_gradient else None
     for start in range(0, len(hidden), 512):  # float64 logits of a real vocabulary are large
         at = slice(start, start + 512)
         inverse = 1 / case.temperature[at].double()
-        log_p = torch.log_softmax((hidden[at] @ weight.t()) * inverse[:, None], -1)
+        logits = (hidden[at] @ weight.t()) * inverse[:, None]
+        log_p = torch.log_softmax(logits, -1)
         p = log_p.exp()
         log_prob[at] = log_p.gather(1, case.targets[at, None])[:, 0]
         entropy[at] = -(p * log_p).sum(-1)
+        size[at] = (p * logits.abs()).sum(-1) + logits.abs().gather(1, case.targets[at, None])[:, 0]
         if with_gradient:
             g_lp, g_h = grad_log_prob[at].double(), grad_entropy[at].double()
             d = -p * (g_lp[:, None] + g_h[:, None] * (log_p + entropy[at, None]))
@@ -149,16 +169,16 @@ def oracle(case: HeadCase, grad_log_prob: Tensor | None = None, grad_entropy: Te
             d *= inverse[:, None]
             grad_hidden[at] = d @ weight
             grad_weight[: case.num_valid] += d.t() @ hidden[at]
-    return Oracle(log_prob, entropy, grad_hidden, grad_weight)
+    return Oracle(log_prob, entropy, size, grad_hidden, grad_weight)
 
 
 def check_values(case: HeadCase, use_triton: bool | None = None) -> None:
     """Log-probs and entropies are those of float64 log_softmax, and no log-prob is above 0."""
-    expected, bounds = oracle(case), BOUNDS[case.hidden_LH.dtype]
+    expected = oracle(case)
     plan, head = case.plan(), case.head(use_triton=use_triton)
     log_prob, entropy = head_log_probs(case.hidden_LH, case.targets, plan, head, want_entropy=True)
     assert log_prob.dtype == torch.float32
-    _values_close(log_prob, entropy, expected, bounds)
+    _values_close(case, log_prob, entropy, expected)
     without, none = head_log_probs(case.hidden_LH, case.targets, plan, head)
     assert none is None and torch.equal(without, log_prob)
 
@@ -185,17 +205,12 @@ def check_composed_gradients(case: HeadCase, use_triton: bool | None = None) -> 
 
 
 def check_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossConfig = LOSS) -> None:
-    """Loss, metrics and gradients of the fused head are those of `dapo_loss` on float64 log-probs."""
-    expected, bounds = oracle(case), BOUNDS[case.hidden_LH.dtype]
-    log_prob, entropy = expected.log_prob.requires_grad_(), expected.entropy.requires_grad_()
-    composed = dapo_loss(TokenOutputs(log_prob, entropy), _as_double(case.tokens), loss)
-    composed.loss_sum.backward()
-    g_h = torch.zeros_like(log_prob) if entropy.grad is None else entropy.grad
-    expected = oracle(case, log_prob.grad, g_h)
-
+    """Log-probs, entropies, loss and gradients of the fused head are those of float64 and `dapo_loss`."""
+    bounds = BOUNDS[case.hidden_LH.dtype]
     answer = run_fused_head(case, use_triton, loss)
-    mean_error = (answer.loss_sum.double() - composed.loss_sum).abs() / len(case.targets)
-    assert mean_error <= 10 * bounds.mean_log_prob, f"mean loss off by {mean_error:.1e}"
+    loss_sum, expected = _expected_gradients(case, answer, loss)
+    mean_error = (answer.loss_sum.double() - loss_sum).abs() / len(case.targets)
+    assert mean_error <= bounds.mean_log_prob, f"mean loss off by {mean_error:.1e}"
     rows = torch.from_numpy(case.counted_rows).to(case.device)
     _close_in_norm(case.hidden_LH.grad[rows], expected.grad_hidden, bounds.grad_hidden, "hidden")
     _close_in_norm(case.weight_VH.main_grad, expected.grad_weight, bounds.grad_weight, "weight")
@@ -204,6 +219,22 @@ def check_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossC
     assert not case.hidden_LH.grad[skipped].any() and not case.weight_VH.main_grad[case.num_valid :].any()
     scored, _ = head_log_probs(case.hidden_LH, case.targets, case.plan(), case.head(use_triton=use_triton))
     assert torch.equal(answer.log_probs, scored), "training and old log-probs differ: the first ratio would not be 1"
+
+
+def _expected_gradients(case: HeadCase, answer, loss: LossConfig) -> tuple[Tensor, Oracle]:
+    """Return the loss of the fused head's own log-probs, which are float64's, and its gradients, all in float64.
+
+    The gradient jumps where a ratio meets a bound of its clip: of tokens as near to one as log-probs are exact, float64's
+    own log-probs may have another. One such token among 10^4 is 1 % of the norm.
+    """
+    exact = oracle(case)
+    entropy = exact.entropy.float() if answer.entropy is None else answer.entropy
+    _values_close(case, answer.log_probs, entropy, exact)
+    log_prob, entropy = answer.log_probs.double().requires_grad_(), entropy.double().requires_grad_()
+    composed = dapo_loss(TokenOutputs(log_prob, entropy), _as_double(case.tokens), loss)
+    composed.loss_sum.backward()
+    g_h = torch.zeros_like(log_prob) if entropy.grad is None else entropy.grad
+    return composed.loss_sum.detach(), oracle(case, log_prob.grad, g_h)
 
 
 def check_fused_is_composed(case: HeadCase, use_triton: bool | None = None, loss: LossConfig = LOSS) -> None:
@@ -318,11 +349,7 @@ def check_over_ranks(case: HeadCase, group: dist.ProcessGroup, sequence_parallel
     gathered = [torch.empty_like(scored) for _ in range(size)]
     dist.all_gather(gathered, scored, group=group)
     assert all(torch.equal(scored, other) for other in (*gathered, answer.log_probs))
-    true = oracle(case)
-    _values_close(scored, answer.entropy, true, bounds)
-    log_prob, entropy = true.log_prob.requires_grad_(), true.entropy.requires_grad_()
-    dapo_loss(TokenOutputs(log_prob, entropy), _as_double(case.tokens), LOSS).loss_sum.backward()
-    true = oracle(case, log_prob.grad, entropy.grad)
+    _, true = _expected_gradients(case, answer, LOSS)
     grad_hidden = torch.zeros(case.hidden_LH.shape, dtype=torch.float64, device=case.device)
     grad_hidden[torch.from_numpy(case.counted_rows).to(case.device)] = true.grad_hidden
     # every rank's share is rounded before they are added, and shares are larger than their sum
@@ -345,11 +372,14 @@ def check_token_loss(case: HeadCase, loss: LossConfig = LOSS) -> None:
     torch.testing.assert_close(ours.maxima, exact.maxima, rtol=1e-5, atol=1e-6)
 
 
-def _values_close(log_prob: Tensor, entropy: Tensor, expected: Oracle, bounds: Bounds) -> None:
+def _values_close(case: HeadCase, log_prob: Tensor, entropy: Tensor, expected: Oracle) -> None:
+    bounds = BOUNDS[case.hidden_LH.dtype]
     assert (log_prob <= 0).all(), "log-probs above 0"
     error = (log_prob.double() - expected.log_prob).abs()
-    assert error.max() <= bounds.log_prob, f"log-prob off by {error.max():.1e}"
-    assert error.mean() <= bounds.mean_log_prob, f"log-prob off by {error.mean():.1e} in the mean"
+    cut_off = truncation(case.hidden_LH) * expected.logit_size
+    assert (error <= bounds.log_prob + cut_off).all(), f"log-prob off by {error.max():.1e}"
+    allowed = bounds.mean_log_prob + cut_off.mean()
+    assert error.mean() <= allowed, f"log-prob off by {error.mean():.1e} in the mean, {allowed:.1e} allowed"
     error = (entropy.double() - expected.entropy).abs().max()
     assert error <= bounds.entropy, f"entropy off by {error:.1e}"
 
