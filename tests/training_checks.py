@@ -7,7 +7,9 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -48,25 +50,56 @@ ONE_MICRO_BATCH, MANY_MICRO_BATCHES = f"{ACTOR}.max_tokens_per_microbatch=4096",
 # ---------------------------------------------------------------------------------------------------- attention
 
 
-def check_packed_attention(device: torch.device, dtype: torch.dtype, lengths: list[int], bound: float) -> None:
+@dataclass(frozen=True)
+class Attention:
+    """A layer's attention, and the segments of a packed run.
+
+    window: tokens before its own that a token sees (None: all). sinks: a number for each head beside its scores.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 64
+    window: int | None = None
+    sinks: bool = False
+
+    def layer(self, device: torch.device, dtype: torch.dtype) -> PackedAttention:
+        spec = model_spec(
+            MODEL_JSON | {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.dim}
+        )
+        config = TransformerConfig(
+            num_layers=1, hidden_size=self.heads * self.dim, num_attention_heads=self.heads,
+            num_query_groups=self.kv_heads, kv_channels=self.dim, params_dtype=dtype,
+            use_cpu_initialization=device.type == "cpu",
+            window_size=None if self.window is None else (self.window, 0),
+            softmax_type="learnable" if self.sinks else "vanilla",
+        )  # fmt: skip
+        layer = PackedAttention(
+            config, 1, rotary=Rotary(spec, device), pg_collection=SimpleNamespace(tp=None, cp=None)
+        ).to(device)
+        if self.sinks:
+            with torch.no_grad():
+                layer.softmax_offset.copy_(torch.linspace(-2.0, 3.0, self.heads))
+        return layer
+
+
+def check_packed_attention(device: torch.device, dtype: torch.dtype, attention: Attention, bound: float) -> None:
     """A packed run is the runs of its segments one by one in float64, in outputs and gradients, up to `bound` of the
-    whole's norm; on a GPU in half precision it does not wait for the device."""
-    heads, kv_heads, dim = 8, 2, 64
-    spec = model_spec(MODEL_JSON | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim})
-    config = TransformerConfig(
-        num_layers=1, hidden_size=heads * dim, num_attention_heads=heads, num_query_groups=kv_heads, kv_channels=dim,
-        use_cpu_initialization=device.type == "cpu",
-    )  # fmt: skip
-    layer = PackedAttention(config, 1, rotary=Rotary(spec, device))
+    whole's norm; on a GPU in half precision without sinks it does not wait for the device."""
+    lengths = attention.lengths
+    layer = attention.layer(device, dtype)
     g = torch.Generator(device).manual_seed(0)
 
     def normal(num_heads: int) -> Tensor:
-        return torch.randn(sum(lengths), num_heads, dim, generator=g, device=device).to(dtype)
+        return torch.randn(sum(lengths), num_heads, attention.dim, generator=g, device=device).to(dtype)
 
+    heads, kv_heads = attention.heads, attention.kv_heads
     inputs, outgoing = [normal(n).requires_grad_() for n in (heads, kv_heads, kv_heads)], normal(heads).flatten(1)
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     packing = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-    guard = forbidding_host_syncs(device) if device.type == "cuda" else contextlib.nullcontext()
+    never_waits = device.type == "cuda" and not attention.sinks
+    guard = forbidding_host_syncs(device) if never_waits else contextlib.nullcontext()
     layer(*inputs, packed_seq_params=packing)  # once before, to load the library
     with guard:
         out = layer(*inputs, packed_seq_params=packing)
@@ -192,6 +225,21 @@ def check_gradients(layout: ParallelLayout, model_path: str | Path, a: list[str]
     for kind, expected in gradients[0].items():
         error = (gradients[1][kind] - expected).norm()
         assert error <= expected.norm() / 2, f"{kind}: {error:.1e} of {expected.norm():.1e}"
+
+
+def check_steps(layout: ParallelLayout, model_path: str | Path, a: list[str], b: list[str], rel: float) -> None:
+    """Two optimizer steps of the same weights under two settings: the same change of every kind of tensor, up to `rel`
+    of its norm."""
+    changes = []
+    for overrides in (a, b):
+        policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
+        before = gathered(policy.weight_source(), layout)
+        policy.update(mini_batches, weight_version=0)
+        after = gathered(policy.weight_source(), layout)
+        changes.append({name: after[name].double() - before[name].double() for name in before})
+    for name, expected in changes[0].items():
+        error = (changes[1][name] - expected).norm()
+        assert 0 < expected.norm() and error <= rel * expected.norm(), f"{name}: {error:.1e} of {expected.norm():.1e}"
 
 
 def check_export(layout: ParallelLayout, model_path: str | Path, overrides: list[str], folder: Path) -> None:

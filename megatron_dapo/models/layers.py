@@ -1,8 +1,9 @@
 """The parts of a layer that Megatron has only through Transformer Engine: RMSNorm, packed attention, the router."""
 
+import inspect
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -249,6 +250,8 @@ class PackedAttention(MegatronModule):
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        # torch 2.11 has no such argument, and takes fewer heads of keys and values without it
+        grouped = {"enable_gqa": query.size(1) != key.size(1)} if _has_parameter(varlen_attn, "enable_gqa") else {}
         attended = varlen_attn(
             query,
             key,
@@ -259,10 +262,15 @@ class PackedAttention(MegatronModule):
             packed.max_seqlen_kv,
             scale=self.softmax_scale,
             window_size=(self._num_before, 0),
-            enable_gqa=query.size(1) != key.size(1),
+            **grouped,
         )
         assert isinstance(attended, Tensor), "auxiliary outputs were not asked for"
         return attended
+
+
+@cache
+def _has_parameter(function: Callable, name: str) -> bool:
+    return name in inspect.signature(function).parameters
 
 
 class Router(TopKRouter):

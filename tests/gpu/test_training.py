@@ -30,9 +30,22 @@ def model_path(request, tmp_path_factory):
     return make_tiny(folder, request.param, vocab=512, layers=2, hidden=256, heads=4)
 
 
-def test_packed_attention_is_that_of_its_segments(device):
+ATTENTIONS = {
+    **{f"dim {dim}": {"dim": dim} for dim in (64, 128, 256)},
+    **{f"dim {dim}, window": {"dim": dim, "window": 128} for dim in (64, 128, 256)},
+    "a window longer than most segments": {"window": 1024},
+    **{f"dim {dim}, sinks": {"dim": dim, "sinks": True} for dim in (64, 128)},
+    "window and sinks": {"window": 128, "sinks": True},
+    "long segments": {"lengths": (12288, 5, 9000), "heads": 2, "kv_heads": 1, "dim": 128},
+    "a window in long segments": {"lengths": (12288, 5), "heads": 2, "kv_heads": 1, "window": 1024},
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_packed_attention_is_that_of_its_segments(device, name):
     # inputs, products and results are rounded to 8 bits a few times
-    checks.check_packed_attention(device, torch.bfloat16, [700, 1, 33, 2048, 129], bound=1e-2)
+    attention = checks.Attention(**{"lengths": (700, 1, 33, 2048, 129)} | ATTENTIONS[name])
+    checks.check_packed_attention(device, torch.bfloat16, attention, bound=1e-2)
 
 
 def test_a_step_with_the_fused_head_is_that_with_the_composed_one(layout, model_path):
@@ -49,3 +62,23 @@ def test_log_probs_do_not_depend_on_the_packing(layout, model_path):
 
 def test_every_tensor_comes_out_as_it_went_in(layout, model_path, tmp_path):
     checks.check_export(layout, model_path, OURS, tmp_path)
+
+
+FLOAT32 = [f"{checks.MEGATRON}.dtype=float32"]
+
+
+def test_an_optimizer_in_the_machines_memory_takes_the_steps_of_one_on_the_gpu(layout, model_path):
+    offloaded = [f"{checks.MEGATRON}.optimizer_offload_fraction=1.0"]
+    checks.check_steps(layout, model_path, [*OURS, *FLOAT32], [*OURS, *FLOAT32, *offloaded], rel=1e-3)
+
+
+def test_a_gather_of_weights_under_the_forward_pass_changes_no_step(layout, model_path):
+    sharded = [*OURS, f"{checks.MEGATRON}.use_distributed_optimizer=true"]
+    overlapped = [f"{checks.MEGATRON}.overlap_grad_reduce=true", f"{checks.MEGATRON}.overlap_param_gather=true"]
+    checks.check_steps(layout, model_path, sharded, [*sharded, *overlapped], rel=1e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+def test_a_mixtures_gradients_in_half_precision_are_near_those_in_float32(layout, tmp_path, family):
+    path = make_tiny(tmp_path, family, vocab=512, layers=2, hidden=256, heads=4)
+    checks.check_gradients(layout, path, [*OURS, *FLOAT32], OURS)

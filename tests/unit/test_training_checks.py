@@ -7,6 +7,9 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from tests import training_checks as checks
 from tests.tiny_models import make_tiny
 
+# after tests.training_checks, which prepares megatron.core for this machine
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+
 pytestmark = pytest.mark.unit
 
 
@@ -21,8 +24,41 @@ def model_path(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=32, heads=4)
 
 
-def test_packed_attention_is_that_of_its_segments():
-    checks.check_packed_attention(torch.device("cpu"), torch.float32, [5, 1, 33, 16], bound=1e-5)
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 7}, {"sinks": True}, {"window": 7, "sinks": True, "dim": 16}], ids=str
+)
+def test_packed_attention_is_that_of_its_segments(changes):
+    attention = checks.Attention((5, 1, 33, 16), **changes)
+    checks.check_packed_attention(torch.device("cpu"), torch.float32, attention, bound=1e-5)
+
+
+def test_variable_length_attention_is_called_with_what_its_version_of_torch_takes(monkeypatch):
+    """torch 2.11 groups heads without being told; later versions ask for enable_gqa."""
+    calls = []
+
+    def of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        calls.append((scale, window_size, None))
+        return query
+
+    def of_torch_2_13(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        calls.append((scale, window_size, enable_gqa))
+        return query
+
+    layer = checks.Attention((3, 2), window=4).layer(torch.device("cpu"), torch.bfloat16)
+    query, key, bounds = torch.zeros(5, 8, 64), torch.zeros(5, 2, 64), torch.tensor([0, 3, 5])
+    for function in (of_torch_2_11, of_torch_2_13):
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+        layer._varlen(query, key, key, PackedSeqParams("thd", bounds, bounds, max_seqlen_q=3, max_seqlen_kv=3))
+    assert calls == [(1 / 8, (4, 0), None), (1 / 8, (4, 0), True)]
+
+
+def test_steps_of_an_offloaded_optimizer_are_compared_and_another_rate_would_be_noticed(layout, model_path):
+    exact, sharded = [f"{checks.MEGATRON}.dtype=float32"], [f"{checks.MEGATRON}.use_distributed_optimizer=true"]
+    checks.check_steps(layout, model_path, exact, [*exact, *sharded], rel=1e-4)
+    with pytest.raises(AssertionError, match=" of "):
+        checks.check_steps(layout, model_path, exact, [*exact, f"{checks.ACTOR}.optim.lr=2e-6"], rel=1e-4)
 
 
 def test_a_step_with_the_fused_head_is_that_with_the_composed_one(layout, model_path):
