@@ -1,5 +1,6 @@
-"""A push of the weights to one server on gloo, beside raw broadcasts of the same tensors over the same kind of group to
-the same process: as a share of the raw broadcast's rate.
+"""A push of the weights to one server, beside raw broadcasts of the same tensors over the same kind of group (NCCL on
+GPUs, else gloo) to the same process: as a share of the raw broadcast's rate. On one GPU both processes share it, and
+talk over the loopback interface: that shows that it runs, and says nothing about its speed.
 
 raw, kept: into tensors that the receiver has already; raw, fresh: into tensors that it allocates, as SGLang does; raw,
 loaded: so, and each is then copied into one that is kept, as a model's. One request asks for all of them. The stand-in
@@ -33,6 +34,8 @@ from benchmarks.synthetic_model import ModelSize
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.models.safetensors_files import TensorSpec
+from megatron_dapo.platform import nccl
+from megatron_dapo.platform.device import collective_backend, device, is_gpu
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.supervisor import ServerSupervisor
@@ -41,10 +44,9 @@ from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup
 from megatron_dapo.weight_sync.plan import plan_for
 from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed import weight_sync_server
-from tests.helpers import free_port
+from tests.helpers import be_rank_of_another_host, free_port
 from tests.tiny_models import make_tiny
 
-CPU = torch.device("cpu")
 LIMIT_S = 120.0
 BUCKET_SIZES_MB = (64, 8)  # the largest on a CPU, and one at which requests weigh more
 RAW = ("kept", "fresh", "loaded")
@@ -93,17 +95,21 @@ class RawReceiver(weight_sync_server.FakeServer):
         """body: group_name, shapes and dtypes of what is sent; into: one of RAW."""
         described = list(zip(body["shapes"], (getattr(torch, name) for name in body["dtypes"]), strict=True))
         if not self.kept:
-            self.kept = [torch.zeros(shape, dtype=dtype) for shape, dtype in described]
+            self.kept = [torch.zeros(shape, dtype=dtype, device=device()) for shape, dtype in described]
         for number, (shape, dtype) in enumerate(described):
-            tensor = self.kept[number] if body["into"] == "kept" else torch.empty(shape, dtype=dtype)
+            fresh = body["into"] != "kept"
+            tensor = torch.empty(shape, dtype=dtype, device=device()) if fresh else self.kept[number]
             dist.broadcast(tensor, src=0, group=self.groups[body["group_name"]])
             if body["into"] == "fresh":
                 self.tensors[str(number)] = tensor
             elif body["into"] == "loaded":
                 self.kept[number].copy_(tensor)
+        if is_gpu():
+            torch.cuda.synchronize()
 
 
 def receive(port: int) -> None:
+    be_rank_of_another_host(1)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     server = RawReceiver({})
@@ -160,18 +166,18 @@ class Raw:
     def __init__(self, url: str, weights: Weights, bucket_size_mb: int) -> None:
         self._url = url
         self._payload = []
-        for bucket in plan_for(CPU, weights.specs(), bucket_size_mb).buckets:
+        for bucket in plan_for(device(), weights.specs(), bucket_size_mb).buckets:
             tensors = weights.gather(bucket.specs)
             whole = [torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])]
             self._payload += whole if bucket.flat else tensors
-        self._group = BroadcastGroup(f"raw-{free_port()}", "127.0.0.1", 2, CPU, LIMIT_S)
+        self._group = BroadcastGroup(f"raw-{free_port()}", "127.0.0.1", 2, device(), LIMIT_S)
         fields = {
             "master_address": self._group.address,
             "master_port": self._group.port,
             "rank_offset": 1,
             "world_size": 2,
             "group_name": self._group.name,
-            "backend": "gloo",
+            "backend": collective_backend(),
         }
         asyncio.run(self._post("/init_weights_update_group", fields))
         self._group.ready.result(LIMIT_S)
@@ -203,7 +209,7 @@ class Pushes:
     ) -> None:
         self._stand_in = url if key is None else None
         config = WeightSyncConfig(timeout_s=LIMIT_S, bucket_size_mb=bucket_size_mb)
-        self.sync = WeightSync(weights, lambda: [url], lambda url: SGLangClient(url, key), layout, config, CPU)
+        self.sync = WeightSync(weights, lambda: [url], lambda url: SGLangClient(url, key), layout, config, device())
         self.num_buckets = 0
         self._version = 0
 
@@ -308,9 +314,11 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     options = parser.parse_args(arguments)
     rounds = options.rounds or (1 if options.quick else 7)
+    be_rank_of_another_host(0)
+    nccl.prepare()
     generator = torch.Generator().manual_seed(0)
     size = SIZES["quick" if options.quick else "stand-in"]
-    weights = Weights({name: torch.randn(shape, generator=generator) for name, shape in size.shapes()})
+    weights = Weights({name: torch.randn(shape, generator=generator).to(device()) for name, shape in size.shapes()})
     layout = ParallelLayout.initialize()
     try:
         results = [measured("a stand-in", weights, layout, size_mb, rounds, None) for size_mb in BUCKET_SIZES_MB]
@@ -320,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
                 tempfile.TemporaryDirectory(prefix="weight-sync-") as folder,
                 real_server(Path(folder), served) as (server, model),
             ):
-                weights = Weights(load_file(model / "model.safetensors"))
+                weights = Weights(load_file(model / "model.safetensors", device=str(device())))
                 results += [measured("SGLang", weights, layout, size_mb, rounds, server) for size_mb in BUCKET_SIZES_MB]
     finally:
         layout.shutdown()
@@ -328,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         show(result)
     before = json.loads(options.before.read_text()) if options.before else None
     more = {"before": {key: before[key] for key in ("date", "commit", "results")}} if before else {}
-    return written("weight_sync", CPU, results, options.json, **more)
+    return written("weight_sync", device(), results, options.json, **more)
 
 
 if __name__ == "__main__":

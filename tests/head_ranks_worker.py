@@ -1,11 +1,11 @@
 """Run under torchrun: `check_over_ranks` without and with sequence parallelism. Arguments: cuda or cpu, a shape."""
 
-import os
 import sys
 
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.platform import device as platform
 from tests import kernel_checks as checks
 
 SHAPES = {
@@ -17,7 +17,7 @@ SHAPES = {
 
 def main() -> None:
     kind, shape = sys.argv[1:]
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    device = platform.device() if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
     else:

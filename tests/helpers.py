@@ -36,6 +36,14 @@ def free_port(number: int = 1) -> int:
                 raise
 
 
+def be_rank_of_another_host(rank: int) -> None:
+    """Make this process a local rank that NCCL takes on a device which it shares with others: where each says another
+    host, they talk over the loopback interface. On a machine with a GPU for each rank it takes its own."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def run_module(*arguments: str, timeout: float = 560) -> str:
     """`python -m ARGUMENTS` in the repository as a user starts it; its standard output. Raises AssertionError with the
     end of what it wrote where it fails, subprocess.TimeoutExpired where there is no end."""

@@ -61,8 +61,8 @@ TENSOR_CORE_STEP = 16  # products that a tensor core adds to its accumulator at 
 def truncation(hidden_LH: Tensor) -> float:
     """Return the relative error of a logit that a tensor core accumulates in float32.
 
-    It cuts its accumulator off after each step instead of rounding it (Fasi et al., "Numerical behavior of NVIDIA tensor
-    cores", PeerJ CS 2021): half of the last of 24 bits in the mean, of partial sums that are half of the logit in the mean.
+    It truncates its accumulator after each step instead of rounding it (Fasi et al., "Numerical behavior of NVIDIA
+    tensor cores", PeerJ CS 2021): in the mean half of the last of 24 bits, of partial sums of half the logit's size.
     All logits come out too small, so the errors of a row do not cancel. 0 on the CPU and in float32, which round.
     """
     if hidden_LH.device.type == "cpu" or hidden_LH.dtype == torch.float32:
@@ -135,8 +135,8 @@ def _tokens(log_probs: Tensor, g: torch.Generator) -> TokenBatch:
 
 
 class Oracle(NamedTuple):
-    """Float64: [N], [N], |logit of the target| + mean |logit| under the distribution [N], and where gradients were asked
-    for [N, H], [V, H]."""
+    """Float64. log_prob, entropy: [N]. logit_size: [N], |logit of the target| + mean |logit| under the distribution.
+    Gradients, where asked for: [N, H], [V, H]."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -224,8 +224,8 @@ def check_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossC
 def _expected_gradients(case: HeadCase, answer, loss: LossConfig) -> tuple[Tensor, Oracle]:
     """Return the loss of the fused head's own log-probs, which are float64's, and its gradients, all in float64.
 
-    The gradient jumps where a ratio meets a bound of its clip: of tokens as near to one as log-probs are exact, float64's
-    own log-probs may have another. One such token among 10^4 is 1 % of the norm.
+    The gradient jumps where a ratio meets a bound of its clip. A token nearer to one than log-probs are exact may be on
+    the other side of it with float64's own log-probs: one such token among 10^4 is 1 % of the norm.
     """
     exact = oracle(case)
     entropy = exact.entropy.float() if answer.entropy is None else answer.entropy

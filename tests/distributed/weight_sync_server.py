@@ -22,15 +22,19 @@ import torch.distributed as dist
 from aiohttp import web
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
+from megatron_dapo.platform.device import device, is_gpu
+
 TIMEOUT = timedelta(minutes=30)  # as in SGLang: nothing on this side ends a wait early
 
 
 def sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str) -> dist.ProcessGroup:
     """What sglang.srt.utils.init_custom_process_group does."""
+    if is_gpu():
+        torch.cuda.set_device(device())  # of this thread
     store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     store = PrefixStore(name, store)
@@ -101,15 +105,17 @@ class FakeServer:
         specs = list(zip(body["names"], map(lambda d: getattr(torch, d), body["dtypes"]), body["shapes"], strict=True))
         if body.get("load_format") == "flattened_bucket":
             sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in specs]
-            flat = torch.empty(sum(sizes), dtype=torch.uint8)
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device())
             dist.broadcast(flat, src=0, group=group)
             for (name, dtype, shape), part in zip(specs, flat.split(sizes), strict=True):
                 assert part.storage_offset() % dtype.itemsize == 0, f"unaligned {name}"
                 self.tensors[name] = part.view(dtype).view(shape)
         else:
             for name, dtype, shape in specs:
-                self.tensors[name] = torch.empty(shape, dtype=dtype)
+                self.tensors[name] = torch.empty(shape, dtype=dtype, device=device())
                 dist.broadcast(self.tensors[name], src=0, group=group)
+        if is_gpu():
+            torch.cuda.synchronize()
         self.version = body.get("weight_version", self.version)
 
     def weights_checker(self, body: dict) -> dict:
