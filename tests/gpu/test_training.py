@@ -67,15 +67,11 @@ def test_every_tensor_comes_out_as_it_went_in(layout, model_path, tmp_path):
 FLOAT32 = [f"{checks.MEGATRON}.dtype=float32"]
 
 
-def test_an_optimizer_in_the_machines_memory_takes_the_steps_of_one_on_the_gpu(layout, model_path):
-    offloaded = [f"{checks.MEGATRON}.optimizer_offload_fraction=1.0"]
-    checks.check_steps(layout, model_path, [*OURS, *FLOAT32], [*OURS, *FLOAT32, *offloaded], rel=1e-3)
-
-
 def test_a_gather_of_weights_under_the_forward_pass_changes_no_step(layout, model_path):
-    sharded = [*OURS, f"{checks.MEGATRON}.use_distributed_optimizer=true"]
+    """In float32: half-precision weights do not move by a step of this learning rate."""
+    sharded = [*OURS, *FLOAT32, f"{checks.MEGATRON}.use_distributed_optimizer=true"]
     overlapped = [f"{checks.MEGATRON}.overlap_grad_reduce=true", f"{checks.MEGATRON}.overlap_param_gather=true"]
-    checks.check_steps(layout, model_path, sharded, [*sharded, *overlapped], rel=1e-2)
+    checks.check_steps(layout, model_path, sharded, [*sharded, *overlapped], rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])

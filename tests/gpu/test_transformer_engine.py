@@ -95,3 +95,10 @@ def test_fp8_is_near_and_trains(layout, model_path, recipe, kind):
     checks.check_agreement(layout, model_path, ITS, fp8, FP8_LOG_PROBS)
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, fp8)
     assert policy.update(mini_batches, weight_version=0)["actor/grad_norm"] > 0
+
+
+def test_an_optimizer_in_the_machines_memory_takes_the_steps_of_one_on_the_gpu(layout, model_path):
+    """At a learning rate by which half-precision weights move; its rounding is what they may differ by."""
+    fast = [*ITS, f"{checks.ACTOR}.optim.lr=1e-2", f"{checks.MEGATRON}.use_distributed_optimizer=true"]
+    offloaded = [f"{checks.MEGATRON}.optimizer_offload_fraction=1.0"]
+    checks.check_steps(layout, model_path, fast, [*fast, *offloaded], rel=2e-2)
