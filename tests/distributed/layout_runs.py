@@ -1,7 +1,7 @@
 """One rollout step at many layouts, and the comparison of what two of them gave."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,12 @@ Layouts = dict[int, dict[str, tuple[dict, dict[str, list[str]]]]]
 
 
 def run_layouts(
-    folder: Path, model: Path, layouts: Layouts, reference: Path | None = None, others: Mapping[str, Path] | None = None
+    folder: Path,
+    model: Path,
+    layouts: Layouts,
+    reference: Path | None = None,
+    others: Mapping[str, Path] | None = None,
+    start: Callable[[Path, int, str], str] = run_ranks,
 ) -> dict[str, dict]:
     """Return what `layout_worker` gave, under "layout/variant". One start per number of processes runs all its layouts.
 
@@ -29,8 +34,8 @@ def run_layouts(
         for name, path in paths.items():
             text = text.replace(name, str(path))
         task.write_text(text)
-        run_ranks(Path(__file__).with_name("layout_worker.py"), world, str(task))
-        results |= torch.load(out)
+        start(Path(__file__).with_name("layout_worker.py"), world, str(task))
+        results |= torch.load(out, map_location="cpu")
     return results
 
 
