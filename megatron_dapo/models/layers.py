@@ -251,7 +251,8 @@ class PackedAttention(MegatronModule):
         from torch.nn.attention.varlen import varlen_attn
 
         # torch 2.11 has no such argument, and takes fewer heads of keys and values without it
-        grouped = {"enable_gqa": query.size(1) != key.size(1)} if _has_parameter(varlen_attn, "enable_gqa") else {}
+        asked = _has_parameter(varlen_attn, "enable_gqa")
+        grouped: dict[str, Any] = {"enable_gqa": query.size(1) != key.size(1)} if asked else {}
         attended = varlen_attn(
             query,
             key,

@@ -31,13 +31,13 @@ def check(name: str, work) -> None:
 
 def versions() -> None:
     names = "torch triton transformers numpy megatron-core liger-kernel transformer-engine"
-    found = []
+    installed = []
     for name in (*names.split(), "nvidia-nccl-cu13", "nvidia-cudnn-cu13"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            installed.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            found.append(f"{name} -")
-    shown(f"python {sys.version.split()[0]}, {os.cpu_count()} cores; " + ", ".join(found))
+            installed.append(f"{name} -")
+    shown(f"python {sys.version.split()[0]}, {os.cpu_count()} cores; " + ", ".join(installed))
 
 
 def imports() -> str:
