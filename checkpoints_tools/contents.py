@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_tools.command_line import progress
-from checkpoints_tools.stored_tensors import INDEX, CheckpointTensor, TensorFolder
+from checkpoints_tools.stored_tensors import CheckpointTensor, TensorFolder
 from megatron_dapo.checkpointing.folders import TRAINER_STATE
 from megatron_dapo.checkpointing.manifest import MANIFEST, read_manifest, verify
+from megatron_dapo.checkpointing.torch_dist.reading import INDEX
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.storage.model_folder import HF, MEGATRON
 

@@ -126,16 +126,14 @@ def _require_whole(folder: Path, verdict: Verdict) -> None:
 
 def stored_dtype(folder: Path) -> "torch.dtype":
     """Return the type of a checkpoint's weights, from its metadata. Raises UserError where it is damaged."""
-    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    try:
-        tensors = FileSystemReader(folder / MEGATRON).read_metadata().state_dict_metadata
-        entry = tensors["embedding.word_embeddings.weight"]
-        assert isinstance(entry, TensorStorageMetadata), entry
-        return entry.properties.dtype
-    except Exception as error:  # unpickling a damaged file raises anything
-        raise _damaged(folder / MEGATRON / ".metadata", error) from error
+    from megatron_dapo.checkpointing.torch_dist.reading import INDEX, read_index
+
+    entry = read_index(folder / MEGATRON).state_dict_metadata.get("embedding.word_embeddings.weight")
+    if not isinstance(entry, TensorStorageMetadata):
+        raise UserError(f"--checkpoint: `{folder / MEGATRON / INDEX}` lists no embedding; use another checkpoint.")
+    return entry.properties.dtype
 
 
 def read_conversion(folder: Path) -> dict | None:

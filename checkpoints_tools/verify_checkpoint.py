@@ -181,7 +181,7 @@ def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text: `{arguments.text}` cannot be read ({error}).") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.hf_model)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.hf_model, trust_remote_code=False)
     except Exception as error:  # a damaged file makes the library raise anything
         raise UserError(f"--hf-model: `{arguments.hf_model}` has no usable tokenizer; give --num-tokens 0.") from error
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.num_tokens]
@@ -204,7 +204,9 @@ def reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Te
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).eval()
     answers = []
     with torch.no_grad():
         for tokens in sequences:

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
+from megatron_dapo.checkpointing.torch_dist.reading import PickledObject
 from megatron_dapo.platform.device import is_gpu
+
+# numpy's state holds an array; it is read as a record of its bytes, since numpy's own classes take more than numbers
+STORED_CLASSES = [
+    (PickledObject, name)
+    for name in ("numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.dtypes.UInt32DType")
+]
 
 
 def generator_states() -> dict[str, Any]:
@@ -23,9 +30,10 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any]) -> None:
-    """Set all of them to what `generator_states` returned."""
+    """Set all of them to what `generator_states` returned, read with `STORED_CLASSES`."""
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    name, key, *rest = states["numpy"]
+    np.random.set_state((name, np.frombuffer(key.state[-1], "<u4"), *rest))
     torch.set_rng_state(states["torch"])
     get_cuda_rng_tracker().set_states(states["megatron"])
     if is_gpu() and "cuda" in states:

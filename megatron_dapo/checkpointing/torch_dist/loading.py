@@ -15,8 +15,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_dapo.checkpointing.torch_dist.generators import reseed, restore_generators
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
 from megatron_dapo.checkpointing.torch_dist.planners import SliceLoadPlanner
+from megatron_dapo.checkpointing.torch_dist.reading import (
+    only_plain,
+    read_common,
+    read_index,
+    require_file,
+)
 from megatron_dapo.checkpointing.torch_dist.saving import (
-    COMMON_FILE,
     FORMAT,
     OPTIMIZER_PREFIX,
     generators_name,
@@ -92,7 +97,9 @@ def load(
         notes += restore_schedule(lr_schedule, common["lr_schedule"])
         restored.append("lr_schedule")
     if is_same_layout:
-        restore_generators(planner.objects[generators_name(layout)][0])
+        layout.agreement.each(
+            f"reading {folder}", _restore_generators, folder, planner.objects[generators_name(layout)]
+        )
         restored.append("rng")
     else:
         reseed(common["rng_seed"], layout.rank)
@@ -109,7 +116,9 @@ def _read_index(folder: Path, layout: ParallelLayout) -> tuple[Metadata, dict[st
     def read() -> tuple[Metadata, dict[str, Any]]:
         try:
             return _contents(folder)
-        except Exception as failure:  # unpickling a damaged file raises anything
+        except UserError:
+            raise
+        except Exception as failure:
             raise UserError(
                 f"{folder} is not a complete checkpoint of this program: {describe(failure)}; choose another."
             ) from failure
@@ -119,11 +128,11 @@ def _read_index(folder: Path, layout: ParallelLayout) -> tuple[Metadata, dict[st
 
 def _contents(folder: Path) -> tuple[Metadata, dict[str, Any]]:
     """Read the index and the common state. Raises anything for a damaged file, ValueError for another format."""
-    index = FileSystemReader(folder).read_metadata()
+    index = read_index(folder)
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
     if mark["sharded_backend"] != TORCH_DIST["sharded_backend"]:
         raise ValueError(f"it is stored as {mark['sharded_backend']}, this program reads torch_dist")
-    common = torch.load(folder / COMMON_FILE, map_location="cpu", weights_only=True)["common"]
+    common = read_common(folder)
     if common["format"] != FORMAT:
         raise ValueError(f"it has format {common['format']}, this program reads {FORMAT}")
     return index, common
@@ -204,12 +213,25 @@ def _read(folder: Path, index: Metadata, planner: SliceLoadPlanner, layout: Para
         reader = FileSystemReader(folder)
         reader.set_up_storage_reader(index, is_coordinator=layout.rank == 0)
         planner.set_up_planner({}, index)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        plan = planner.create_local_plan()
+        for name in {index.storage_data[item.storage_index].relative_path for item in plan.items}:
+            require_file(folder / name)
+        with only_plain():
+            reader.read_data(plan, planner).wait()
     except Exception as failure:  # reading a damaged file raises anything
         problem = describe(failure)
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(layout.gather(problem)) if text is not None]
     if problems:
         raise UserError(f"{folder} cannot be read ({'; '.join(problems)}); choose another checkpoint.")
+
+
+def _restore_generators(folder: Path, stored: list[dict[str, Any]]) -> None:
+    try:
+        restore_generators(stored[0])
+    except Exception as failure:  # values of another kind raise anything
+        raise UserError(
+            f"{folder} holds no states of generators ({describe(failure)}); choose another checkpoint."
+        ) from failure
 
 
 def _zero_padding(model: ModelParts, optimizer: MegatronOptimizer | None) -> None:

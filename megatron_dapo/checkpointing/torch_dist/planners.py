@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_dapo.checkpointing.torch_dist.generators import STORED_CLASSES
+from megatron_dapo.checkpointing.torch_dist.reading import load_plain
 from megatron_dapo.checkpointing.torch_dist.slices import TensorSlice
 
 
@@ -86,7 +88,7 @@ class SliceLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.objects[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+        self.objects[read_item.dest_index.fqn] = load_plain(value, *STORED_CLASSES)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the part of a slice that the item fills; `create_local_plan` numbered the slices of a tensor."""

@@ -19,6 +19,7 @@ from megatron_dapo.checkpointing.pending_save import PendingSave
 from megatron_dapo.checkpointing.torch_dist.generators import derived_seed, generator_states
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import slots
 from megatron_dapo.checkpointing.torch_dist.planners import SliceSavePlanner
+from megatron_dapo.checkpointing.torch_dist.reading import COMMON_FILE
 from megatron_dapo.checkpointing.torch_dist.slices import CONTENT, TensorSlice, model_regions, replica_of
 from megatron_dapo.checkpointing.torch_dist.writer import RankFilesWriter
 from megatron_dapo.common.errors import UserError
@@ -29,7 +30,6 @@ from megatron_dapo.platform.parallel import ParallelLayout
 
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer.state."
-COMMON_FILE = "common.pt"
 _PROBE_BYTES = 2**20
 
 
