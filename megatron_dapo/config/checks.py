@@ -241,6 +241,9 @@ def _scorers(config: Config) -> Iterator[Mistake]:
         yield from _judge(judge)
 
 
+_PLACEHOLDER = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")  # not \boxed{answer} or \frac{a}{b}
+
+
 def _judge(judge: JudgeConfig) -> Iterator[Mistake]:
     if not _is_base_url(judge.url or ""):
         yield Mistake(
@@ -248,11 +251,13 @@ def _judge(judge: JudgeConfig) -> Iterator[Mistake]:
             f"reward.judge.url is {judge.url!r}, but must be of the form http://host:port/v1, without a password or "
             f"anything behind a question mark; a key comes by reward.judge.api_key_env or api_key_file.",
         )
-    for word in re.findall(r"\{(\w+)\}", judge.prompt):
-        if word not in JUDGE_VALUES and (near := nearest(word, JUDGE_VALUES)):
+    for word in _PLACEHOLDER.findall(judge.prompt):
+        if word not in JUDGE_VALUES:
+            near = nearest(word, JUDGE_VALUES)
+            known = f"{{{near}}}" if near else " or ".join(f"{{{name}}}" for name in JUDGE_VALUES)
             yield Mistake(
                 ("reward.judge.prompt",),
-                f"reward.judge.prompt has {{{word}}}, which would be sent as it is; write {{{near}}}, or other words.",
+                f"reward.judge.prompt has {{{word}}}, which would be sent as it is; write {known}, or other words.",
             )
     if "{response}" not in judge.prompt:
         yield Mistake(

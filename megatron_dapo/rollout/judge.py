@@ -6,16 +6,22 @@ import logging
 import math
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import JUDGE_VALUES, JudgeConfig
 from megatron_dapo.data.tokenizer import Messages
 from megatron_dapo.data.types import Prompt
-from megatron_dapo.rewards.worker_environment import is_secret
+from megatron_dapo.rewards.worker_environment import is_secret, worker_environment
+from megatron_dapo.rewards.worker_pool import WorkerLost, WorkerPool
+from megatron_dapo.storage.server_key import read_server_key
 
 _SHOWN_CHARS = 200
+_SHOWN_ERROR_CHARS = 500
+_MAX_SEARCHED_CHARS = 1 << 16  # from the end of an answer: the last match counts
+_SEARCH_S = 2.0  # then the process is killed: some patterns take longer than the run has
+_SEARCH_PROCESSES = 2
+_SEARCH_MEMORY_MB = 1024
 _MAX_LOGGED_ERRORS = 20
 _MAX_REMEMBERED = 1 << 16  # replies
 _LONGEST_PAUSE_S = 60.0  # before a retry: the openai package obeys no Retry-After above it
@@ -32,6 +38,8 @@ class Judge:
         """Prepare the requests. Raises UserError where the key is not where the config says."""
         import openai  # half a second, for runs with a judge alone
 
+        from megatron_dapo.rollout.bounded_http import bounded_client
+
         self._config = config
         self._key = _api_key(config)
         self._client = openai.AsyncOpenAI(
@@ -39,19 +47,27 @@ class Judge:
             api_key=self._key or "none",  # else it looks for one in the environment
             timeout=config.timeout_s,
             max_retries=config.max_retries,
+            http_client=bounded_client(),
         )
         self._failure = openai.OpenAIError
         self._timeout = openai.APITimeoutError
         # the package's own limit is of each pause between two parts of an answer
         self._deadline_s = config.timeout_s + config.max_retries * (config.timeout_s + _LONGEST_PAUSE_S)
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._pattern = re.compile(config.pattern)
+        self._searches = WorkerPool(
+            "megatron_dapo.rewards.pattern_worker",
+            {"pattern": config.pattern, "memory_limit_mb": _SEARCH_MEMORY_MB},
+            worker_environment(os.environ, (), "reward.pass_env"),
+            _SEARCH_PROCESSES,
+        )
         self._num_asked = 0
         self._logged: set[str] = set()
         self._replies: dict[bytes, asyncio.Task[dict[str, Any]]] = {}  # by the hash of the question
 
     async def start(self, timeout_s: float) -> None:
-        """Do nothing: a judge that does not answer costs verdicts, as the first responses show."""
+        """Start the processes that search its answers. The judge is not asked: one that does not answer costs verdicts,
+        as the first responses show."""
+        await self._searches.start()
 
     async def close(self) -> None:
         """End what is under way."""
@@ -59,6 +75,7 @@ class Judge:
             task.cancel()
         await asyncio.gather(*self._replies.values(), return_exceptions=True)
         await self._client.close()
+        await self._searches.close()
 
     async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:
         """Return {"score": ...} or {"error": ...}. An error is not remembered: the next equal question is asked
@@ -108,22 +125,37 @@ class Judge:
             return {"error": f"timeout: {judge}: no whole answer within {self._deadline_s:g} s"}
         except self._failure as error:
             kind = "timeout" if isinstance(error, self._timeout) else "crash"
-            return {"error": f"{kind}: {self._without_key(f'{judge}: {error}')}"}
-        except (AttributeError, IndexError, TypeError, ValueError):  # a page in HTML, say: the package checks no answer
+            return {"error": f"{kind}: {self._shown(f'{judge}: {error}')}"}
+        except (AttributeError, IndexError, TypeError, ValueError, RecursionError):  # the package checks no answer
             return {"error": f"exception: {judge} answered what is no chat completion; look at reward.judge.url"}
-        return self._read(text)
+        return await self._read(text[-_MAX_SEARCHED_CHARS:])
 
-    def _read(self, text: str) -> dict[str, Any]:
+    async def _read(self, text: str) -> dict[str, Any]:
         """Return the score that the last match of the pattern names: a number, or yes or no."""
-        matches = list(self._pattern.finditer(text))
-        word = matches[-1].group(1).strip().lower() if matches else ""
+        try:
+            async with self._searches.worker() as worker:
+                reply = await worker.ask({"text": text}, _SEARCH_S)
+        except TimeoutError:
+            return {
+                "error": f"timeout: reward.judge.pattern was searched for longer than {_SEARCH_S:g} s in one answer of "
+                f"the judge; write one without repeats in repeats"
+            }
+        except WorkerLost as error:
+            return {"error": f"crash: {error}"}
+        if "error" in reply:
+            return {"error": str(reply["error"])}
+        word = str(reply["match"] or "").strip().lower()
         try:
             score = _WORDS[word] if word in _WORDS else float(word)
             if not math.isfinite(score):
                 raise ValueError
         except ValueError:
-            return {"error": f"exception: the judge gave no score in {self._without_key(text[-_SHOWN_CHARS:])!r}"}
+            return {"error": f"exception: the judge gave no score in {self._without_key(text)[-_SHOWN_CHARS:]!r}"}
         return {"score": score}
+
+    def _shown(self, text: str) -> str:
+        """Return the beginning of a text, on one line."""
+        return " ".join(self._without_key(text).split())[:_SHOWN_ERROR_CHARS]
 
     def _without_key(self, text: str) -> str:
         """Return a text for logs and files: some services repeat the key that they refuse."""
@@ -149,14 +181,7 @@ def _api_key(config: JudgeConfig) -> str | None:
                 f"{named}, which is no name of a secret, so that reward processes would get the key too; give the "
                 f"variable a name such as JUDGE_API_KEY."
             )
-    elif config.api_key_file:
-        named = f"reward.judge.api_key_file is {config.api_key_file}"
-        try:
-            key = Path(config.api_key_file).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise UserError(f"{named}, which cannot be read ({error}); give the file of the judge's key.") from None
-    else:
-        return None
-    if not re.fullmatch(r"[!-~]+", key):  # never shown, whatever it is
-        raise UserError(f"{named}, which does not hold a key: one word of printable ASCII; correct it.")
-    return key
+        if not re.fullmatch(r"[!-~]+", key):  # never shown, whatever it is
+            raise UserError(f"{named}, which does not hold a key: one word of printable ASCII; correct it.")
+        return key
+    return read_server_key(config.api_key_file, "reward.judge.api_key_file") if config.api_key_file else None

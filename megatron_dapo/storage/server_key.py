@@ -56,13 +56,11 @@ def read_server_key(path: str | Path, name: str = KEY) -> ServerKey:
             mode = os.fstat(file.fileno()).st_mode
             key = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{name} is {path}, which cannot be read ({error}); give the file of the servers' key."
-        ) from error
+        raise UserError(f"{name} is {path}, which cannot be read ({error}); give the file of a key.") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(
             f"{name} is {path}, which others than its owner may read or write (mode {stat.S_IMODE(mode):o}); chmod 600 "
-            f"it, on a file system that keeps modes, and give the servers a new key where others may have read it."
+            f"it, on a file system that keeps modes, and take a new key where others may have read it."
         )
     if not re.fullmatch(r"[!-~]+", key):
         raise UserError(f"{name} is {path}, which does not hold a key: one word of printable ASCII; correct it.")

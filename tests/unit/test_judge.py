@@ -1,6 +1,7 @@
 """A judge behind an OpenAI-compatible endpoint: what it is asked, what is read, and what a failure costs."""
 
 import asyncio
+import gzip
 import json
 from contextlib import asynccontextmanager
 
@@ -91,6 +92,7 @@ def judged(endpoint, *responses, keys=(), verdict=RIGHT, act=None) -> list[Rewar
         async with endpoint.running() as url:
             reward = config(url, *keys).reward
             scorers = Scorers(reward, [Weighed(Judge(reward.judge), reward.judge.weight)])
+            await scorers.start(60.0)
             try:
                 asking = [asyncio.create_task(scorers.combined(verdict, PROMPT, each)) for each in responses]
                 if act is not None:
@@ -143,6 +145,69 @@ def test_an_answer_without_a_score_costs_the_verdict(text):
 def test_an_answer_that_is_no_chat_completion_costs_the_verdict_and_names_the_url(content_type, body):
     [result] = judged(Endpoint(lambda question: web.Response(text=body, content_type=content_type)), "x")
     assert result.error.startswith("exception: the judge at http://127.0.0.1") and "reward.judge.url" in result.error
+
+
+HUGE = 30 * 2**20
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (dict(text=DEEP, content_type="application/json"), "no chat completion"),
+        (dict(text=f'{{"choices": {DEEP}}}', content_type="application/json"), "no chat completion"),
+        (dict(text=DEEP, content_type="application/json", status=400), "[[["),
+        (dict(body=bytes(HUGE), content_type="application/json"), "no chat completion"),
+        (dict(text="no " * (HUGE // 3), content_type="text/plain", status=400), "no no no"),
+        (dict(text="x" * HUGE, content_type="text/html", status=500), "crash: the judge at"),
+        (dict(body=b"-abc", headers={"Content-Type": "text/plain; charset=punycode"}, status=400), "-abc"),
+        (
+            dict(body=gzip.compress(bytes(HUGE)), headers={"Content-Encoding": "gzip", "Content-Type": "text/json"}),
+            "no chat completion",
+        ),
+    ],
+)
+def test_an_answer_of_any_size_and_depth_costs_one_verdict_and_few_words(answer, words, caplog):
+    """Such words go into records, logs and the reason of a stop."""
+    [result] = judged(Endpoint(lambda question: web.Response(**answer)), "x")
+    assert words in result.error and len(result.error) < 700 and "\n" not in result.error
+    assert all(len(record.getMessage()) < 800 for record in caplog.records if record.levelname == "WARNING")
+
+
+def test_of_an_answer_no_more_than_its_first_bytes_are_read(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.rollout.bounded_http.MAX_ANSWER_BYTES", 300)
+    assert judged(Endpoint(), "x") == [RewardResult(1.5, True)]
+    [result] = judged(Endpoint(lambda question: " " * 300 + "Score: 5"), "x")
+    assert "no chat completion" in result.error
+
+
+@pytest.mark.parametrize("text", ["Score:" + "\n" * 60_000, "Score:" + " *" * 30_000, "score:" * 10_000 + "\t" * 5_000])
+def test_the_default_pattern_is_searched_in_time_that_grows_with_the_answer_alone(text):
+    """Otherwise the search would be ended, and the error would be another one."""
+    [result] = judged(Endpoint(lambda question: text), "x")
+    assert result.error.startswith("exception: the judge gave no score in")
+    assert judged(Endpoint(lambda question: f"{text}\nScore: **5**"), "x") == [RewardResult(1.5, True)]
+
+
+def test_the_score_at_the_end_of_a_long_answer_is_read():
+    assert judged(Endpoint(lambda question: "x" * 1_000_000 + "Score: 4"), "x") == [RewardResult(1.4, True)]
+
+
+def test_a_pattern_that_never_ends_costs_its_own_verdict(monkeypatch):
+    """Where its search holds the event loop, nothing else goes on, and no limit ends it."""
+    monkeypatch.setattr("megatron_dapo.rollout.judge._SEARCH_S", 1.0)
+    endpoint = Endpoint(lambda question: "a" * 64 + "!" if question.endswith("slow") else "a 5")
+    keys = [r"reward.judge.pattern=^(?:a+)+\s(\d)$"]
+    slow, fast = judged(endpoint, "slow", "fast", keys=keys)
+    assert slow.error.startswith("timeout: reward.judge.pattern was searched for longer than 1 s") and not slow.correct
+    assert fast == RewardResult(1.5, True)
+
+
+def test_braces_that_belong_to_a_formula_are_no_placeholder():
+    prompt = r"Is \boxed{answer} or \frac{a}{b} in {response}? Answer {" + '"score": 5}.'
+    with pytest.raises(UserError) as error:  # other keys are missing
+        load_and_validate(None, ["reward.judge.url=http://a:1/v1", f"reward.judge.prompt={json.dumps(prompt)}"])
+    assert not any("reward.judge" in sentence for sentence in error.value.sentences), error.value.sentences
 
 
 def test_a_judge_that_never_ends_its_answer_is_given_up():
@@ -221,6 +286,7 @@ def test_the_key_reaches_the_judge_and_nothing_that_is_written(where, tmp_path, 
     caplog.set_level("DEBUG")
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     (tmp_path / "key").write_text(f"{SECRET}\n")
+    (tmp_path / "key").chmod(0o600)
     value = "JUDGE_KEY" if where == "api_key_env" else str(tmp_path / "key")
     endpoint = Endpoint(statuses=[401])
     results = judged(endpoint, "a", keys=[f"reward.judge.{where}={value}"])
@@ -240,12 +306,17 @@ def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "two").write_text(f"{SECRET}\nX-Evil: 1")
     (tmp_path / "latin").write_text(f"{SECRET}ä")
+    for path in tmp_path.iterdir():
+        path.chmod(0o600)
+    (tmp_path / "open").write_text(f"{SECRET}\n")
+    (tmp_path / "open").chmod(0o644)
     for key, words in (("api_key_env=NO_SUCH_KEY", "NO_SUCH_KEY, which the run does not have"),
                        ("api_key_env=HOME", "HOME, which is no name of a secret"),
                        (f"api_key_file={tmp_path}/none", "cannot be read"),
                        (f"api_key_file={tmp_path}/empty", "does not hold a key"),
                        (f"api_key_file={tmp_path}/two", "does not hold a key"),
-                       (f"api_key_file={tmp_path}/latin", "does not hold a key")):  # fmt: skip
+                       (f"api_key_file={tmp_path}/latin", "cannot be read"),
+                       (f"api_key_file={tmp_path}/open", "reward.judge.api_key_file .*mode 644.*chmod")):  # fmt: skip
         with pytest.raises(UserError, match=words) as error:
             make_scorers(config("http://a:1/v1", f"reward.judge.{key}"))
         assert SECRET not in str(error.value)
@@ -259,6 +330,10 @@ def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
         (["reward.judge.url=http://a/v1?key=secret"], "behind a question mark"),
         (["reward.judge.url=http://a:b/v1"], "must be of the form http://host:port/v1"),
         (["reward.judge.url=http://a/v1", "reward.judge.prompt={resonse} {response}"], "write {response}"),
+        (
+            ["reward.judge.url=http://a/v1", "reward.judge.prompt={answer_text}? {response}"],
+            "write {question} or {ground",
+        ),
         (["reward.judge.url=http://a/v1", "reward.judge.weight=0.0"], "count for nothing"),
         (["reward.judge.url=http://a/v1", "reward.judge.api_key_env=sk-abc"], "no name of an environment variable"),
         (["reward.judge.url=http://a/v1", "reward.judge.prompt=good?"], "no place for the response"),

@@ -32,6 +32,7 @@ def test_the_judge_of_the_example_counts_right_digits_through_its_endpoint(respo
         port = judge_demo.free_port()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         scorers = make_scorers(load_config(None, ["reward.function=none", *judge_demo.overrides(port)]))
+        await scorers.start(60.0)
         try:
             prompt = Prompt(0, "key", (1,), "", "any", "83", messages="38+45=")
             return await scorers.combined(RewardResult(0.0, False), prompt, response)

@@ -103,9 +103,11 @@ class JudgeConfig(Section):
     model: Annotated[str, _JUDGED] = "default"
     """Name of the model there."""
     prompt: Annotated[str, _JUDGED] = JUDGE_PROMPT
-    """What the judge is asked, with {question}, {ground_truth} and {response} in it."""
-    pattern: Annotated[str, _JUDGED] = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?|yes|no)"
-    """Regular expression whose last match has the score as its first group: a number, or yes or no (1 or 0)."""
+    """What the judge is asked, with {question}, {ground_truth} and {response} in it; another word in braces is refused,
+    unless it is the argument of a command of LaTeX."""
+    pattern: Annotated[str, _JUDGED] = r"(?i)score:[\s*]*+(-?\d+(?:\.\d+)?|yes|no)"
+    """Regular expression whose last match has the score as its first group: a number, or yes or no (1 or 0). It is
+    searched in the last 65,536 characters of an answer, for 2 s at most."""
     weight: Annotated[float, _JUDGED] = 0.1
     """Factor of its scores."""
     temperature: Annotated[NonNegativeFloat, _JUDGED] = 0.0
@@ -115,7 +117,7 @@ class JudgeConfig(Section):
     api_key_env: Annotated[MayChangeOnResume[str | None], _JUDGED] = None
     """Environment variable with the key; null = none, or `api_key_file`."""
     api_key_file: Annotated[MayChangeOnResume[str | None], _JUDGED] = None
-    """File with the key."""
+    """File with the key, which its owner alone may read."""
     max_concurrency: Annotated[MayChangeOnResume[PositiveInt], _JUDGED] = 64
     """Questions under way at once."""
     timeout_s: Annotated[MayChangeOnResume[Seconds], _JUDGED] = 60.0
