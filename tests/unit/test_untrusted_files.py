@@ -1,6 +1,7 @@
 """No program here runs what a file holds: every call that could is in a short list, with its reason."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,6 +143,14 @@ def test_a_model_of_a_folder_is_read_without_its_code_and_its_pickles():
                     assert options.get("trust_remote_code") == "False", f"{path.name}:{call.lineno}"
                     is_model = "Model" in ast.unparse(call.func)
                     assert not is_model or options.get("use_safetensors") == "True", f"{path.name}:{call.lineno}"
+
+
+def test_every_test_that_the_page_on_security_names_is_there():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text()))
+    there = {
+        test for path in (ROOT / "tests").rglob("test_*.py") for test in re.findall(r"def (\w+)", path.read_text())
+    }
+    assert len(named) > 30 and named - there == set()
 
 
 @pytest.mark.parametrize(
