@@ -113,13 +113,17 @@ def write_trainer_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return it. Raises UserError where there is none, as in the output of a converter."""
+    """Return it. Raises UserError where there is none, as in the output of a converter, or where it is damaged."""
     try:
         return json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
             f"{folder} has no {TRAINER_STATE}: it holds a model, but no state of a run; give a training checkpoint."
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{folder / TRAINER_STATE} is damaged ({type(error).__name__}: {error}); use another checkpoint."
+        ) from error
 
 
 def write_controller_state(folder: Path, state: dict[str, Any], name: str = CONTROLLER_STATE) -> None:

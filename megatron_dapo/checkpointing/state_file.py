@@ -36,7 +36,7 @@ def read_state(path: Path) -> dict[str, Any]:
         return json.loads(gzip.decompress(content))
     try:
         return from_bytes(content)
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error!r}") from error
 
 

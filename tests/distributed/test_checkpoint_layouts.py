@@ -396,9 +396,9 @@ def test_weights_alone_can_be_saved_and_loaded(results):
         ),
         ("dtype", ["float32", "bfloat16", "megatron.dtype"]),
         ("cut_tensors", ["cannot be read (rank 0: ", "; choose another checkpoint."]),
-        ("cut_index", ["is not a complete checkpoint", "truncated"]),
+        ("cut_index", ["cut_index", ".metadata is damaged", "truncated", "; use another checkpoint."]),
         ("adapters", ["holds adapters (LoRA)", "the run's model/", "lora_adapter_path"]),
-        ("nothing", ["is not a complete checkpoint", "nowhere"]),
+        ("nothing", ["is no torch_dist checkpoint", "nowhere"]),
     ],
 )
 def test_another_models_or_a_damaged_checkpoint_is_refused_by_name(results, case, words):

@@ -15,12 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save as save_arrays
 from torch.distributed.checkpoint import FileSystemReader
 from torch.serialization import get_safe_globals
 
 from checkpoints_tools import hf_to_megatron, inspect_checkpoint, megatron_to_hf, verify_checkpoint
+from megatron_dapo.checkpointing.folders import read_trainer_state
 from megatron_dapo.checkpointing.manifest import write_manifest
 from megatron_dapo.checkpointing.model_weights import load_weights
+from megatron_dapo.checkpointing.state_file import read_state
 from megatron_dapo.checkpointing.torch_dist import reading
 from megatron_dapo.checkpointing.torch_dist.generators import STORED_CLASSES, restore_generators
 from megatron_dapo.checkpointing.torch_dist.loading import load
@@ -334,6 +337,17 @@ def test_what_megatron_allows_in_all_of_torch_is_not_allowed_in_a_checkpoint(sav
         reading.read_common(tmp_path)
     assert set(get_safe_globals()) == before
     assert json.dumps(reading.read_common(saved))
+
+
+@pytest.mark.parametrize("content", [b"{", b"[" * 100_000, b"\xff"])
+def test_a_state_of_any_depth_is_one_sentence(tmp_path, content):
+    (tmp_path / "trainer.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"trainer\.json is damaged .*; use another checkpoint"):
+        read_trainer_state(tmp_path)
+    state = tmp_path / "controller.safetensors"
+    state.write_bytes(save_arrays({"json": np.frombuffer(content, np.uint8)}))
+    with pytest.raises(ValueError):
+        read_state(state)
 
 
 def test_generators_that_an_earlier_version_wrote_are_read(layout, tmp_path):

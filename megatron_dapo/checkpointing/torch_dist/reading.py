@@ -39,6 +39,8 @@ class PickledObject:
     """An object of a pickle: its arguments and its state, kept and not used."""
 
     __slots__ = ("arguments", "state")
+    arguments: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *arguments: Any) -> "PickledObject":
         record = super().__new__(cls)
