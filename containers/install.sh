@@ -9,15 +9,18 @@ case ${1:-} in
         export DEBIAN_FRONTEND=noninteractive
         apt-get update
         # g++ and Python's headers: Triton and SGLang compile on the nodes. numactl: SGLang binds its processes with it.
+        # The last line: InfiniBand; without these libraries NCCL uses sockets and does not say so.
         apt-get install --yes --no-install-recommends \
-            g++ make numactl python3.12 python3.12-dev python3.12-venv
+            g++ make numactl python3.12 python3.12-dev python3.12-venv \
+            ibverbs-providers libibverbs1 librdmacm1 rdma-core
         rm -rf /var/lib/apt/lists/*
         ;;
     python)
         export PIP_NO_CACHE_DIR=1
         make setup PLATFORM=cuda PYTHON=python3.12
-        # the recipes of the paper's runs need it; its torch part is compiled here, by the image's nvcc
-        PIP_CONSTRAINT='' .venv/bin/python -m pip install --no-build-isolation -r requirements/transformer_engine.txt
+        # the recipes of the paper's runs need it; its torch part is compiled here, with the headers of the lock's cuDNN
+        # and NCCL, which are those it runs with
+        PIP_CONSTRAINT='' NVTE_BUILD_USE_NVIDIA_WHEELS=1 .venv/bin/python -m pip install --no-build-isolation -r requirements/transformer_engine.txt
         ;;
     *)
         echo "install.sh: ${1:-nothing} is neither system nor python" >&2

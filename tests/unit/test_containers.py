@@ -40,14 +40,15 @@ def section(name: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
-def test_both_recipes_start_from_the_locks_cuda_with_a_compiler_and_cudnn():
+def test_both_recipes_start_from_the_locks_cuda_with_a_compiler_and_no_second_cudnn():
     image = base_image(DOCKERFILE)
     assert image == base_image(APPTAINER)
     version, kind = re.fullmatch(r"nvidia/cuda:(\d+\.\d+\.\d+)-(.+)-ubuntu24\.04", image).groups()
     lock = (ROOT / "requirements" / "cuda.txt").read_text()
     toolkit = re.search(r"^cuda-toolkit==(\d+\.\d+\.\d+)", lock, re.MULTILINE)
     assert version == toolkit[1]
-    assert kind == "cudnn-devel"  # nvcc for SGLang's kernels, cuDNN's headers for Transformer Engine
+    # nvcc for SGLang's kernels; cuDNN is the lock's alone: Transformer Engine would load the image's beside torch's
+    assert kind == "devel" and "nvidia-cudnn-cu13==" in lock
 
 
 def test_the_recipes_copy_the_same_files_which_are_all_there():
@@ -94,7 +95,8 @@ def machine(tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("make", "apt-get", ".venv/bin/python"):
         program = tmp_path / name
-        program.write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\nexit "${{FAILS:-0}}"\n')
+        variables = "$(env | grep -E '^(PIP_CONSTRAINT|NVTE_.*)=' | sort | tr '\n' ' ')"
+        program.write_text(f'#!/bin/sh\necho "{variables}{name} $*" >> {tmp_path}/calls\nexit "${{FAILS:-0}}"\n')
         program.chmod(0o755)
     return tmp_path
 
@@ -113,7 +115,18 @@ def test_the_packages_are_those_of_make_setup_and_of_transformer_engine(machine)
     assert install(machine, "python").returncode == 0
     setup, engine = (machine / "calls").read_text().splitlines()
     assert setup == "make setup PLATFORM=cuda PYTHON=python3.12"
-    assert engine.endswith("pip install --no-build-isolation -r requirements/transformer_engine.txt")
+    command = ".venv/bin/python -m pip install --no-build-isolation -r requirements/transformer_engine.txt"
+    assert engine == f"NVTE_BUILD_USE_NVIDIA_WHEELS=1 PIP_CONSTRAINT= {command}"
+    for text in ("docs/install.md", "requirements/transformer_engine.txt"):
+        assert f"PIP_CONSTRAINT= NVTE_BUILD_USE_NVIDIA_WHEELS=1 {command}" in (ROOT / text).read_text(), text
+
+
+def test_the_image_has_the_libraries_by_which_nccl_uses_infiniband(machine):
+    """NCCL loads libibverbs when it starts, which loads the providers of the adapters, and goes on with sockets, in
+    silence, where one of them is missing."""
+    install(machine, "system")
+    packages = (machine / "calls").read_text().split()
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1", "rdma-core"} <= set(packages)
 
 
 def test_a_step_that_fails_ends_the_build(machine):
