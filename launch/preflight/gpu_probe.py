@@ -1,21 +1,32 @@
-"""python -m launch.preflight.gpu_probe NUM: computes something on each of the first NUM GPUs.
+"""python -m launch.preflight.gpu_probe NUM: computes something on each of the first NUM GPUs, and imports Transformer
+Engine, of which its last line tells as JSON.
 
 A process of its own: CUDA, once it was used, can neither be forked nor given back, and a broken GPU may never answer.
 """
 
+import json
+import os
 import sys
+from dataclasses import asdict
 
-import torch
+from megatron_dapo.common.child_environment import set_rank_defaults
+from megatron_dapo.platform import transformer_engine
 
 
 def main(num_gpus: int) -> int:
     """Return the exit code: 0, or 1 after one line per GPU that fails."""
+    set_rank_defaults(os.environ)  # before torch is imported, as in a rank: they decide which cuDNN there is
     faults = [f"GPU {index}: {fault}" for index in range(num_gpus) if (fault := fault_of(index))]
-    print("\n".join(faults))
-    return 1 if faults else 0
+    print("\n".join(faults), flush=True)
+    if faults:
+        return 1
+    print(json.dumps(asdict(transformer_engine.look())))
+    return 0
 
 
 def fault_of(index: int) -> str | None:
+    import torch
+
     try:
         total = (torch.ones(8, device=f"cuda:{index}") + 1).sum().item()
     except (RuntimeError, AssertionError) as error:  # the latter: a torch without CUDA

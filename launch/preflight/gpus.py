@@ -1,5 +1,6 @@
 """The GPUs of a node: as many as the config needs, and healthy by what the driver's library (NVML) tells."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,12 +15,14 @@ from launch.preflight.machine import REPOSITORY, Result
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
+from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema import Config
+from megatron_dapo.platform.transformer_engine import EngineHere
 
 NVML_PACKAGE = "nvidia-ml-py"
 CUDA_13_DRIVER = 580  # the first whose CUDA is 13; older ones need NVIDIA's compatibility package beside them
 _COMPILE_S = 60.0
-_PROBE_S = 60.0  # the other nodes wait for the checks of this one
+_PROBE_S = 90.0  # the other nodes wait for the checks of this one
 _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
@@ -82,25 +85,37 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
             f"{len(faults)} faults", f"{'; '.join(faults)}; take the node out of the job, or cure that first."
         )
     driver = pynvml.nvmlSystemGetDriverVersion()
-    if fault := unusable(count, driver):
-        return Result(f"unusable, driver {driver}", fault)
-    return Result(f"{there} x {name}, {count} used, driver {driver}, healthy")
+    engine = probe(count, driver)
+    if isinstance(engine, str):
+        return Result(f"unusable, driver {driver}", engine)
+    found = f"{there} x {name}, {count} used, driver {driver}, healthy; {engine}"
+    return Result(found, engine_fault(config, engine) if role != "server" else None)
 
 
-def unusable(count: int, driver: str, timeout_s: float = _PROBE_S) -> str | None:
-    """Return what keeps torch from computing on the first `count` GPUs, and the cure. The driver's library counts GPUs,
-    and calls them healthy, that a driver too old for torch's CUDA cannot use."""
-    probe = [sys.executable, "-m", "launch.preflight.gpu_probe", str(count)]
+def engine_fault(config: Config, engine: EngineHere) -> str | None:
+    """Return what is wrong with Transformer Engine on a node that trains. Where it is not installed, a config that
+    needs it is refused before."""
+    fault = engine.fault()
+    if fault is None or config.actor_rollout_ref.actor.megatron.use_transformer_engine == "off":
+        return None
+    return f"{fault[:-1]}, or set {MEGATRON}.use_transformer_engine to off."
+
+
+def probe(count: int, driver: str, timeout_s: float = _PROBE_S) -> EngineHere | str:
+    """Return the Transformer Engine of this node, or what keeps torch from computing on the first `count` GPUs, with
+    the cure. The driver's library counts GPUs, and calls them healthy, that a driver too old for torch's CUDA cannot
+    use."""
+    command = [sys.executable, "-m", "launch.preflight.gpu_probe", str(count)]
     cure = "look at `nvidia-smi` and `dmesg`, or take the node out of the job."
     number = driver.partition(".")[0]
     if number.isdigit() and int(number) < CUDA_13_DRIVER:
         cure = f"update the driver to {CUDA_13_DRIVER} or newer, which CUDA 13 needs, or take the node out of the job."
     try:
-        done = subprocess.run(probe, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return f"does not compute on its GPUs within {timeout_s:g} s (driver {driver}); {cure}"
     if done.returncode == 0:
-        return None
+        return EngineHere(**json.loads(done.stdout.splitlines()[-1]))
     said = [*done.stdout.split("\n"), *reversed(done.stderr.strip().splitlines())]
     words = next((line for line in said if line.strip()), f"exit code {done.returncode}")
     return f"cannot compute on its GPUs with driver {driver} ({words}); {cure}"

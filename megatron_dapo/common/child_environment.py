@@ -3,6 +3,7 @@
 import getpass
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -20,6 +21,9 @@ locale's."""
 # torch reads the first of them that is set
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+# Transformer Engine looks for a cuDNN in these folders, in this order, and then in the system
+_CUDNN = ("CUDNN_HOME", "CUDNN_PATH")
+
 # of what servers and kernels keep below ~
 _CACHES = ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR")
 # a socket's path has at most 107 bytes; SGLang makes sockets in TMPDIR, named as tempfile does: /tmp01234567
@@ -31,11 +35,22 @@ def set_rank_defaults(environment: MutableMapping[str, str]) -> None:
 
     One connection to the device: kernels start in the order in which they were asked for, so that Megatron's
     collectives begin before the products that are to hide them. Expandable segments: micro-batches differ in length,
-    and an allocator of fixed blocks keeps some of every size.
+    and an allocator of fixed blocks keeps some of every size. One process for torch.compile: it compiles two small
+    kernels, for which each rank would start as many as the machine has cores, up to 32. The cuDNN that torch loads for
+    Transformer Engine too, which would load the system's, another version, beside it.
     """
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not any(name in environment for name in _ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if (home := _cudnn_of_packages()) and not any(name in environment for name in _CUDNN):
+        environment[_CUDNN[0]] = str(home)
+
+
+def _cudnn_of_packages() -> Path | None:
+    """Return the folder of the cuDNN that torch finds among Python's packages, if there is one."""
+    homes = (Path(folder, "nvidia", "cudnn") for folder in sys.path)
+    return next((home for home in homes if any(home.glob("lib/libcudnn.so*"))), None)
 
 
 def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:

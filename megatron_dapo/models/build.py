@@ -45,6 +45,7 @@ from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.planner.hardware import lack_of_fp8
 from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
+from megatron_dapo.platform import transformer_engine
 from megatron_dapo.platform.device import device, is_gpu, model_dtype
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -157,17 +158,29 @@ def layers_with_experts(chunk: ModelChunk) -> list[TransformerLayer]:
 def _use_transformer_engine(megatron: MegatronConfig) -> bool:
     """Say yes where Megatron itself can load it, on a GPU, in half precision: its packed attention has no float32
     kernel."""
-    available = is_gpu() and HAVE_TE and model_dtype(megatron.dtype) == torch.bfloat16
-    needs = "which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load"
-    if megatron.use_transformer_engine == "on" and not available:
-        raise UserError(f"{MEGATRON}.use_transformer_engine is on, {needs}; one of them is missing here: use auto.")
-    if megatron.tp_comm_overlap and not available:
-        raise UserError(f"{MEGATRON}.tp_comm_overlap is true, {needs}; one of them is missing here: set it to false.")
-    if megatron.fp8 != "none" and not available:
-        raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8}, {needs}; one of them is missing here: set fp8 to none.")
+    lack = _lack_of_transformer_engine(megatron)
+    needs = f"which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load, but {lack}"
+    if megatron.use_transformer_engine == "on" and lack:
+        raise UserError(f"{MEGATRON}.use_transformer_engine is on, {needs}; cure that, or use auto.")
+    if megatron.tp_comm_overlap and lack:
+        raise UserError(f"{MEGATRON}.tp_comm_overlap is true, {needs}; cure that, or set it to false.")
+    if megatron.fp8 != "none" and lack:
+        raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8}, {needs}; cure that, or set fp8 to none.")
     if megatron.fp8 != "none":
         _check_fp8(megatron)
-    return available and megatron.use_transformer_engine != "off"
+    return lack is None and megatron.use_transformer_engine != "off"
+
+
+def _lack_of_transformer_engine(megatron: MegatronConfig) -> str | None:
+    """Return why its layers cannot be had here; None = they can."""
+    if not is_gpu():
+        return "torch finds no GPU here"
+    if model_dtype(megatron.dtype) != torch.bfloat16:
+        return f"dtype is {megatron.dtype}"
+    if not HAVE_TE:
+        why = transformer_engine.import_error()
+        return f"it cannot be imported here ({why or 'Megatron-core does not take this version'})"
+    return None
 
 
 def _check_fp8(megatron: MegatronConfig) -> None:

@@ -146,12 +146,20 @@ def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path):
         assert shown == [str(len(os.sched_getaffinity(0)))], launcher
 
 
+COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
+RANK_DEFAULTS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    COMPILERS: "1",
+}
+
+
 @pytest.mark.parametrize(
     ("user_set", "expected"),
     [
-        ({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "backend:native"}, {}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ({}, RANK_DEFAULTS),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "backend:native", COMPILERS: "4"}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", COMPILERS: "1"}),
     ],
 )
 def test_a_rank_gets_defaults_for_its_gpu_and_keeps_what_the_user_set(user_set, expected):
@@ -171,9 +179,10 @@ __main__._checked_config = lambda *arguments: Config()
 try:
     __main__.main(["train"])
 except ImportError:
-    print(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], os.environ["PYTORCH_ALLOC_CONF"])
+    print(*map(os.environ.get, sys.argv[1:]))
 """
-    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    names = (*RANK_DEFAULTS, "PYTORCH_CUDA_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, text=True, capture_output=True)
-    assert done.stdout == "1 expandable_segments:True\n", done.stderr
+    command = [sys.executable, "-c", code, *RANK_DEFAULTS]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, text=True, capture_output=True)
+    assert done.stdout == "1 expandable_segments:True 1\n", done.stderr

@@ -24,6 +24,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.platform.transformer_engine import EngineHere
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -222,8 +223,8 @@ def ones(size, device):
 def test_gpus_that_the_driver_counts_and_torch_cannot_use_are_told(body, driver, expected, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(STAND_IN_TORCH.format(body=body))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    fault = gpus.unusable(2, driver, timeout_s=3.0 if "sleep" in body else 60.0)
-    assert fault is None if expected is None else all(words in fault for words in expected), fault
+    fault = gpus.probe(2, driver, timeout_s=3.0 if "sleep" in body else 60.0)
+    assert isinstance(fault, EngineHere) if expected is None else all(words in fault for words in expected), fault
 
 
 def test_a_node_whose_driver_is_too_old_for_torch_is_named_whatever_its_role(tmp_path, monkeypatch):

@@ -1,0 +1,88 @@
+"""Transformer Engine on this machine: does it import, and if not, why; is its cuDNN the one of torch?"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class EngineHere:
+    """Versions and faults of Transformer Engine in this process; all None where it is not installed.
+
+    version: of the package.
+    error: of its import; None = it can be imported.
+    cudnn, torch_cudnn: versions of the cuDNN that each calls.
+    cudnn_files: the files of cuDNN in this process, one unless there are two cuDNNs.
+    """
+
+    version: str | None = None
+    error: str | None = None
+    cudnn: str | None = None
+    torch_cudnn: str | None = None
+    cudnn_files: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        if self.version is None:
+            return "no Transformer Engine"
+        if self.error is not None:
+            return f"Transformer Engine {self.version}, which cannot be imported ({self.error})"
+        return f"Transformer Engine {self.version} with cuDNN {self.cudnn}, torch with cuDNN {self.torch_cudnn}"
+
+    def fault(self) -> str | None:
+        """Return what is wrong with it on a node, with the cure; None = nothing, or it is not installed."""
+        if self.error is not None:
+            return f"has a {self}; install it again as docs/install.md says, or remove it."
+        if self.cudnn == self.torch_cudnn and len(self.cudnn_files) < 2:
+            return None
+        return (
+            f"has two cuDNNs in one process ({', '.join(self.cudnn_files)}): {self}; unset CUDNN_HOME and CUDNN_PATH, "
+            "so that both take the one of the Python packages."
+        )
+
+
+def look() -> EngineHere:
+    """Import Transformer Engine, as a rank will."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return EngineHere()
+    version = _version()
+    if error := import_error():
+        return EngineHere(version, error)
+    import torch
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    number = torch.backends.cudnn.version() or 0
+    of_torch = number // 10000, number // 100 % 100, number % 100
+    of_its = get_cudnn_version()
+    return EngineHere(version, None, _dotted(of_its), _dotted(of_torch), loaded_files("libcudnn.so"))
+
+
+def import_error() -> str | None:
+    """Return why Transformer Engine cannot be imported; None = it can. Megatron-core keeps no error of its own try."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "it is not installed"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a missing library: OSError or ImportError; versions that differ: AssertionError
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+def loaded_files(name: str) -> tuple[str, ...]:
+    """Return the files whose names begin so that are loaded into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    return tuple(sorted(path for path in paths if Path(path).name.startswith(name)))
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:  # a folder that is in the way of the package
+        return "without a version"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
