@@ -24,7 +24,7 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.expert_load import ChunkLoad
-from megatron_dapo.models.latent_attention import put_latent_attention
+from megatron_dapo.models.latent_attention import put_latent_attention, suits_transformer_engine
 from megatron_dapo.models.layers import (
     ACTIVATIONS,
     ProductRoundedNorm,
@@ -392,7 +392,7 @@ def _block_spec(
     }
     if spec.latent is not None:
         for layer in kinds.values():
-            put_latent_attention(layer, spec.latent, rotary)
+            put_latent_attention(layer, spec.latent, None if megatron_rotates(spec, use_te) else rotary)
     if spec.output_norms:
         for layer in kinds.values():
             norm_outputs(layer, config)
@@ -400,6 +400,12 @@ def _block_spec(
         layer_specs=[kinds[spec.has_experts(number)] for number in numbers],
         layer_norm=LayerNormImpl if use_te else norm,
     )
+
+
+def megatron_rotates(spec: ModelSpec, use_te: bool) -> bool:
+    """Return whether Megatron rotates queries and keys, and Transformer Engine attends; else our attention does
+    both."""
+    return use_te and (spec.latent is None or suits_transformer_engine(spec.latent))
 
 
 def _transformer_engine_layer(
@@ -434,7 +440,7 @@ def _build_chunk(
     has_adapters: bool,
 ) -> ModelChunk:
     number = layout.pp_rank + layout.pp * (vp_stage or 0)
-    rotates = use_te and spec.latent is None
+    rotates = megatron_rotates(spec, use_te)
     chunk = ModelChunk(
         config,
         _block_spec(spec, config, use_te, split.numbers(number), has_adapters),

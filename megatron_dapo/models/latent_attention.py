@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -49,7 +50,7 @@ class LatentSelfAttention(Attention):
 
     The two vectors of a token, and its rotated keys, are one product of the hidden states, which each tensor-parallel
     rank computes of its own tokens; the products after it are cut by heads. The rotated dimensions come first in a head
-    here, where `layers.PackedAttention` rotates them.
+    here, where `layers.PackedAttention`, or Megatron before Transformer Engine's attention, rotates them.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class LatentSelfAttention(Attention):
         key_value = key_value.unflatten(-1, (-1, latent.plain_dim + latent.value_dim))
         plain_key, value = key_value.split([latent.plain_dim, latent.value_dim], dim=-1)
         rotated_key = self._of_all_tokens(rotated_key)[:, :, None].expand(-1, -1, plain_key.size(2), -1)
+        if not isinstance(self.core_attention, PackedAttention):
+            value = value.contiguous()  # Transformer Engine takes no strides of a wider tensor
         return query, torch.cat([rotated_key, plain_key], dim=-1), value
 
     def _of_all_tokens(self, rotated_key: Tensor) -> Tensor:
@@ -110,13 +113,34 @@ class LatentSelfAttention(Attention):
         return gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
 
 
-def put_latent_attention(layer: ModuleSpec, latent: LatentAttention, rotary: Rotary) -> None:
-    """Put the attention in the place of a layer's own, whose norm before it and products are apart."""
+def suits_transformer_engine(latent: LatentAttention) -> bool:
+    """Return whether Transformer Engine's attention has a kernel here that trains keys and values of these widths: then
+    values are not padded to the width of keys.
+
+    On Hopper and Blackwell of data centers cuDNN has one for DeepSeek's, 192 and 128, and for narrower ones (TE 2.18,
+    common/fused_attn/fused_attn.cpp, and its attention's utils.py for compute capability 12).
+    """
+    widths = latent.key_dim, latent.value_dim
+    is_known = widths == (192, 128) or (max(widths) <= 128 and all(width % 8 == 0 for width in widths))
+    return is_known and (9, 0) <= torch.cuda.get_device_capability() < (12, 0)
+
+
+def put_latent_attention(layer: ModuleSpec, latent: LatentAttention, rotary: Rotary | None) -> None:
+    """Put the attention in the place of a layer's own, whose norm before it and products are apart.
+
+    rotary: of our core attention; None = Megatron rotates, and Transformer Engine attends.
+    """
     attention = layer.submodules.self_attention
     attention.module = LatentSelfAttention
     attention.submodules = LatentSubmodules(
         linear_qkv=attention.submodules.linear_qkv,
-        core_attention=ModuleSpec(PackedAttention, params={"rotary": rotary}),
+        core_attention=(
+            ModuleSpec(PackedAttention, params={"rotary": rotary})
+            if rotary is not None
+            else ModuleSpec(
+                TEDotProductAttention, params={"k_channels": latent.key_dim, "v_channels": latent.value_dim}
+            )
+        ),
         linear_proj=attention.submodules.linear_proj,
         latent=latent,
     )

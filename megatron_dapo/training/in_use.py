@@ -7,6 +7,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.models.build import ModelParts
+from megatron_dapo.models.layers import PackedAttention
+from megatron_dapo.platform import transformer_engine
 from megatron_dapo.platform.device import is_gpu
 from megatron_dapo.training.optimizer import TrainingState
 
@@ -20,14 +22,12 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
     config = model.config
     if model.uses_transformer_engine:
         yield f"layers of Transformer Engine {importlib.metadata.version('transformer_engine')}"
-        yield "its attention (flash or fused, as it chooses)"
     else:
-        yield "layers of our own (no Transformer Engine)"
-        is_half = config.params_dtype in (torch.float16, torch.bfloat16)
-        attention = (
-            "variable-length flash attention" if is_gpu() and is_half else "attention, segments of like length at once"
-        )
-        yield f"torch's {attention}"
+        error = transformer_engine.look().error if is_gpu() else None
+        why = f"Transformer Engine cannot be imported: {error}" if error else "no Transformer Engine"
+        yield f"layers of our own ({why})"
+    layers = (layer for chunk in model.chunks for layer in chunk.decoder.layers)
+    yield from sorted({_attention(layer.self_attention.core_attention) for layer in layers})
     yield "fused SwiGLU" if config.bias_activation_fusion else "plain SwiGLU"
     yield f"weights in {str(config.params_dtype).removeprefix('torch.')}" + (
         f", FP8 {config.fp8}" if config.fp8 else ""
@@ -37,6 +37,16 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
     if model.head is not None and not model.spec.value_head:
         yield f"{'fused' if model.head.is_fused else 'composed'} log-prob head"
     yield f"optimizer {' and '.join(sorted(set(_optimizers(state))))}"
+
+
+def _attention(core: torch.nn.Module) -> str:
+    """Return what attends in a layer."""
+    if not isinstance(core, PackedAttention):
+        return "its attention (flash or fused, as it chooses)"
+    is_half = core.config.params_dtype in (torch.float16, torch.bfloat16)
+    if is_gpu() and is_half and core.softmax_offset is None:
+        return "torch's variable-length flash attention"
+    return "torch's attention, segments of like length at once"
 
 
 def _recomputed(config: TransformerConfig) -> str:

@@ -40,6 +40,7 @@ from tests.distributed.parity_worker import log_probs, sample
 from tests.tiny_models import make_tiny
 
 # after megatron_dapo.models, which prepares megatron.core for this machine
+from megatron.core.extensions.transformer_engine import TEDotProductAttention  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
 
@@ -226,6 +227,67 @@ def test_transformer_engine_is_told_that_glm_4_rotates_a_part(monkeypatch, layou
     assert len(chunk.rotary_pos_emb.inv_freq) == 96 // 4 // 2 // 2
     assert layer.submodules.mlp_bda.module is OutputNorm and config.bias_activation_fusion
     assert config.window_size is None and not config.layernorm_zero_centered_gamma
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths", "is_its"),
+    [
+        ((9, 0), (128, 64, 128), True),  # DeepSeek-V3's
+        ((10, 0), (128, 64, 128), True),
+        ((12, 0), (128, 64, 128), False),
+        ((8, 0), (128, 64, 128), False),  # cuDNN trains no keys above 128 there
+        ((9, 0), (16, 8, 16), True),
+        ((9, 0), (16, 8, 12), False),
+        ((9, 0), (128, 64, 64), False),
+    ],
+)
+def test_transformer_engine_attends_with_keys_wider_than_values_where_it_has_a_kernel(
+    monkeypatch, layout, tmp_path, capability, widths, is_its
+):
+    monkeypatch.setattr(build, "attention_norm_apart", lambda layer: None)  # asks for the package
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    more = dict(zip(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), widths, strict=True))
+    path = make_tiny(tmp_path, "deepseek_v3", layers=2, heads=2, more=more)
+    _, layer, options, chunk = what_megatron_is_told(monkeypatch, layout, path)
+    core = layer.submodules.self_attention.submodules.core_attention
+    if not is_its:
+        assert core.module is PackedAttention and options["position_embedding_type"] == "none"
+        return
+    assert core.module is TEDotProductAttention
+    assert core.params == {"k_channels": widths[0] + widths[1], "v_channels": widths[2]}
+    assert options["position_embedding_type"] == "rope"
+    assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(read_model_spec(path)))
+
+
+class AttendsAsIts(torch.nn.Module):
+    """Takes what Transformer Engine's attention takes, rotated by Megatron already, and attends as ours does."""
+
+    def __init__(self, k_channels: int, v_channels: int, **options) -> None:
+        super().__init__()
+        self.widths = k_channels, k_channels, v_channels
+        self.ours = PackedAttention(**options, rotary=lambda query, key, *_: (query, key))
+
+    def forward(self, query, key, value, *arguments, **options) -> torch.Tensor:
+        assert all(t.is_contiguous() for t in (query, key, value))
+        assert (query.size(-1), key.size(-1), value.size(-1)) == self.widths
+        return self.ours(query, key, value, *arguments, **options)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_megatron_rotates_a_latent_attention_as_ours_does(monkeypatch, layout, tmp_path, packed):
+    path = make_tiny(tmp_path, "deepseek_v3", layers=2, hidden=32, heads=2)
+    samples = [sample(0, list(range(3, 30))), sample(1, list(range(9, 20)))]
+    answers = []
+    for is_its in (False, True):
+        monkeypatch.setattr(build, "megatron_rotates", lambda spec, use_te, is_its=is_its: is_its)
+        monkeypatch.setattr("megatron_dapo.models.latent_attention.TEDotProductAttention", AttendsAsIts)
+        parts = build_model(read_model_spec(path), layout, MegatronConfig(dtype="float32"))
+        load_hf_weights(parts, path, layout)
+        kinds = {type(layer.self_attention.core_attention) for layer in parts.chunks[0].decoder.layers}
+        assert kinds == {AttendsAsIts if is_its else PackedAttention}
+        answers.append(log_probs(parts, layout, samples, packed=packed))
+    for index in range(2):  # float32, angles of another order of operations
+        torch.testing.assert_close(answers[1][index], answers[0][index], rtol=1e-5, atol=1e-5)
 
 
 def test_beside_transformer_engine_a_latent_attention_is_ours_between_its_products(monkeypatch, layout, paths):

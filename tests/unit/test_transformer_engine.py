@@ -20,6 +20,8 @@ from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
 from megatron_dapo.models.weight_map import weight_entries
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.platform.transformer_engine import EngineHere
+from megatron_dapo.training import in_use as in_use_module
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.optimizer import make_training_state
@@ -71,9 +73,33 @@ def test_a_run_says_which_layers_attention_and_optimizer_it_uses(layout, model_p
         assert part in sentence
     assert "\n" not in sentence
     monkeypatch.setattr("importlib.metadata.version", {"transformer_engine": "2.20.2"}.get)
-    assert "layers of Transformer Engine 2.20.2, its attention" in in_use(
-        replace(model, uses_transformer_engine=True), state
-    )
+    engine = "layers of Transformer Engine 2.20.2, "
+    beside_its_products = replace(model, uses_transformer_engine=True)
+    assert f"{engine}torch's attention, segments" in in_use(beside_its_products, state)
+    monkeypatch.setattr(model.chunks[0].decoder.layers[0].self_attention, "core_attention", torch.nn.Identity())
+    monkeypatch.setattr(model.chunks[0].decoder.layers[1].self_attention, "core_attention", torch.nn.Identity())
+    assert f"{engine}its attention (flash or fused" in in_use(beside_its_products, state)
+
+
+def test_a_run_says_that_sinks_are_not_for_flash_attention(layout, tmp_path, monkeypatch):
+    monkeypatch.setattr(in_use_module, "is_gpu", lambda: True)
+    megatron = MegatronConfig(dtype="bfloat16")
+    for family, words in (("gpt_oss", "torch's attention, segments of"), ("qwen3", "torch's variable-length flash")):
+        path = make_tiny(tmp_path / family, family, layers=1, hidden=16, heads=2)
+        model = build_model(read_model_spec(path), layout, megatron)
+        assert words in in_use(model, make_training_state(model, megatron, OptimConfig(), 1))
+
+
+def test_a_run_that_goes_on_without_it_says_why_it_cannot_be_imported(layout, model_path, monkeypatch):
+    model = build_model(read_model_spec(model_path), layout, MegatronConfig())
+    state = make_training_state(model, MegatronConfig(), OptimConfig(), 1)
+    monkeypatch.setattr(in_use_module, "is_gpu", lambda: True)
+    for here, words in (
+        (EngineHere(), "(no Transformer Engine)"),
+        (EngineHere("2.18.0", "ImportError: libcudnn.so.9"), "cannot be imported: ImportError: libcudnn.so.9)"),
+    ):
+        monkeypatch.setattr(in_use_module.transformer_engine, "look", lambda here=here: here)
+        assert words in in_use(model, state)
 
 
 @pytest.mark.parametrize(
