@@ -5,11 +5,14 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from launch.preflight.machine import Result
@@ -22,6 +25,10 @@ FLOOR_GB_S = {"nccl": 5.0, "gloo": 0.005}
 10 Gb/s or less, gloo on one of 50 Mb/s. What a healthy fabric gives is more by far; --min-bandwidth sets it."""
 
 NUM_BYTES = {"nccl": 256 * 2**20, "gloo": 4 * 2**20}
+SOCKETS = "Socket"
+"""NCCL's name of the network that it takes where it finds no other: TCP, by way of the processors."""
+
+_NETWORK = re.compile(r"NCCL INFO (?:Using network (.+)|Assigned NET plugin (.+) to comm)\s*$", re.MULTILINE)
 _NUM_ROUNDS = 4  # the first joins the peers; the best of the others counts
 _PAIR_ROUNDS = 3
 _POLL_S = 0.05
@@ -45,6 +52,7 @@ class AllReduceRanks:
     forked before this process has threads, and wait: so nobody imports torch again."""
 
     def __init__(self, count: int) -> None:
+        self.network = ""  # that NCCL took, once it has run
         context = multiprocessing.get_context("fork")
         self._ranks: list[tuple[Any, Connection]] = []
         for _ in range(count):
@@ -64,7 +72,7 @@ class AllReduceRanks:
             connection.send(job)
         failed = f"{jobs[0].key}/failed"
         deadline = time.monotonic() + jobs[0].timeout_s
-        answers: dict[int, float | str] = {}
+        answers: dict[int, tuple[float, str] | str] = {}
         while len(answers) < len(jobs):
             for index, (process, connection) in enumerate(self._ranks):
                 if index not in answers and (connection.poll(0) or not process.is_alive()):
@@ -78,7 +86,9 @@ class AllReduceRanks:
             if time.monotonic() > deadline:
                 return f"no end within {jobs[0].timeout_s:g} s"
             time.sleep(_POLL_S)
-        return max(answer for answer in answers.values() if not isinstance(answer, str))
+        networks = [answer[1] for answer in answers.values() if not isinstance(answer, str)]
+        self.network = SOCKETS if SOCKETS in networks else networks[0]
+        return max(answer[0] for answer in answers.values() if not isinstance(answer, str))
 
     def end(self) -> None:
         for process, _ in self._ranks:
@@ -106,12 +116,16 @@ def check(
         return Result("one rank: nothing to reduce")
     seconds = probe.run("ring", trainers, rounds[0]) if nodes.index in trainers else None
     ring = {index: answer for index, answer in enumerate(nodes.gather("ring", seconds)) if index in trainers}
+    network = rounds[0].network if nodes.index in trainers else ""
+    has_no_fabric = len(trainers) > 1 and network == SOCKETS and not are_sockets_wanted(os.environ)
+    is_without_fabric = any(nodes.gather("network", has_no_fabric))
     failures = {index: answer for index, answer in ring.items() if isinstance(answer, str)}
     if not failures:
         bandwidth = probe.gb_s(trainers, max(ring.values()))
-        summary = f"{bandwidth:.3g} GB/s over {world} ranks ({backend}, at least {floor_gb_s:g})"
-        if bandwidth >= floor_gb_s:
-            return Result(summary if nodes.index in trainers else "")
+        how = f"{backend}, {network}" if network else backend
+        summary = f"{bandwidth:.3g} GB/s over {world} ranks ({how}, at least {floor_gb_s:g})"
+        if bandwidth >= floor_gb_s or is_without_fabric:
+            return Result(summary if nodes.index in trainers else "", NO_FABRIC if has_no_fabric else None)
         what = f"the all-reduce of {world} ranks reaches {bandwidth:.3g} GB/s, {floor_gb_s:g} are needed"
     else:
         summary = "failed"
@@ -121,6 +135,24 @@ def check(
     if nodes.index not in culprits:
         return Result(summary if nodes.index in trainers else "")
     return Result(summary, f"{what}{_where(culprits, trainers)}; {_CURES[backend]}, or take the node out of the job.")
+
+
+NO_FABRIC = (
+    "has no fabric that NCCL can use, which takes sockets (TCP) between the nodes; install libibverbs1 and "
+    "ibverbs-providers (in a container too, with /dev/infiniband), or the plug-in of your fabric, or set "
+    "NCCL_NET=Socket if there is none."
+)
+
+
+def are_sockets_wanted(environment: Mapping[str, str]) -> bool:
+    """Return whether the user asks for sockets, by NCCL's own variables."""
+    return environment.get("NCCL_NET", "").lower() == SOCKETS.lower() or environment.get("NCCL_IB_DISABLE") == "1"
+
+
+def network_of(log: str) -> str:
+    """Return the network (IB, Socket, or a plug-in's name) that NCCL names in what it logs; "" where it names none."""
+    names = [first or second for first, second in _NETWORK.findall(log)]
+    return SOCKETS if SOCKETS in names else names[-1] if names else ""
 
 
 _CURES = {
@@ -210,7 +242,7 @@ class _Probe:
 # ------------------------------------------------------------------------------------------------------ in the ranks
 
 
-def _receive(process: Any, connection: Connection) -> float | str:
+def _receive(process: Any, connection: Connection) -> tuple[float, str] | str:
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError):
@@ -222,7 +254,7 @@ def _serve(connection: Connection, parent: int) -> None:
     end_with_parent(parent)
     reset_signals((signal.SIGTERM, signal.SIGINT))
     job = connection.recv()
-    answer: float | str
+    answer: tuple[float, str] | str
     try:
         answer = _all_reduce(job)
     except Exception as error:
@@ -232,7 +264,23 @@ def _serve(connection: Connection, parent: int) -> None:
     os._exit(0)  # leaving a group may hang
 
 
-def _all_reduce(job: AllReduceTask) -> float:
+def _all_reduce(job: AllReduceTask) -> tuple[float, str]:
+    """Return the seconds of one all-reduce, the best of several, and the network that NCCL took."""
+    if job.backend != "nccl":
+        return _seconds(job), ""
+    asked = os.environ.get("NCCL_DEBUG"), os.environ.get("NCCL_DEBUG_FILE")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "nccl.log")
+        if not asked[1]:  # a file of the user's own stays; NCCL reads this once, at its first use in this process
+            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(file)}
+        seconds = _seconds(job)
+        log = file.read_text(errors="replace") if file.exists() else ""
+    if asked[0] and log:
+        print(log, file=sys.stderr, flush=True)
+    return seconds, network_of(log) or "network unknown"
+
+
+def _seconds(job: AllReduceTask) -> float:
     """Return the seconds of one all-reduce, the best of several."""
     import torch
     import torch.distributed as dist
