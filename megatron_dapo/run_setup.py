@@ -11,7 +11,8 @@ from megatron_dapo.common.errors import RunStopped
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
-from megatron_dapo.models.build import ModelParts
+from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models.build import ModelParts, require_kernel_for_sinks
 from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.models.peft_folder import export_adapters
 from megatron_dapo.models.user_buffers import release_user_buffers
@@ -47,6 +48,7 @@ def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> 
     """
     require_usable_gpus()
     megatron = config.actor_rollout_ref.actor.megatron
+    require_kernel_for_sinks(read_model_spec(config.actor_rollout_ref.model.path), megatron)
     layout = ParallelLayout.initialize(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,

@@ -183,6 +183,18 @@ def _lack_of_transformer_engine(megatron: MegatronConfig) -> str | None:
     return None
 
 
+def require_kernel_for_sinks(spec: ModelSpec, megatron: MegatronConfig) -> None:
+    """Raise UserError where a GPU would attend with sinks without Transformer Engine: torch has no kernel for them, and
+    keeps the products of all pairs of a segment's tokens, 102 GB in one layer of gpt-oss at 20k tokens."""
+    if not spec.attention_sinks or not is_gpu() or _use_transformer_engine(megatron):
+        return
+    lack = _lack_of_transformer_engine(megatron) or f"{MEGATRON}.use_transformer_engine is off"
+    raise UserError(
+        f"{spec.family} has attention sinks, for which only Transformer Engine has a kernel on GPUs, but {lack}; "
+        f"install it (docs/install.md), and set {MEGATRON}.use_transformer_engine to on and dtype to bfloat16."
+    )
+
+
 def _check_fp8(megatron: MegatronConfig) -> None:
     lack = lack_of_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), megatron.fp8_recipe)
     if lack is not None:

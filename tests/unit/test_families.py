@@ -14,7 +14,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3Text
 from transformers.models.glm4.modeling_glm4 import Glm4RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 
+from megatron_dapo import run_setup
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.lora import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
@@ -212,6 +214,38 @@ def test_experts_without_adapters_are_one_grouped_product_beside_adapters_too(
     lora = LoraSettings(rank=2, alpha=4.0, targets=("o_proj", target), seed=1)
     config = what_megatron_is_told(monkeypatch, layout, paths[family], lora)[0]
     assert config.moe_grouped_gemm == is_grouped
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_engine", "why"),
+    [
+        ({"use_transformer_engine": "off"}, True, "use_transformer_engine is off"),
+        ({"use_transformer_engine": "auto"}, False, "it cannot be imported here (it is not installed)"),
+        ({"dtype": "float32"}, True, "dtype is float32"),
+    ],
+)
+def test_sinks_without_a_kernel_are_refused_on_gpus_before_ranks_join(monkeypatch, paths, settings, has_engine, why):
+    monkeypatch.setattr(build, "is_gpu", lambda: True)
+    monkeypatch.setattr(build, "HAVE_TE", has_engine)
+    monkeypatch.setattr(run_setup.ParallelLayout, "initialize", lambda **options: pytest.fail("it goes on"))
+    megatron = [
+        f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in {"dtype": "bfloat16", **settings}.items()
+    ]
+    config = load_config(None, [f"actor_rollout_ref.model.path={paths['gpt_oss']}", *megatron])
+    with pytest.raises(UserError) as error, run_setup.joined_ranks(config, {}, 1.0):
+        pass
+    (sentence,) = error.value.sentences
+    assert all(words in sentence for words in ("GptOss", why, "docs/install.md", "use_transformer_engine to on"))
+
+
+def test_sinks_are_trained_with_transformer_engine_and_on_cpus_and_models_without_them_anywhere(monkeypatch, paths):
+    sinks, none = (read_model_spec(paths[family]) for family in ("gpt_oss", "glm4"))
+    off, auto = MegatronConfig(use_transformer_engine="off"), MegatronConfig(dtype="bfloat16")
+    build.require_kernel_for_sinks(sinks, off)
+    monkeypatch.setattr(build, "is_gpu", lambda: True)
+    build.require_kernel_for_sinks(none, off)
+    monkeypatch.setattr(build, "HAVE_TE", True)
+    build.require_kernel_for_sinks(sinks, auto)
 
 
 def test_each_rank_has_its_heads_sinks_and_counts_them_in_the_norm(models):
