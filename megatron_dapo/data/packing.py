@@ -147,7 +147,8 @@ class MicroBatch:
     correction: Corrected | None = None  # what the policy loss of each token is multiplied by, after the old log-probs
     values: Tensor | None = None  # by the critic before its update, and the returns that it learns from
     returns: Tensor | None = None
-    experts: Tensor | None = None  # that this rank's routers replay, or record first (`RouterPass.experts`)
+    # that this rank's routers replay, or record first (`RouterPass.experts`); these stay in the host's memory
+    experts: Tensor | None = None
 
     @property
     def num_counted(self) -> int:

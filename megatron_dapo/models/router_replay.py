@@ -33,6 +33,29 @@ class RouterPass:
     has_backward: bool = False
 
 
+@contextmanager
+def router_pass(
+    experts: Tensor | None, device: torch.device, *, records: bool, has_backward: bool
+) -> Iterator[RouterPass | None]:
+    """Have a micro-batch's experts on the device for one pass. What is recorded there is copied back.
+
+    experts: `RouterPass.experts` in the host's memory, since those of a whole step are gigabytes; None = no replay.
+    Pinned, no copy holds up the host: all of them, and the kernels between, follow each other in one stream.
+    """
+    if experts is None:
+        yield None
+        return
+    there = on_device(experts, device)
+    yield RouterPass(there, records, has_backward)
+    if records and there is not experts:
+        experts.copy_(there, non_blocking=True)
+
+
+def on_device(experts: Tensor, device: torch.device) -> Tensor:
+    """Return them there: a copy, or on the CPU themselves."""
+    return experts.to(device, non_blocking=True)
+
+
 class LayerReplay:
     """Stands where Megatron's router has its `router_replay`. layer: its place in `RouterPass.experts`."""
 

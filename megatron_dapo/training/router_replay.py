@@ -17,6 +17,7 @@ from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.context_parallel import rank_places
 from megatron_dapo.models.router_replay import UNKNOWN
+from megatron_dapo.platform.device import is_gpu
 from megatron_dapo.platform.parallel import ParallelLayout
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class ExpertCut:
         return None if mode == "off" else cls(RouterShape.of(spec), layers, layout, from_servers=mode == "rollout")
 
     def experts(self, samples: Sequence[TrainSample], batch: MicroBatch) -> Tensor:
-        """Return `RouterPass.experts` of a micro-batch of these samples: UNKNOWN in padding, at the last token of a
-        sample, and where a sample has no experts; 0 where experts are to be recorded."""
+        """Return `RouterPass.experts` of a micro-batch of these samples, in the host's memory: UNKNOWN in padding, at
+        the last token of a sample, and where a sample has no experts; 0 where experts are to be recorded."""
         shape = (batch.tokens.numel(), len(self.layers), self.shape.moe.experts_per_token)
         rows = np.full(shape, UNKNOWN, dtype=np.int16)
         start = 0
@@ -55,7 +56,8 @@ class ExpertCut:
             elif len(sample.routed_experts):
                 rows[start:end] = self.shape.rows(sample.routed_experts, self.layers)
             start += width
-        return torch.from_numpy(rows[self._places(batch)])
+        experts = torch.from_numpy(rows[self._places(batch)])
+        return experts.pin_memory() if is_gpu() else experts
 
     def _places(self, batch: MicroBatch) -> np.ndarray:
         """Return the places in the flat tensors of the tokens that this rank's routers meet, in Megatron's order."""
@@ -70,7 +72,7 @@ class ExpertCut:
         """Return the mini-batches with the experts of their samples, bins[mini-batch][micro-batch]."""
         return [
             [
-                replace(batch, experts=self.experts(samples, batch).to(batch.tokens.device))
+                replace(batch, experts=self.experts(samples, batch))
                 for samples, batch in zip(of_mini_batch, mini_batch, strict=True)
             ]
             for of_mini_batch, mini_batch in zip(bins, mini_batches, strict=True)

@@ -16,7 +16,7 @@ from megatron_dapo.kernels.row_plan import to_device
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.context_parallel import ContextCut
 from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
-from megatron_dapo.models.router_replay import RouterPass
+from megatron_dapo.models.router_replay import router_pass
 from megatron_dapo.platform import watchdog
 
 
@@ -124,10 +124,9 @@ def run_micro_batches(
             is_token = None if is_token is None else cut.part(is_token)
         packed = packed_seq_params(batch, is_cut=cut is not None)
         own = cut.task(asked) if cut is not None and asked is not None else asked
-        router_pass = None
-        if batch.experts is not None:
-            router_pass = RouterPass(batch.experts, records=record_experts, has_backward=not forward_only)
-        answer = stage(tokens, packed_seq_params=packed, task=own, router_pass=router_pass, is_token=is_token)
+        replay = dict(records=record_experts, has_backward=not forward_only)
+        with router_pass(batch.experts, tokens.device, **replay) as routing:
+            answer = stage(tokens, packed_seq_params=packed, task=own, router_pass=routing, is_token=is_token)
         # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
         output = answer if isinstance(answer, Tensor) else answer.log_probs
 

@@ -15,11 +15,13 @@ from megatron_dapo.data.packing import collate
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.huggingface.experts import MoEConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.models import router_replay as replay
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.context_parallel import rank_places
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.router_replay import UNKNOWN, RouterPass
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.training import router_replay
 from megatron_dapo.training.router_replay import ExpertCut
 from megatron_dapo.training.schedule import Schedule
 from tests.distributed import parity_worker
@@ -219,6 +221,56 @@ def test_the_share_of_other_experts_counts_sets_and_known_tokens_alone(folders, 
     replay = parts.chunks[0].router_replay
     hidden_states(parts, 0, RouterPass(experts))
     assert replay.differences.tolist() == [2, 20 * 2]
+
+
+def test_a_steps_experts_stay_in_the_hosts_memory_and_on_gpus_in_pages_that_copies_need_not_wait_for(monkeypatch):
+    """One step's are gigabytes: 2.5 GB for Qwen3-30B-A3B."""
+    samples = assemble(with_experts(synthetic_groups(64, num_groups=2, n=2), SHAPE))
+    rank = SimpleNamespace(tp=1, sp=False, tp_rank=0, cp=1, cp_rank=0)
+    cut = ExpertCut(SHAPE, (0, 1, 2), rank, from_servers=True)
+    batch = collate(samples)
+    ((expected,),) = cut.added([[samples]], [[batch]])
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    ((got,),) = cut.added([[samples]], [[replace(batch, tokens=batch.tokens.to("meta"))]])  # on some device
+    assert got.experts.device == torch.device("cpu") and torch.equal(got.experts, expected.experts)
+    assert pinned == []
+    monkeypatch.setattr(router_replay, "is_gpu", lambda: True)
+    ((got,),) = cut.added([[samples]], [[batch]])
+    assert len(pinned) == 1 and pinned[0] is got.experts
+
+
+@pytest.mark.parametrize("recompute", [{}, dict(recompute_granularity="full")])
+def test_micro_batches_have_their_experts_on_the_device_while_they_run(folders, layout, monkeypatch, recompute):
+    """With copies in place of those that a device would have: what the routers record there comes back, and is what
+    they replay."""
+    parts = model(folders["weights divided by their sum"], layout, **recompute)
+    schedule = Schedule(parts, parts.chunks, temperature=1.0)
+    batches = [
+        replace(
+            collate([parity_worker.sample(number, tokens(number)[0].tolist())]),
+            experts=torch.zeros(TOKENS, 2, 2, dtype=torch.int16),
+        )
+        for number in range(3)
+    ]
+    expected = [score.log_probs for score in schedule.scores(batches, record_experts=True)]
+    recorded = [batch.experts.clone() for batch in batches]
+    assert all(len(experts.unique()) > 2 for experts in recorded)
+
+    copies = []
+
+    def copied(experts: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copies.append(experts.clone())
+        return copies[-1]
+
+    monkeypatch.setattr(replay, "on_device", copied)
+    for batch in batches:
+        batch.experts.zero_()
+    schedule.scores(batches, record_experts=True)
+    for batch, before in zip(batches, recorded, strict=True):
+        assert torch.equal(batch.experts, before)
+    replayed = schedule.log_probs(batches)
+    assert len(copies) == 6 and all(torch.equal(a, b) for a, b in zip(replayed, expected, strict=True))
 
 
 SHAPE = RouterShape(3, MoEConfig(num_experts=8, experts_per_token=2, norm_topk_prob=True))
