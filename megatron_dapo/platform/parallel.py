@@ -1,5 +1,6 @@
 """This rank's place in the parallel layout, and the process groups that go with it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.common.addresses import node_name
 from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.platform import nccl, stores
 from megatron_dapo.platform.agreement import Agreement
@@ -249,6 +251,12 @@ class ParallelLayout:
     def gather(self, value: Any) -> list:
         """Return every rank's value, in rank order, on all of them. Collective over all ranks."""
         return self.agreement.gather(value)
+
+    def share_of_cores(self) -> int:
+        """Return how many cores there are for this rank, where others of its machine use the same. Collective over all
+        ranks."""
+        own = (node_name(), sorted(os.sched_getaffinity(0)))
+        return max(1, len(own[1]) // max(1, self.gather(own).count(own)))
 
     def all_coordinates(self) -> list[RankCoordinates]:
         """Return where every global rank is. Collective over all ranks."""

@@ -18,7 +18,7 @@ from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepShard
 from megatron_dapo.training.metric_sums import MetricSums
-from megatron_dapo.training.optimizer import make_training_state
+from megatron_dapo.training.optimizer import make_training_state, step_threads
 from megatron_dapo.training.policy import MiniBatch, WeightLoader
 from megatron_dapo.training.schedule import run_micro_batches
 
@@ -36,7 +36,9 @@ class Critic:
         self.layout = layout
         self.model = build_model(read_critic_spec(path), layout, megatron)
         load(self.model, path, layout)
-        self.state = make_training_state(self.model, megatron, config.critic.optim, config.trainer.total_training_steps)
+        num_steps = config.trainer.total_training_steps
+        threads = step_threads(megatron, layout)
+        self.state = make_training_state(self.model, megatron, config.critic.optim, num_steps, threads)
         self._config = config.critic
         self._num_epochs = critic_batching(config).ppo_epochs
 

@@ -16,15 +16,18 @@ from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
 from megatron_dapo.models.build import ModelParts
+from megatron_dapo.platform.parallel import ParallelLayout
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """stages: the model chunks, wrapped. optimizer: over all of them. lr_schedule: stepped once per rollout step."""
+    """stages: the model chunks, wrapped. optimizer: over all of them. lr_schedule: stepped once per rollout step.
+    num_threads: of torch on the host, while the optimizer steps."""
 
     stages: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     lr_schedule: OptimizerParamScheduler
+    num_threads: int
 
     @property
     def lr(self) -> float:
@@ -45,7 +48,12 @@ class TrainingState:
     def step(self) -> float:
         """Take one optimizer step with the accumulated gradients and return their norm before clipping. A norm that is
         not finite is the same on all ranks: all of them stop, before such weights reach a server."""
-        succeeded, norm, _ = self.optimizer.step()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.num_threads)
+        try:
+            succeeded, norm, _ = self.optimizer.step()
+        finally:
+            torch.set_num_threads(before)
         if not succeeded or not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm of a mini-batch is {norm}; the run stops here")
         return float(norm)
@@ -56,11 +64,28 @@ def half_precision(model: ModelParts) -> list[torch.nn.Module]:
     return [Float16Module(model.config, chunk) for chunk in model.chunks] if model.config.bf16 else list(model.chunks)
 
 
+def step_threads(megatron: MegatronConfig, layout: ParallelLayout) -> int:
+    """Return how many threads step the optimizer on this rank. Collective over all ranks.
+
+    Of what lies in the machine's memory its share of the cores, which idle meanwhile: launchers give a rank one thread.
+    More than one are the user's own wish.
+    """
+    threads = torch.get_num_threads()
+    return layout.share_of_cores() if megatron.optimizer_offload_fraction and threads == 1 else threads
+
+
 def make_training_state(
-    model: ModelParts, megatron: MegatronConfig, optim: OptimConfig, num_rollout_steps: int
+    model: ModelParts,
+    megatron: MegatronConfig,
+    optim: OptimConfig,
+    num_rollout_steps: int,
+    num_threads: int | None = None,
 ) -> TrainingState:
-    """Wrap the loaded model for training, and set the callbacks that Megatron's schedules read from its config. Raises
-    UserError where the machine lacks what keeps the optimizer's state as asked."""
+    """Wrap the loaded model for training, and set the callbacks that Megatron's schedules read from its config.
+
+    num_threads: `TrainingState.num_threads`; None = as many as torch has now. Raises UserError where the machine lacks
+    what keeps the optimizer's state as asked.
+    """
     state_options = _state_options(megatron, model)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -100,7 +125,9 @@ def make_training_state(
     if megatron.overlap_grad_reduce:
         no_sync = [stage.no_sync for stage in stages]
         model.config.no_sync_func = no_sync if len(stages) > 1 else no_sync[0]
-    return TrainingState(stages, optimizer, _lr_schedule(optimizer, optim, num_rollout_steps))
+    return TrainingState(
+        stages, optimizer, _lr_schedule(optimizer, optim, num_rollout_steps), num_threads or torch.get_num_threads()
+    )
 
 
 def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from megatron_dapo.training.mismatch import (
     mostly_rejected,
     shares_of,
 )
-from megatron_dapo.training.optimizer import make_training_state
+from megatron_dapo.training.optimizer import make_training_state, step_threads
 from megatron_dapo.training.schedule import Schedule, run_micro_batches
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ class Policy:
         if adapter := config.actor_rollout_ref.model.lora_adapter_path:
             load_adapters(self.model, layout, adapter)
         num_steps = config.trainer.total_training_steps - config.trainer.critic_warmup
-        self.state = make_training_state(self.model, actor.megatron, actor.optim, num_steps)
+        threads = step_threads(actor.megatron, layout)
+        self.state = make_training_state(self.model, actor.megatron, actor.optim, num_steps, threads)
         self.loss_config = loss_config(config)
         self._loss = make_loss(config, self.loss_config)
         self.schedule = Schedule(self.model, self.state.stages, rollout.temperature)

@@ -116,6 +116,37 @@ def assert_same(got: Policy, expected: Policy) -> None:
             torch.testing.assert_close(one[name], values, rtol=1e-5, atol=1e-8, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
+@pytest.mark.parametrize(
+    ("of_the_user", "during"),
+    [(1, 3), (2, 2)],  # 7 cores of two ranks; OMP_NUM_THREADS=2, where launchers set 1
+)
+def test_a_state_on_the_host_is_stepped_by_the_ranks_share_of_its_machines_cores(
+    layout, model_path, pretended_gpu, monkeypatch, of_the_user, during
+):
+    cores = set(range(7))
+    ranks = [("here", cores), ("here", cores), ("here", {8, 9}), ("elsewhere", cores)]
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
+    monkeypatch.setattr("megatron_dapo.platform.parallel.node_name", lambda: "here")
+    gather = type(layout).gather
+    everyone = [(name, sorted(ours)) for name, ours in ranks]
+    monkeypatch.setattr(type(layout), "gather", lambda self, own: everyone if own in everyone else gather(self, own))
+    step, threads = HybridDeviceOptimizer.step, []
+
+    def watched(self, *arguments):
+        threads.append(torch.get_num_threads())
+        return step(self, *arguments)
+
+    monkeypatch.setattr(HybridDeviceOptimizer, "step", watched)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(of_the_user)
+        policy, mini_batches = offloaded(layout, model_path, 1.0)
+        policy.update(mini_batches, weight_version=0)
+        assert threads == [during] and torch.get_num_threads() == of_the_user
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
 def test_a_state_on_the_host_is_stepped_as_one_on_the_gpu(layout, model_path, pretended_gpu, fraction):
     plain, mini_batches = policy_of(layout, model_path)
