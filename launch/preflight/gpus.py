@@ -88,8 +88,8 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
     engine = probe(count, driver)
     if isinstance(engine, str):
         return Result(f"unusable, driver {driver}", engine)
-    found = f"{there} x {name}, {count} used, driver {driver}, healthy; {engine}"
-    return Result(found, engine_fault(config, engine) if role != "server" else None)
+    summary = f"{there} x {name}, {count} used, driver {driver}, healthy; {engine}"
+    return Result(summary, engine_fault(config, engine) if role != "server" else None)
 
 
 def engine_fault(config: Config, engine: EngineHere) -> str | None:

@@ -103,11 +103,11 @@ def test_a_cudnn_that_the_user_names_beside_torchs_is_told(packages, variable):
 
 def test_a_rank_takes_the_cudnn_of_the_packages_unless_the_user_names_one(packages, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(packages / "empty"), str(packages)])
-    for given in ({}, {"CUDNN_HOME": "/opt/cudnn"}, {"CUDNN_PATH": "/opt/cudnn"}):
-        environment = dict(given)
+    for user_set in ({}, {"CUDNN_HOME": "/opt/cudnn"}, {"CUDNN_PATH": "/opt/cudnn"}):
+        environment = dict(user_set)
         set_rank_defaults(environment)
         got = {name: value for name, value in environment.items() if name in VARIABLES}
-        assert got == (given or {"CUDNN_HOME": str(packages / "nvidia/cudnn")})
+        assert got == (user_set or {"CUDNN_HOME": str(packages / "nvidia/cudnn")})
 
 
 def test_why_it_cannot_be_imported_is_told_before_a_job_waits_for_its_nodes(broken):

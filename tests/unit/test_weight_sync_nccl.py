@@ -116,10 +116,10 @@ def test_a_server_that_dies_before_nccl_has_formed_holds_up_no_thread_for_ever(m
 
 
 def test_a_communicator_has_a_limit_to_form_which_the_user_may_set(monkeypatch):
-    for given in ({}, {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "600"}):
-        monkeypatch.setattr(os, "environ", dict(given))
+    for user_set in ({}, {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "600"}):
+        monkeypatch.setattr(os, "environ", dict(user_set))
         nccl.prepare()
-        assert 0 < int(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == int(next(iter(given.values()), 120))
+        assert 0 < int(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == int(next(iter(user_set.values()), 120))
 
 
 def test_a_group_is_left_at_once_though_nccl_takes_long_to_abort_it(made):
