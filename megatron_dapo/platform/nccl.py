@@ -9,17 +9,13 @@ ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0"}
 cuMem allocations off in its processes; where others on the same machine use them, joining fails or hangs."""
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-_FORMING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-_FORMING_S = 120
-"""How long a communicator that does not block (weight_sync/broadcast_group.py) may take to form; torch's own is 30
-minutes."""
 
 
 def prepare() -> None:
     """Set the environment variables of NCCL and torch. This must run before the process's first use of NCCL, which
     reads its settings once. What the user has set stays."""
     # the last: so that `without_watchdog` changes a variable that is there, while other threads may read others
-    for name, value in (ENVIRONMENT | {_FORMING_TIMEOUT: str(_FORMING_S), _BLOCKING_WAIT: "0"}).items():
+    for name, value in (ENVIRONMENT | {_BLOCKING_WAIT: "0"}).items():
         os.environ.setdefault(name, value)
 
 

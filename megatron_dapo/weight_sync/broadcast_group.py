@@ -69,9 +69,6 @@ class BroadcastGroup:
     The backend lives in a thread of its own, since joining, a broadcast over NCCL and a gloo broadcast to a frozen
     peer all block in C++ until their time-out. The caller waits on futures and can give up at its own deadline.
 
-    NCCL forms its communicator in the first broadcast. A server that died before leaves the others inside of NCCL,
-    where nothing ends them: here torch asks whether it has formed, until its own limit (`platform.nccl`).
-
     torch's watchdog of NCCL groups ends the whole process when an operation fails or times out, as it does where a
     server dies: this group has none, and an error is the future's.
     """
@@ -167,7 +164,6 @@ class BroadcastGroup:
         self._stream = torch.cuda.Stream(self._device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        options.config.blocking = 0
         with nccl.without_watchdog():
             return cast(_Backend, dist.ProcessGroupNCCL(store, 0, self.world_size, options))
 
