@@ -75,7 +75,7 @@ lint: setup ## Ruff: rules and format; mypy: types
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy --num-workers 2
 
-mutation: setup ## Change the loss in every place in turn; a test must fail each time (minutes)
+mutation: setup ## Change the loss in every place in turn; a test must fail each time (minutes; ARGS=published: docs/exactness.md)
 	@$(BIN)/python -m tests.mutation.mutate_loss $(ARGS)
 
 bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--quick: seconds)

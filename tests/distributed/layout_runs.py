@@ -1,6 +1,7 @@
 """One rollout step at many layouts, and the comparison of what two of them gave."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -23,8 +24,11 @@ def run_layouts(
 ) -> dict[str, dict]:
     """Return what `layout_worker` gave, under "layout/variant". One start per number of processes runs all its layouts.
 
-    REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of another one.
+    REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of another one. The
+    variable LAYOUT_CASES restricts the runs to some names, for whoever wants one comparison quickly.
     """
+    if only := os.environ.get("LAYOUT_CASES", "").split():
+        layouts = restricted(layouts, only)
     paths = {"REFERENCE": reference} | {f"OTHER({name})": path for name, path in (others or {}).items()}
     results: dict[str, dict] = {}
     for world, of_world in layouts.items():
@@ -37,6 +41,19 @@ def run_layouts(
         start(Path(__file__).with_name("layout_worker.py"), world, str(task))
         results |= torch.load(out, map_location="cpu")
     return results
+
+
+def restricted(layouts: Layouts, only: Iterable[str]) -> Layouts:
+    """Return the layouts with these cases alone."""
+    chosen = {
+        world: {
+            name: (sizes, {variant: what for variant, what in variants.items() if f"{name}/{variant}" in only})
+            for name, (sizes, variants) in of_world.items()
+        }
+        for world, of_world in layouts.items()
+    }
+    filled = {world: {name: row for name, row in of.items() if row[1]} for world, of in chosen.items()}
+    return {world: of_world for world, of_world in filled.items() if of_world}
 
 
 def with_others(others: Iterable[str], variants: dict[str, list[str]]) -> dict[str, list[str]]:

@@ -3,6 +3,8 @@
 Every mutant is first compared with plain arithmetic (what the tests of the two backends do); what passes there goes
 through the test files of its module, in a process where the mutant is imported in place of the original. The working
 tree is never written. Ends with 1 if a mutant survives that is not listed as equivalent, or if a listed one does not.
+
+With `published` it puts in the bugs of tests/mutation/published.py instead.
 """
 
 import argparse
@@ -24,13 +26,18 @@ import triton  # noqa: E402, F401
 
 from tests.mutation.loss_targets import ROOT, TARGETS, Target, Unchanged, in_a_fork, spec_of  # noqa: E402
 from tests.mutation.mutants import Mutant  # noqa: E402
+from tests.mutation.published import run as run_published  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="plain arithmetic alone; lists what passes it")
-    parser.add_argument("modules", nargs="*", help="parts of module names (default: all)")
+    parser.add_argument(
+        "modules", nargs="*", help="parts of module names (default: all); published: see tests/mutation/published.py"
+    )
     options = parser.parse_args()
+    if "published" in options.modules:
+        return 1 if run_published([part for part in options.modules if part != "published"]) else 0
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of lanes that a kernel computes and drops
     os.chdir(ROOT)
