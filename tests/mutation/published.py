@@ -205,8 +205,8 @@ BUGS = (
         "                    return result\n"
         "                count = result[1].clamp(min=1)\n"
         "                return result[0] / count, count // count, result[2]\n",
-        f"{OF_LAYOUTS}[tp2_sp/composed/small]",
-        "tp1/token-mean/whole",
+        f"{OF_LAYOUTS}[tp2_sp/rejected_k3/small]",
+        "tp1/rejected_k3/whole",
     ),
     PublishedBug(
         "mean-of-rank-means",
@@ -230,8 +230,8 @@ BUGS = (
         FINISHED,
         "                result = finish(answer, batch)\n"
         "                return result if forward_only else (result[0] / len(batches), *result[1:])\n",
-        f"{OF_LAYOUTS}[tp2_sp/composed/small]",
-        "tp1/token-mean/whole",
+        f"{OF_LAYOUTS}[tp2_sp/rejected_k3/small]",
+        "tp1/rejected_k3/whole",
     ),
     PublishedBug(
         "count-not-told-to-megatron",
@@ -239,8 +239,8 @@ BUGS = (
         FINISHED,
         "                result = finish(answer, batch)\n"
         "                return result if forward_only else (result[0], result[2])\n",
-        f"{OF_LAYOUTS}[tp2_sp/composed/small]",
-        "tp1/token-mean/whole",
+        f"{OF_LAYOUTS}[tp2_sp/rejected_k3/small]",
+        "tp1/rejected_k3/whole",
     ),
     PublishedBug(
         "metric-is-a-mean-of-means",
