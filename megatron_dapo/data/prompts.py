@@ -55,7 +55,7 @@ class FileReport:
 @dataclass(frozen=True)
 class Columns:
     """Where a row has what: keys of the config's `data` section. data_source: of rows that name none. pass_rate_key,
-    difficulty_key: of columns with numbers, None = they are not read."""
+    difficulty_key: of columns with numbers, None = they are not read. needs_answer: refuse an empty answer."""
 
     prompt_key: str
     answer_key: str | None = None
@@ -63,6 +63,7 @@ class Columns:
     data_source: str = ""
     pass_rate_key: str | None = None
     difficulty_key: str | None = None
+    needs_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,18 @@ class PromptDataset:
         pass_rate: Sequence[float] | None = None,
         pass_rate_key: str = "pass_rate",
         difficulty_key: str | None = None,
+        needs_answer: bool = True,
     ) -> "PromptDataset":
         """Read .jsonl and .parquet files; the arguments are the keys of the config's `data` section.
 
         A row has the column `prompt_key` (chat messages or a string) and its answer in `answer_key`, without one in
         reward_model.ground_truth or in `label`; data_source and extra_info are optional. Equal prompt and answer = the
-        same row, whatever its index.
+        same row, whatever its index. needs_answer: false where no reward function reads it, so that it may be empty.
         Raises UserError, naming file, row and column, for what cannot be read, for prompts with conflicting answers,
         and for a data set without prompts.
         """
         rate_key = None if pass_rate is None else pass_rate_key
-        columns = Columns(prompt_key, answer_key, prompt_template, data_source, rate_key, difficulty_key)
+        columns = Columns(prompt_key, answer_key, prompt_template, data_source, rate_key, difficulty_key, needs_answer)
         limit = _LengthLimit(max_prompt_length, filter_overlong, truncation)
         kept: list[tuple[Prompt, FileReport, float]] = []
         reports: list[FileReport] = []
@@ -291,7 +293,7 @@ def _checked(row: Any, place: str, columns: Columns) -> Prompt:
             f"{place}, column {prompt_key!r}: the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB; shorten or "
             f"remove it."
         )
-    ground_truth = _ground_truth(row, place, columns.answer_key)
+    ground_truth = _ground_truth(row, place, columns)
     content = f"[{prompt_json}, {json.dumps(ground_truth)}]"
     return Prompt(
         index=-1,
@@ -313,7 +315,8 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and value.get("content") is not None
 
 
-def _ground_truth(row: dict[str, Any], place: str, answer_key: str | None) -> str:
+def _ground_truth(row: dict[str, Any], place: str, columns: Columns) -> str:
+    answer_key = columns.answer_key
     reward_model = row.get("reward_model")
     if answer_key is not None:
         if answer_key not in row:
@@ -335,7 +338,10 @@ def _ground_truth(row: dict[str, Any], place: str, answer_key: str | None) -> st
         raise UserError(f"{place}, column {column!r}: expected text or a number, {_seen(value)}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{place}, column {column!r}: {value} is no answer; correct or remove the row.")
-    return str(value)
+    text = str(value)
+    if columns.needs_answer and not text.strip():
+        raise UserError(f"{place}, column {column!r}: the answer is empty; correct or remove the row.")
+    return text
 
 
 def _optional(row: dict[str, Any], column: str, kind: type, default: Any, place: str) -> Any:

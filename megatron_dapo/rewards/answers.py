@@ -57,7 +57,7 @@ _REMOVED_WORDS = (
     *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
 _TEX_FORMS = (
-    (re.compile(r"^[^$\n]*\$([^$\n]*)\$.*"), r"$\1$"),  # only the first $...$ counts
+    (re.compile(r"(?m)^[^$\n]*\$([^$\n]*)\$.*"), r"$\1$"),  # only the first $...$ of a line counts
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
     (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
     (re.compile(r"\\overline\{(.*?)\}"), r"\1"),

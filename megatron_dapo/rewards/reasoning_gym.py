@@ -13,6 +13,7 @@ from megatron_dapo.rewards.types import Verdict
 
 SOURCE_PREFIX = "reasoning_gym/"
 _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
+_COMPARED_AS_TEXT = ("game_of_life_halting",)  # the package takes every text for its answer, False or True
 _RIGHT = 0.99  # tasks give credit for parts, and compute in floats
 
 
@@ -36,8 +37,11 @@ def answer_score(data_source: str, response: str, extra_info: dict) -> float:
     task = data_source.removeprefix(SOURCE_PREFIX)
     config = json.dumps(extra_info.get("config") or {}, sort_keys=True)
     tasks, problem = _problem(task, extra_info["seed"], extra_info["size"], config, extra_info["index"])
+    answer = _last_answer(response)
+    if task in _COMPARED_AS_TEXT:
+        return float(answer.casefold() == str(problem["answer"]).casefold())
     try:
-        return float(tasks.score_answer(_last_answer(response), problem))
+        return float(tasks.score_answer(answer, problem))
     except Exception:  # several tasks raise on text they cannot read: no answer
         return 0.0
 

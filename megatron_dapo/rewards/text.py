@@ -3,7 +3,7 @@
 import re
 
 from megatron_dapo.rewards.answers import last_answer_line, last_boxed, normalize
-from megatron_dapo.rewards.exact import exact_number
+from megatron_dapo.rewards.exact import as_written, exact_number
 from megatron_dapo.rewards.types import Verdict
 
 _PADDED_INTEGER = re.compile(r"-?\d+(?:\.0*)?")
@@ -16,16 +16,20 @@ def math_dapo(
     r"""Return +1 for the right final answer, -1 for any other: the rule of the DAPO recipe (arXiv 2503.14476).
 
     The last `Answer: ...` line of the response's last 300 characters, in Minerva's normal form, must be the string that
-    the ground truth becomes; an integer that a table wrote as 034 or 34.0 is 34, too. boxed_fallback: where no such
+    the ground truth becomes; an integer that a table wrote as 034 or 34.0 is 34, too. An answer that the normal form
+    leaves nothing of (`square`) must be the ground truth as written. boxed_fallback: where no such
     line exists, the last `\boxed{...}` is read instead; the public recipe did not do this, and it raises early rewards.
     """
     tail = response[-_MINERVA_TAIL_CHARS:]
     answer = last_answer_line(tail)
     if answer is None and boxed_fallback:
         answer = last_boxed(tail)
-    truths = {normalize(ground_truth), _as_integer(ground_truth)}
-    said = None if answer is None else normalize(answer)
-    correct = said in truths
+    if answer is None:
+        return {"score": -1.0, "correct": False, "pred": None}
+    said = normalize(answer)
+    correct = said in (normalize(ground_truth), _as_integer(ground_truth))
+    if not said:  # the normal form of "square" and of "degrees" is empty, too
+        correct = correct and as_written(answer) == as_written(ground_truth)
     return {"score": 1.0 if correct else -1.0, "correct": correct, "pred": said}
 
 

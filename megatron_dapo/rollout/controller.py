@@ -323,6 +323,7 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **n
         answer_key=data.answer_key,
         prompt_template=data.prompt_template,
         data_source=data.data_source,
+        needs_answer=not is_multi_turn and config.reward.function != "none",
         **numbers,
     )
 

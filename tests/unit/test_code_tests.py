@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given, settings
 
 from examples.code_tests.problems import scores
 from megatron_dapo.common.errors import UserError
@@ -22,6 +23,7 @@ from megatron_dapo.rewards.code.reward import code_tests
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.registry import check_ground_truths
 from megatron_dapo.rollout.controller import make_reward_pool
+from tests.silence import SILENCE
 
 pytestmark = pytest.mark.unit
 
@@ -43,6 +45,13 @@ def test_the_last_block_of_python_is_the_program():
     assert program("```\n1\n```") == "1\n"
     assert program("```python\n1") == "1"
     assert program("print(1)") == "print(1)"
+
+
+@settings(max_examples=20)
+@given(response=SILENCE)
+def test_silence_is_never_right(way, response):
+    truth = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
+    assert not code_tests("taco", response, truth, {})["correct"]
 
 
 def test_outputs_are_compared_word_by_word_and_decimals_are_rounded():

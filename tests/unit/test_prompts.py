@@ -285,6 +285,15 @@ def test_a_line_that_is_no_text_or_no_json_is_named(tmp_path, kind):
     assert f"{tmp_path}/bad.jsonl, row 2" in sentence and words in sentence
 
 
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_an_empty_answer_is_refused_where_a_reward_reads_it(write, answer):
+    """Silence would equal it."""
+    path = write([verl_row("p"), verl_row("q", answer=answer)])
+    with pytest.raises(UserError, match=r"row 2, column 'reward_model.ground_truth': the answer is empty; correct or"):
+        load(path)
+    assert [prompt.ground_truth for prompt in load(path, needs_answer=False).prompts] == ["34", answer]
+
+
 def test_a_key_that_is_there_twice_is_found_among_very_many(tmp_path):
     """Counting each key in turn would take hours."""
     keys = ", ".join(f'"{number}": 0' for number in [*range(300_000), 299_999])

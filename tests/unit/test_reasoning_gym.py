@@ -8,6 +8,8 @@ import json
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.envs import prompts
@@ -16,6 +18,7 @@ from megatron_dapo.envs.types import Task
 from megatron_dapo.rewards.pool import RewardPool
 from megatron_dapo.rewards.reasoning_gym import answer_score, reasoning_gym
 from megatron_dapo.rewards.registry import check_reward
+from tests.silence import SILENCE
 
 pytestmark = pytest.mark.unit
 
@@ -77,6 +80,20 @@ def test_the_tasks_own_answers_are_right_and_others_wrong(tmp_path, task):
         assert verdict(problem["answer"]) == right
         for response in ("", "<answer></answer>", "no idea, 17 or so", f"{problem['answer']} and more words"):
             assert verdict(response) == (0.0, False), response
+
+
+@pytest.mark.parametrize("task", [*TASKS, "game_of_life_halting"])
+def test_silence_is_never_right(tmp_path, task):
+    """The package's game_of_life_halting takes any text for its answer."""
+    (row,) = rows(tmp_path, task, size=1)
+    asked = row["data_source"], row["reward_model"]["ground_truth"], row["extra_info"]
+    assert reasoning_gym(asked[0], asked[1], asked[1], asked[2])["correct"]
+
+    @given(st.one_of(SILENCE, st.just(row["prompt"][0]["content"])))
+    def check(response):
+        assert not reasoning_gym(asked[0], response, asked[1], asked[2])["correct"]
+
+    check()
 
 
 def test_partial_credit_is_the_tasks_own_score_and_never_correct(tmp_path):
