@@ -5,14 +5,16 @@ from hypothesis import strategies as st
 _INTEGERS = st.integers(-(10**6), 10**6)
 _DIGITS = st.text("0123456789", min_size=1, max_size=4)
 _WORDS = st.sampled_from(
-    "Monday June 5|listen|yes|no|square|Paris|New York|even|points|None|True|NaN|units|degrees|hours|an integer".split(
-        "|"
+    (
+        *("Monday", "June 5", "listen", "yes", "no", "square", "Paris", "New York", "even", "points", "None", "True"),
+        *("NaN", "units", "degrees", "hours", "an integer"),
     )
 )
 _EXPRESSIONS = st.sampled_from(
-    r"x^2-1|\pi|2\sqrt{3}|\frac{n(n+1)}{2}|e^{x}|\ln 2|1+i|x=5|y=2x+1|x>5|1<x<3|a|i|\binom{n}{2}|[0,1)|(1,2)|x|"
-    r"(-\infty,3]|\mathbb{R}|\begin{pmatrix}1&2\\3&4\end{pmatrix}|5^\circ|\$12|50\%|0.\overline{3}|1010_2|12 \text{ cm}".split(
-        "|"
+    (
+        *(r"x^2-1", r"\pi", r"2\sqrt{3}", r"\frac{n(n+1)}{2}", r"e^{x}", r"\ln 2", r"1+i", r"x=5", r"y=2x+1", r"x>5"),
+        *(r"1<x<3", r"a", r"i", r"\binom{n}{2}", r"[0,1)", r"(1,2)", r"x", r"(-\infty,3]", r"\mathbb{R}", r"5^\circ"),
+        *(r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\$12", r"50\%", r"0.\overline{3}", r"1010_2", r"12 \text{ cm}"),
     )
 )
 _SETS = st.lists(_INTEGERS, max_size=4).map(lambda members: "\\{" + ",".join(map(str, members)) + "\\}")
@@ -68,7 +70,17 @@ _MARKUP = (
         "Answer: \\text{}",
         "Answer: \\boxed{}",
     ),
-    *("Answer: \\(\\)", "Answer: \\[\\]", "Answer: .", 'Answer: ""', "Answer: \\;", "Answer: =", "Answer: ,"),
+    *(
+        "\\boxed{\\boxed{}}",
+        "Answer: \\boxed{}",
+        "Answer: \\(\\)",
+        "Answer: \\[\\]",
+        "Answer: .",
+        'Answer: ""',
+        "Answer: \\;",
+        "Answer: =",
+        "Answer: ,",
+    ),
     *("$$", "$ $", "\\[\\]", "\\(\\)", "**", "#", "####", "```", "```python\n```", "---", "<think>", "<think></think>"),
     *("<answer></answer>", "<answer>", "</s>", "<|endoftext|>", "{}", "()", "\\frac{}{}", "\\text{}", "&nbsp;"),
 )

@@ -49,7 +49,11 @@ CURVES = (
             ("val/response_length_mean", "held-out, mean"),
         ),
     ),
-    Panel("Cut responses", "Share that did not end by themselves.", (("dapo/truncation_ratio", "cut"),)),
+    Panel(
+        "Cut responses",
+        "Share that did not end by themselves, and share of these that are judged right.",
+        (("dapo/truncation_ratio", "cut"), ("reward/truncated_correct", "right")),
+    ),
     Panel(
         "Entropy",
         "Nats per token. A fall to 0 while the accuracy does not rise is a collapse.",

@@ -14,7 +14,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.report.events import Event, ProcessEnd, events_of, read_ends
 from megatron_dapo.report.panels import derived
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.console import duration
+from megatron_dapo.telemetry.console import duration, paid_without_answer
 from megatron_dapo.telemetry.report import ROWS, Summary, is_validation, read_metrics
 
 _DIGITS = 6
@@ -140,6 +140,8 @@ def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine
     yield "Time in steps", f"{duration(seconds)} ({seconds / len(steps):.1f} s per step)"
     tokens = sum(step.get("perf/total_num_tokens") or 0.0 for step in steps)
     yield "Tokens trained on", f"{tokens:,.0f}"
+    if paid := paid_without_answer(_truncated_correct(steps)):
+        yield "Reward", paid
     summary = Summary.of(list(records))
     if summary.val_after is not None:
         before = "-" if summary.val_before is None else f"{summary.val_before:.3f}"
@@ -148,6 +150,16 @@ def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine
         first, last = summary.first[name], summary.last[name]
         if first is not None and last is not None:
             yield title[0].upper() + title[1:], f"{text.format(first)} \u2192 {text.format(last)}"
+
+
+def _truncated_correct(steps: Sequence[dict]) -> float | None:
+    """Return the share of all truncated responses of the run that is judged right, None where there are none."""
+    pairs = [
+        (_number(step.get("reward/truncated_correct"), ""), _number(step.get("dapo/num_truncated_samples"), ""))
+        for step in steps
+    ]
+    counted = [(share, number) for share, number in pairs if share is not None and number]
+    return sum(share * number for share, number in counted) / sum(number for _, number in counted) if counted else None
 
 
 def _read(path: Path, parse) -> dict:

@@ -27,6 +27,7 @@ _MEANS: dict[str, Callable[[Sample], float | None]] = {
     "reward/mean": lambda sample: sample.reward,
     "reward/raw_mean": lambda sample: sample.raw_reward,
     "reward/accuracy": lambda sample: sample.correct,
+    "reward/truncated_correct": lambda sample: sample.correct if sample.is_truncated else None,
     "response_length/mean": lambda sample: sample.num_response_tokens,
     "response_length/mean_square": lambda sample: sample.num_response_tokens**2,
     "rollout/num_turns_mean": lambda sample: sample.num_turns,

@@ -8,6 +8,7 @@ from statistics import fmean
 
 STEPS_PER_HEADER = 20
 STEPS_FOR_ETA = 10
+MAX_TRUNCATED_CORRECT = 0.2  # few responses that are cut have reached their answer
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,17 @@ def validation_line(step: int, metrics: dict[str, float]) -> str:
     )
     when = "before the first step" if step == 0 else f"after step {step}"
     return f"held out, {when}: " + "   ".join(text.format(metrics[name]) for text, name in parts if name in metrics)
+
+
+def paid_without_answer(share: float | None) -> str | None:
+    """Return a sentence where too large a share of the truncated responses is judged right (reward/truncated_correct),
+    else None."""
+    if share is None or share <= MAX_TRUNCATED_CORRECT:
+        return None
+    return (
+        f"{share:.0%} of the truncated responses are judged right, though most of them end before their answer: read "
+        f"some, and correct reward.function or the ground truths."
+    )
 
 
 def progress(total: int, what: str = "steps"):

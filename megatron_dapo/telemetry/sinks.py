@@ -16,7 +16,15 @@ from megatron_dapo.common.standard_streams import mute, print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import COLUMNS as STEP_COLUMNS
-from megatron_dapo.telemetry.console import SFT_COLUMNS, Column, RunLine, StepTable, progress, validation_line
+from megatron_dapo.telemetry.console import (
+    SFT_COLUMNS,
+    Column,
+    RunLine,
+    StepTable,
+    paid_without_answer,
+    progress,
+    validation_line,
+)
 from megatron_dapo.telemetry.metrics_file import MetricsFile
 from megatron_dapo.telemetry.samples import COLUMNS, SampleTable
 
@@ -48,6 +56,7 @@ class Console:
     def __init__(self, total_steps: int, columns: Sequence[Column] = STEP_COLUMNS) -> None:
         self._table = StepTable(total_steps, columns)
         self._run_line = RunLine()
+        self._was_paid = False  # in the last step, for what `paid_without_answer` tells
         # none: closed by whoever started us
         self._progress = progress(total_steps) if sys.stdout is not None and sys.stdout.isatty() else None
 
@@ -56,6 +65,10 @@ class Console:
             self._print(validation_line(record.step, record.metrics))
             return
         self._print(self._table.line(record.step, record.metrics))
+        paid = paid_without_answer(record.metrics.get("reward/truncated_correct"))
+        if paid and not self._was_paid:
+            self._print(f"step {record.step}: {paid}")
+        self._was_paid = paid is not None
         self._run_line.add(record.metrics)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record.step)

@@ -436,7 +436,20 @@ def test_truncation_counts_and_penalties():
     assert metrics["dapo/num_truncated_by_termination"] == 1
     assert metrics["dapo/truncation_ratio"] == pytest.approx(2 / 3)
     assert metrics["dapo/avg_truncation_penalty_applied"] == pytest.approx(0.375)
+    assert metrics["reward/truncated_correct"] == 0.0
     assert metrics["rollout/num_retries"] == 4
+
+
+def test_the_share_of_right_truncated_responses_counts_no_others():
+    queue = make_queue(train=3, gen=3, mode="none")
+    queue.begin(1, weight_version=1)
+    draw_all(queue, 0, 3)
+    cut = dict(finish_reason="length", is_truncated=True, is_terminated=False)
+    for draw, (correct, how) in zip(unfinished(queue), [(True, cut), (False, cut), (True, {})], strict=True):
+        queue.add_finished(make_group(draw, (correct,), **how))
+    queue.decide()
+    metrics = step_metrics(queue.take(), weight_version=1, num_retries=0, seconds=1.0)
+    assert (metrics["reward/truncated_correct"], metrics["reward/accuracy"]) == (0.5, pytest.approx(2 / 3))
 
 
 def test_a_step_without_truncated_responses_has_no_mean_penalty():

@@ -55,6 +55,18 @@ def test_metrics_come_as_columns_with_gaps_and_evaluations_apart(tmp_path):
     assert data.phases["rollout"] == [4.0] * 3 and data.phases["other"] == [0.5, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("shares", "said"), [((0.5, 0.1, None), "34%"), ((0.2, 0.2, None), None)])
+def test_the_summary_says_where_cut_responses_are_paid(tmp_path, shares, said):
+    """Of all truncated responses of the run: 6 and 4, and none in the third step."""
+    run = write_run(tmp_path / "run", num_steps=3)
+    lines = records(run)
+    for line, share, number in zip(lines[1:4], shares, (6, 4, 0), strict=True):
+        line |= {"dapo/num_truncated_samples": number} | ({} if share is None else {"reward/truncated_correct": share})
+    rewrite(run, lines)
+    sentence = dict(read_run(run.path).facts).get("Reward")
+    assert said is None if sentence is None else sentence.startswith(f"{said} of the truncated responses are judged")
+
+
 def test_shares_are_made_of_counts(tmp_path):
     steps = read_run(write_run(tmp_path / "run", num_steps=2).path).steps
     assert steps[f"{SHARE}/filtered"] == [0.25, 0.25] and steps[f"{SHARE}/all_correct"] == [0.25, 0.25]

@@ -391,6 +391,15 @@ def test_the_console_ends_with_one_line_about_all_steps(tmp_path, capsys):
     )
 
 
+def test_the_console_says_once_in_a_row_that_cut_responses_are_paid(tmp_path, capsys):
+    log = telemetry(tmp_path, "console", steps=6)
+    for step, share in enumerate((0.2, 0.34, 0.5, None, 0.0, 0.21), start=1):
+        log.log(step, {} if share is None else {"reward/truncated_correct": share})
+    log.close()
+    said = [line for line in capsys.readouterr().out.splitlines() if "judged right" in line]
+    assert [line.partition(" of the truncated")[0] for line in said] == ["step 2: 34%", "step 6: 21%"]
+
+
 def test_the_last_line_leaves_out_what_no_step_reported():
     line = RunLine()
     assert line.line() is None
