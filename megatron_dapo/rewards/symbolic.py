@@ -29,6 +29,7 @@ _TAIL_CHARS = 32768  # searched for the final answer
 _SYMPY_CHARS = 1000  # given to sympy
 _MAX_NESTING = 24  # 12 bare braces already take math-verify 3 s; a continued fraction of 24 takes 0.1 s
 _MAX_COMMAS = 100
+_MAX_WAIT = 10  # seconds on the clock for one of CPU time: other processes may have the cores
 _TOO_EXPENSIVE = re.compile(
     r"\d{1001}"  # digits of one number
     r"|(?:\^|\*\*)[\s{(+-]*\d{5}"  # exponent
@@ -82,9 +83,9 @@ def math_verify(
     The final answer is the last `\boxed{...}` or `Answer: ...`, or what math-verify finds in the last 1000 characters.
     Numbers that are written out are compared exactly, but for a decimal beside a fraction, which math-verify rounds to
     six places. Answers too long, too deeply nested (over 24) or too big (exponents, factorials) for sympy are right
-    only if they are written as the ground truth is. Raises TimeoutError after `time_limit_s` of sympy, ValueError where
-    the ground truth is no mathematics. The limit is a signal: outside the main thread only the reward pool's deadline
-    holds.
+    only if they are written as the ground truth is. Raises TimeoutError after `time_limit_s` of sympy (CPU time),
+    ValueError where the ground truth is no mathematics. The limit is a signal: outside the main thread only the reward
+    pool's deadline holds.
     """
     correct = _is_equal(response, ground_truth, time_limit_s)
     final = final_answer(response[-_TAIL_CHARS:])
@@ -209,7 +210,8 @@ class _TimeUp(BaseException):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread once `seconds` of wall time are over."""
+    """Raise TimeoutError in the main thread once `seconds` of this process's CPU time are over, or _MAX_WAIT times as
+    much on the clock: what sleeps ends, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -217,12 +219,14 @@ def _time_limit(seconds: float) -> Iterator[None]:
     def time_up(_: signal.Signals) -> None:
         raise _TimeUp
 
-    with SignalReceiver((signal.SIGALRM,), time_up):
+    with SignalReceiver((signal.SIGPROF, signal.SIGALRM), time_up):
         # again every second: what is raised while a destructor or a gc callback runs is printed by Python and dropped
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+        signal.setitimer(signal.ITIMER_REAL, _MAX_WAIT * seconds, 1.0)
         try:
             yield
         except _TimeUp:
-            raise TimeoutError(f"no verdict within {seconds:g} s") from None
+            raise TimeoutError(f"no verdict within {seconds:g} s of CPU time, or {_MAX_WAIT} times that") from None
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -274,6 +274,28 @@ def test_the_score_of_a_wrong_answer_is_what_the_function_gives():
     assert wrong_score("by_data_source", "openai/gsm8k") == 0.0
 
 
+def test_the_time_limit_of_sympy_does_not_count_the_time_of_other_processes(monkeypatch):
+    """A process that sleeps is one whose cores others have."""
+
+    def wait(*args, **kwargs):
+        time.sleep(1.5)
+        return True
+
+    monkeypatch.setattr("megatron_dapo.rewards.symbolic.sympy_verify.verify", wait)
+    assert math_verify("", boxed("x+x"), "2x", {}, time_limit_s=1.0)["correct"]
+
+
+@pytest.mark.parametrize("work", [lambda: time.sleep(0.01), lambda: None], ids=["sleeps", "computes"])
+def test_the_time_limit_ends_what_sleeps_and_what_computes(monkeypatch, work):
+    def go_on(*args, **kwargs):
+        while True:
+            work()
+
+    monkeypatch.setattr("megatron_dapo.rewards.symbolic.sympy_verify.verify", go_on)
+    with pytest.raises(TimeoutError):
+        math_verify("", boxed("x+x"), "2x", {}, time_limit_s=0.2)
+
+
 def test_the_time_limit_holds_even_where_its_first_alarm_is_lost(monkeypatch):
     """What is raised in a destructor or a gc callback is dropped by Python; the next alarm comes a second later."""
     lost = []
