@@ -18,7 +18,7 @@ OTHERS = {
     "verl_dapo": "verl for math_dapo, aime*",
     "slime_math": "slime's --rm-type math",
 }
-_WHOLE_RESPONSES = ("line", "where")
+_WHOLE_RESPONSES = ("line", "where", "comment")
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,37 @@
-r"""LaTeX that math-verify reads as something else, written so that it reads what is meant."""
+r"""What math-verify reads as something else: LaTeX, equations, digits with a base, values of several variables."""
 
 import re
+from collections.abc import Iterable
+from fractions import Fraction
+
+from megatron_dapo.rewards.exact import exact_number
 
 _REWRITTEN = (
     ("\u00b0", "^\\circ"),
     ("\\varnothing", "\\emptyset"),
     ("\\log_e", "\\ln"),
     ("\\log_{e}", "\\ln"),
+    ("\\langle", "("),
+    ("\\rangle", ")"),
 )
 # math-verify drops the degree sign
 _OF_DEGREES = re.compile(r"\\(sin|cos|tan|cot|sec|csc)\s*[({]?\s*(\d{1,6})\s*\^\{?\\circ\}?\s*[)}]?")
 _FALLING_CHAIN = re.compile(r"([^<>=]+?)(>|\\geq?(?![A-Za-z]))([^<>=]+?)(>|\\geq?(?![A-Za-z]))([^<>=]+)")
 _RISING = {">": "<", "\\ge": "\\le", "\\geq": "\\le"}
-_WITH_BASE = re.compile(r"(\d{1,300})_\{?(\d{1,2})\}?")
+_WITH_BASE = re.compile(r"\(?([\dA-Z]{1,300})\)?_(?:\{?(\d{1,2})\}?|\{\\text\{([a-z]+)\}\})")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_IMPLICATION = re.compile(r"\\(?:Rightarrow|implies|therefore)(?![A-Za-z])|[\u21d2\u2234]")
+# math-verify reads over these
+_CHANGES_MEANING = re.compile(
+    r"\\(?:to|(?:long|left)?rightarrow|mapsto|iff|Leftrightarrow|neg|lnot|land|lor|wedge|vee)(?![A-Za-z])"
+    "|[\u2192\u21a6\u00ac\u2227\u2228]"
+)
+_IS_NOT = re.compile(r"[^,;()\\]*(?:\\neq?(?![A-Za-z])|\\not\s*=|\u2260)[^,;]*")
+_RELATION = re.compile(r"[<>!:]=")
+_NAME = re.compile(r"\|?(?!\\pi)(?:\\?[A-Za-z]+)(?:_\{?\w{1,9}\}?)?(?:\([^()]{0,30}\))?\|?")
+_MARKUP = re.compile(r"\\(?:text|mathrm)\{[^{}]*\}|\\[A-Za-z]+")
+_VARIABLE = re.compile(r"([A-Za-z](?:_\{?\w\}?)?)")
+_AND = re.compile(r",?\s*\\text\{\s*and\s*\}|,?\s+and\s+|;")
 _BRACES = re.compile(r"(?:\\left)?\\\{.*\\\}", re.DOTALL)
 _PARENTHESES = re.compile(r"(?:\\left)?\([^()]*,[^()]*\)", re.DOTALL)
 
@@ -29,11 +48,116 @@ def readable(text: str) -> str:
     return f"{low}{_RISING[second]} {middle}{_RISING[first]} {high}"
 
 
-def is_other_base(answer: str, truth: str) -> bool:
-    """Return whether both are digits with their base as an index, and differ: math-verify drops the index."""
-    number = _WITH_BASE.fullmatch(answer)
-    wanted = _WITH_BASE.fullmatch(truth)
-    return number is not None and wanted is not None and number.groups() != wanted.groups()
+def conclusion(answer: str) -> str:
+    """Return what follows the last sign of an implication, or the answer as it is."""
+    return _IMPLICATION.split(answer)[-1].strip()
+
+
+def means_something_else(answer: str, truth: str) -> bool:
+    """Return whether the answer has a mapping, a limit or a negation, and the truth has not."""
+    marks = {*_CHANGES_MEANING.findall(answer)} - {*_CHANGES_MEANING.findall(truth)}
+    return bool(marks) or (_IS_NOT.fullmatch(answer) is not None and _IS_NOT.fullmatch(truth) is None)
+
+
+def has_base(answer: str) -> bool:
+    """Return whether an answer is digits with their base as an index."""
+    return _base_and_digits(answer) is not None
+
+
+def is_same_with_base(answer: str, truth: str) -> bool:
+    """Return whether two integers are equal, of which at least one is digits with their base as an index.
+
+    A truth in another base than ten is asked for in that base: the answer must have it.
+    """
+    given, wanted = _base_and_digits(answer), _base_and_digits(truth)
+    if given is None or (wanted is not None and wanted[0] != 10):
+        return given == wanted
+    value = _integer(*given)
+    return value is not None and Fraction(value) == (exact_number(truth) if wanted is None else _integer(*wanted))
+
+
+def _base_and_digits(answer: str) -> tuple[int, str] | None:
+    match = _WITH_BASE.fullmatch(answer)
+    base = 0 if match is None else int(match[2] or _BASES.get(match[3], 0))
+    if match is None or not 2 <= base <= 36 or not (match[1].isdecimal() or _integer(base, match[1]) is not None):
+        return None
+    return base, match[1]
+
+
+def _integer(base: int, digits: str) -> int | None:
+    try:
+        return int(digits, base)
+    except ValueError:
+        return None
+
+
+def values_of_equation(answer: str) -> list[str]:
+    """Return the sides of an equation that are no names: 3+4 and 7 of `x = 3+4 = 7`. Empty for all else."""
+    sides = _parts(answer, "=")
+    if len(sides) < 2 or "," in answer or _RELATION.search(answer) or not all(sides):
+        return []
+    values = [side for side in sides if not _NAME.fullmatch(side)]
+    return values if len(values) == 1 or not any(map(_has_letters, values)) else []
+
+
+def _has_letters(side: str) -> bool:
+    return any(map(str.isalpha, _MARKUP.sub("", side)))
+
+
+def same_point(answer: str, truth: str) -> list[tuple[str, str]] | None:
+    """Return the pairs of values to compare where an answer or a truth is values of several variables (`x=1, y=2`) and
+    the other one, too, or a tuple in the variables' order; None for all else. No pairs: they differ."""
+    given, wanted = _assignments(answer), _assignments(truth)
+    if given and wanted:
+        return [(given[name], wanted[name]) for name in wanted] if given.keys() == wanted.keys() else []
+    if not given and not wanted:
+        return None
+    values = _values(truth if given else answer)
+    named = given or wanted
+    in_order = [named[name] for name in (named if wanted else _in_order(named))]
+    if values is None or len(values) != len(named):
+        return []
+    return list(zip(in_order, values, strict=True) if given else zip(values, in_order, strict=True))
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return variables in the order of a tuple: x, y, z and x_1, x_2 by themselves, others as they are named."""
+    in_order = sorted(names)
+    return in_order if ord(in_order[-1][0]) - ord(in_order[0][0]) < len(in_order) else [*names]
+
+
+def _assignments(text: str) -> dict[str, str]:
+    """Return variable -> value of at least two variables that an answer gives one value each, else nothing."""
+    sides = _parts(text, "=")
+    if len(sides) == 2 and (names := _values(sides[0])) and all(map(_VARIABLE.fullmatch, names)):
+        values = _values(sides[1]) or []
+        pairs = list(zip(names, values, strict=True)) if len(names) == len(values) else []
+    else:
+        parts = [part.partition("=") for part in _parts(_AND.sub(",", text))]
+        pairs = [(name.strip(), value.strip()) for name, _, value in parts]
+    is_whole = all(_VARIABLE.fullmatch(name) and value and "=" not in value for name, value in pairs)
+    return dict(pairs) if is_whole and 2 <= len(pairs) == len(dict(pairs)) else {}
+
+
+def _values(text: str) -> list[str] | None:
+    """Return the parts of a tuple in parentheses or without them."""
+    plain = text.replace("\\left", "").replace("\\right", "").strip()
+    if plain.startswith("(") and plain.endswith(")"):
+        plain = plain[1:-1]
+    parts = _parts(plain)
+    return parts if len(parts) > 1 else None
+
+
+def _parts(text: str, separator: str = ",") -> list[str]:
+    """Return what stands between the commas, or the equals signs, outside brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
 
 
 def is_tuple_for_set(answer: str, truth: str) -> bool:

@@ -22,7 +22,16 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.signals import SignalReceiver
 from megatron_dapo.rewards.answers import final_answer
 from megatron_dapo.rewards.exact import as_written, exact_number, is_words, without_units, words
-from megatron_dapo.rewards.latex import is_other_base, is_tuple_for_set, readable
+from megatron_dapo.rewards.latex import (
+    conclusion,
+    has_base,
+    is_same_with_base,
+    is_tuple_for_set,
+    means_something_else,
+    readable,
+    same_point,
+    values_of_equation,
+)
 from megatron_dapo.rewards.types import Verdict
 
 _TAIL_CHARS = 32768  # searched for the final answer
@@ -41,6 +50,7 @@ _SEVERAL_NUMBERS = re.compile(r"-?\d+(?:\s+-?\d+)+")  # math-verify adds them up
 _LIST_WITH_DOTS = re.compile(r"\d\s*,\s*(?:\\[lc]?dots|\.{3}|\u2026)")  # math-verify takes one of its numbers
 # a run of letters that is no command, no function and no "or": a sentence, out of which math-verify takes the number
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|or|and)\b)[A-Za-z]{2,}")
+_COMMENT = re.compile(r" \((?!or\b|and\b|mod\b)[A-Za-z]{2,}[ ,][^()]*\)[.\s]*")
 _TEXT = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .,]*\})?")
 
 # math-verify's own time limits are switched off below (one limit for the whole comparison replaces them); it warns.
@@ -87,7 +97,8 @@ def math_verify(
     ValueError where the ground truth is no mathematics. The limit is a signal: outside the main thread only the reward
     pool's deadline holds.
     """
-    correct = _is_equal(response, ground_truth, time_limit_s)
+    with _time_limit(time_limit_s):
+        correct = _is_right(response, ground_truth)
     final = final_answer(response[-_TAIL_CHARS:])
     pred = {"pred": _written_alike(final[1])} if final else {}
     return {"score": 1.0 if correct else 0.0, "correct": correct, **pred}
@@ -100,37 +111,66 @@ def _written_alike(answer: str) -> str:
     return str(number) if number is not None else words(plain) or as_written(plain)
 
 
-def _is_equal(response: str, ground_truth: str, time_limit_s: float) -> bool:
+def _is_right(response: str, ground_truth: str) -> bool:
     final = final_answer(response[-_TAIL_CHARS:])
-    ground_truth = without_units(ground_truth)
-    truth = exact_number(ground_truth)
-    if final is not None:
-        kind = final[0]
-        answer = without_units(final[1])
-        final = kind, answer
-        number = exact_number(answer)
-        if number is not None and truth is not None and (number == truth or not _is_rounding(answer, ground_truth)):
-            return number == truth
-        if number is None and truth is None and as_written(answer) == as_written(ground_truth):
-            return True
-        if is_words(ground_truth):
-            return words(answer) == words(ground_truth)
-        if _SEVERAL_NUMBERS.fullmatch(answer) or (truth is not None and _LIST_WITH_DOTS.search(answer)):
-            return False
-        if is_other_base(answer, ground_truth) or is_tuple_for_set(answer, ground_truth):
-            return False
-        final = kind, readable(answer)
-    text = _for_sympy(response, final)
+    truth = without_units(ground_truth)
+    if final is None:
+        return _is_equal_to_sympy(response[-_SYMPY_CHARS:], truth)
+    kind, answer = final
+    return _is_equal(kind, without_units(_without_comment(answer) if kind == "line" else answer), truth)
+
+
+def _is_equal(kind: str, answer: str, truth: str) -> bool:
+    """Return whether an answer is the truth; both without delimiters and units."""
+    number, wanted = exact_number(answer), exact_number(truth)
+    if number is not None and wanted is not None and (number == wanted or not _is_rounding(answer, truth)):
+        return number == wanted
+    if number is None and wanted is None and as_written(answer) == as_written(truth):
+        return True
+    if is_words(truth):
+        return words(answer) == words(truth)
+    if is_too_expensive(answer):
+        return False
+    answer = conclusion(answer)
+    if _is_other_kind(answer, truth, wanted is not None):
+        return False
+    if has_base(answer) or has_base(truth):
+        return is_same_with_base(answer, truth)
+    if (pairs := same_point(answer, truth)) is not None:
+        return bool(pairs) and all(_is_equal("boxed", *map(without_units, pair)) for pair in pairs)
+    values = [] if "=" in truth else values_of_equation(answer)
+    if values:
+        return all(_is_equal("boxed", without_units(value), truth) for value in values)
+    return _is_equal_to_sympy(_for_sympy(kind, readable(answer)), truth)
+
+
+def _is_other_kind(answer: str, truth: str, is_number: bool) -> bool:
+    """Return whether the answer is what math-verify would take for a truth of another kind."""
+    return (
+        _SEVERAL_NUMBERS.fullmatch(answer) is not None
+        or (is_number and _LIST_WITH_DOTS.search(answer) is not None)
+        or means_something_else(answer, truth)
+        or is_tuple_for_set(answer, truth)
+    )
+
+
+def _is_equal_to_sympy(text: str, truth: str) -> bool:
     if is_too_expensive(text):
         return False
-    with _time_limit(time_limit_s):
-        gold = _parse_truth(ground_truth)
-        parsed = _with_imaginary_unit(sympy_verify.parse(text, parsing_timeout=None))
-        rounding = _decimal_places(truth)
-        # x > 2 is (2, oo), whichever of the two is the truth
-        return sympy_verify.verify(
-            gold, parsed, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None
-        )
+    gold = _parse_truth(truth)
+    parsed = _with_imaginary_unit(sympy_verify.parse(text, parsing_timeout=None))
+    rounding = _decimal_places(exact_number(truth))
+    # x > 2 is (2, oo), whichever of the two is the truth
+    return sympy_verify.verify(
+        gold, parsed, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None
+    )
+
+
+def _without_comment(line: str) -> str:
+    """Return an answer line without words in parentheses at its end: `12 (see above, by symmetry)`; `(mod 7)`,
+    `(or 13)` are no comments."""
+    start = line.rfind(" (")
+    return line[:start] if start > 0 and _COMMENT.fullmatch(line, start) else line
 
 
 def _is_rounding(answer: str, truth: str) -> bool:
@@ -156,14 +196,9 @@ def is_too_expensive(text: str) -> bool:
     )
 
 
-def _for_sympy(response: str, final: tuple[str, str] | None) -> str:
+def _for_sympy(kind: str, answer: str) -> str:
     """Return the text math-verify looks at. It needs LaTeX to stand between delimiters."""
-    if final is None:
-        return response[-_SYMPY_CHARS:]
-    kind, answer = final
-    if kind == "line" and _is_prose(answer):
-        return answer
-    return f"\\boxed{{{answer}}}"
+    return answer if kind == "line" and _is_prose(answer) else f"\\boxed{{{answer}}}"
 
 
 def _is_prose(line: str) -> bool:
