@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dapo.common.bounded import MAX_DEPTH, depth_of
 from megatron_dapo.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 MAX_ROW_BYTES = 32 << 20  # the hidden tests of a programming task take megabytes, what is larger is a mistake
 _PARQUET_BATCH_ROWS = 8192
-_MAX_DEPTH = 100  # of nested lists and objects: Python's own limit would strike later, in code that copies a row
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _OTHER_KINDS = {
     b"\x1f\x8b": "gzip-compressed; decompress it first (gunzip)",
@@ -89,12 +89,12 @@ def _row_of(line: bytes, place: str) -> Any:
         ) from error
     try:
         row = _JSON.decode(text)
-        if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(row) > _MAX_DEPTH:
+        if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(row) > MAX_DEPTH:
             raise RecursionError
         if "\\ud" in text or "\\uD" in text:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise UserError(f"{place}: lists and objects are nested more than {_MAX_DEPTH} deep; flatten them.") from None
+        raise UserError(f"{place}: lists and objects are nested more than {MAX_DEPTH} deep; flatten them.") from None
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise UserError(
@@ -119,19 +119,6 @@ def _not_a_number(name: str) -> None:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_not_a_number)
-
-
-def _depth(value: Any) -> int:
-    """Return the depth of nested lists and objects; 0 for anything else.
-
-    Without recursion, whose limit is what is guarded here.
-    """
-    depth = 0
-    level = [value]
-    while level := [item for item in level if isinstance(item, list | dict)]:
-        depth += 1
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-    return depth
 
 
 def _read_parquet(path: Path, columns: tuple[str, ...], check: ColumnCheck | None) -> Iterator[tuple[int, Any]]:

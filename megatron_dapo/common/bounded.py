@@ -1,0 +1,70 @@
+"""Reads files that others wrote: bounded in kind, size and depth before anything is made of them."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 16 << 20  # of a JSON file that describes something: a config, a tokenizer's settings, a record
+MAX_DEPTH = 100  # of nested lists and objects: Python's own limit would strike later, in code that copies a value
+_MAX_DIGITS = 300  # of an integer that a float holds
+
+
+def read_bytes(path: str | Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file; a pipe or a device is not waited for.
+
+    Raises OSError, whose strerror says why, where it cannot be read, is no regular file or is larger than max_bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", str(path))
+    return content
+
+
+def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
+    """Return the value of a JSON text. An integer that no float holds is infinite, as 1e999 is.
+
+    Raises ValueError where the text is no JSON, or nested more than max_depth deep.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        value = _JSON.decode(text)
+    except RecursionError:
+        value, is_deep = None, True
+    else:
+        is_deep = text.count("[") + text.count("{") > max_depth and depth_of(value) > max_depth
+    if is_deep:
+        raise ValueError(f"lists and objects are nested more than {max_depth} deep")
+    return value
+
+
+def read_json(path: str | Path, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+    """Return the value of a JSON file. Raises OSError as `read_bytes`, ValueError as `parse_json`."""
+    return parse_json(read_bytes(path, max_bytes), max_depth)
+
+
+def depth_of(value: Any) -> int:
+    """Return the depth of nested lists and objects; 0 for anything else.
+
+    Without recursion, whose limit is what is guarded here.
+    """
+    depth = 0
+    level = [value]
+    while level := [item for item in level if isinstance(item, list | dict)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
+
+
+_JSON = json.JSONDecoder(parse_int=_integer)
