@@ -13,18 +13,18 @@ _MAX_DIGITS = 300  # of an integer that a float holds
 
 
 def read_bytes(path: str | Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file; a pipe or a device is not waited for.
+    """Return the content that a regular file has at this moment; a pipe or a device is not waited for.
 
     Raises OSError, whose strerror says why, where it cannot be read, is no regular file or is larger than max_bytes.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", str(path))
-    return content
+        if status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", str(path))
+        return file.read(status.st_size)
 
 
 def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:

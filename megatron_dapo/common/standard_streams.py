@@ -18,9 +18,10 @@ def open_standard_streams() -> None:
 
 
 def print_line(text: str) -> None:
-    """Print at once. Where nobody can read it any more, it and all that follows is dropped: no run ends of that."""
+    """Print at once. Where nobody can read it any more, it and all that follows is dropped: no run ends of that. Bytes
+    of a file's name that are no text are shown as question marks."""
     try:
-        print(text, flush=True)
+        print(text.encode("utf-8", "replace").decode("utf-8"), flush=True)
     except OSError:
         mute()
 

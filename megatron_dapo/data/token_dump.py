@@ -4,6 +4,7 @@ What was said of each token, in the order of the responses in the step's .jsonl,
 every token that occurs. A token takes 15 bytes before compression, about 5 on the disk.
 """
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.common.files import whole_file
 from megatron_dapo.data.tokenizer import Tokenizer
 
+_MAX_BYTES = 256 << 20  # unpacked: of 17 million tokens
 _ARRAYS = {
     "lengths": np.int32,
     "tokens": np.int32,
@@ -69,15 +72,19 @@ class TokenDump:
 
     @classmethod
     def read(cls, path: Path) -> "TokenDump | None":
-        """Return what a file says; none where there is none, or it is damaged."""
+        """Return what a file says; none where there is none, or it is damaged or larger than any step's."""
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with np.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), allow_pickle=False) as stored:
+                if sum(member.file_size for member in stored.zip.infolist()) > _MAX_BYTES:
+                    return None
                 arrays = {name: stored[name].astype(dtype) for name, dtype in _ARRAYS.items()}
-                texts = json.loads(stored["texts"].tobytes())
+                texts = parse_json(stored["texts"].tobytes())
                 dump = cls(**arrays, texts=dict(zip(stored["text_tokens"].tolist(), texts, strict=True)))
         except Exception:  # of bytes that have changed zipfile, zlib and numpy raise nearly anything
             return None
         if {array.ndim for array in arrays.values()} != {1} or not all(isinstance(text, str) for text in texts):
+            return None
+        if dump.lengths.min(initial=0) < 0:
             return None
         sizes = {len(array) for name, array in arrays.items() if name != "lengths"}
         is_whole = sizes == {int(dump.lengths.sum())} and set(np.unique(dump.tokens).tolist()) <= dump.texts.keys()

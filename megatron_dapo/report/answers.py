@@ -1,33 +1,54 @@
 """The answers that a run kept, step by step, as the page reads them: texts as JSON, tokens as arrays of bytes."""
 
+import io
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.data.token_dump import TokenDump
+from megatron_dapo.report.values import number
 from megatron_dapo.storage.run_folder import RunFolder, rollout_steps
+from megatron_dapo.telemetry.metrics_file import is_step
 
 TRAINED, HELD_OUT = "trained", "held-out"
-_GROUP_KEYS = ("uid", "prompt", "ground_truth", "data_source", "masked")
-_RESPONSE_KEYS = (
-    "text",
-    "reward",
-    "raw_reward",
-    "correct",
-    "finish_reason",
-    "num_tokens",
-    "num_turns",
-    "turns",
-    "prompt",
-    "answer",
-    "replayed",
-    "reward_error",
-)
+MAX_FILE_BYTES = 256 << 20  # of the answers of a step: larger ones are left out
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _switch(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _turns(value: Any) -> list[dict] | None:
+    turns = [_picked(turn, {"by": _text, "text": _text}) for turn in value if isinstance(turn, dict)]
+    return [turn for turn in turns if "text" in turn] or None
+
+
+Kinds = Mapping[str, Callable[[Any], Any]]
+"""Key -> the value as the page's scripts can read it, None where it is of another kind."""
+_GROUP_KEYS: Kinds = {"uid": _text, "prompt": _text, "ground_truth": _text, "data_source": _text, "masked": _switch}
+_RESPONSE_KEYS: Kinds = {
+    "text": _text,
+    "reward": number,
+    "raw_reward": number,
+    "correct": _switch,
+    "finish_reason": _text,
+    "num_tokens": number,
+    "num_turns": number,
+    "turns": lambda value: _turns(value) if isinstance(value, list) else None,
+    "prompt": _text,
+    "answer": _text,
+    "replayed": _switch,
+    "reward_error": _text,
+}
 _NONE = -128  # of a number that is not known
 _PER_OCTAVE = 4
 
@@ -43,14 +64,22 @@ class StepFile:
     tokens: Path | None = None
 
     def groups(self) -> list[dict]:
-        """Return the groups: what is said of each prompt, and under "responses" of the answers to it. Damaged lines are
-        left out; [] where the file cannot be read."""
+        """Return the groups: what is said of each prompt, and under "responses" of the answers to it. Damaged lines,
+        and values of a wrong kind, are left out; [] where the file cannot be read, or is above MAX_FILE_BYTES."""
         try:
-            lines = self.path.read_bytes().split(b"\n")  # str.splitlines ends lines at characters of the answers too
+            lines = io.BytesIO(read_bytes(self.path, MAX_FILE_BYTES))  # lines that \n alone ends
         except OSError:
             return []
-        records = [record for record in map(_parsed, lines) if record is not None]
+        records = (record for record in map(_parsed, lines) if record is not None)
         return _by_prompt(records) if self.kind == HELD_OUT else [*_trained(records)]
+
+    def num_bytes(self) -> int:
+        """Return the size of the file; 0 where it cannot be read."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return 0
+        return status.st_size if status.st_size <= MAX_FILE_BYTES else 0
 
 
 def answer_files(folder: Path) -> list[StepFile]:
@@ -60,32 +89,27 @@ def answer_files(folder: Path) -> list[StepFile]:
         StepFile(TRAINED, step, run.rollout(step), run.rollout_tokens(step)) for step in rollout_steps(run.rollouts)
     ]
     held_out = [StepFile(HELD_OUT, step, run.validation(step)) for step in rollout_steps(run.validation(0).parent)]
-    return sorted([*trained, *held_out], key=lambda file: (file.step, file.kind == HELD_OUT))
+    files = [file for file in (*trained, *held_out) if is_step(file.step)]
+    return sorted(files, key=lambda file: (file.step, file.kind == HELD_OUT))
 
 
 def _parsed(line: bytes) -> dict | None:
-    """Return a record, None where the line is damaged. A number that is not finite counts as none: a browser would
-    refuse the whole step."""
+    """Return a record, None where the line is damaged."""
     try:
-        record = json.loads(line.decode("utf-8", "replace"), parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError):
+        record = parse_json(line.decode("utf-8", "replace"))
+    except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
 
-def _finite(text: str) -> float | None:
-    number = float(text)
-    return number if math.isfinite(number) else None
-
-
-def _trained(records: list[dict]) -> Iterator[dict]:
+def _trained(records: Iterable[dict]) -> Iterator[dict]:
     for record in records:
         if isinstance(responses := record.get("responses"), list):
             picked = [_picked(response, _RESPONSE_KEYS) for response in responses if isinstance(response, dict)]
             yield _picked(record, _GROUP_KEYS) | {"responses": picked}
 
 
-def _by_prompt(records: list[dict]) -> list[dict]:
+def _by_prompt(records: Iterable[dict]) -> list[dict]:
     """Return answers that stand one per line as groups, in the order in which their prompts first come."""
     groups: dict[Any, dict] = {}
     for record in records:
@@ -97,8 +121,9 @@ def _by_prompt(records: list[dict]) -> list[dict]:
     return [*groups.values()]
 
 
-def _picked(record: dict, keys: tuple[str, ...]) -> dict:
-    return {key: record[key] for key in keys if record.get(key) is not None}
+def _picked(record: dict, kinds: Kinds) -> dict:
+    values = ((key, kind(record.get(key))) for key, kind in kinds.items())
+    return {key: value for key, value in values if value is not None}
 
 
 def texts_bytes(groups: list[dict]) -> bytes:
@@ -152,7 +177,7 @@ def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
 def _advantages(advantages: np.ndarray, lengths: np.ndarray) -> Iterator[float | str | None]:
     """Yield the advantage of each response; "" where it has none, None where its tokens differ."""
     for part in np.split(advantages, np.cumsum(lengths)[:-1]):
-        values = np.unique(part[~np.isnan(part)])
+        values = np.unique(part[np.isfinite(part)])
         yield "" if not len(values) else float(f"{values[0]:.4g}") if len(values) == 1 else None
 
 

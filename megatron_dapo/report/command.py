@@ -40,6 +40,6 @@ def write_report(runs: list[Path], output: Path) -> None:
 
     page = whole_page(runs)
     try:
-        write_whole(output, page)
+        write_whole(output, page.encode("utf-8", "replace"))  # a folder's name may be no text
     except OSError as error:
         raise UserError(f"{output} cannot be written ({error.strerror}); choose another -o.") from error

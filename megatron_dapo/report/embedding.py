@@ -67,7 +67,7 @@ def _of_run(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
 
 def _carried(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
     """Return the answers of one kind that fit. Steps too many by the size of their files are never read."""
-    places = _thinned([file.path.stat().st_size // _MOST_PACKED for file in files], max_bytes)
+    places = _thinned([file.num_bytes() // _MOST_PACKED for file in files], max_bytes)
     answers = [read_answers(files[place], max_bytes) for place in places]
     return fitting([each for each in answers if each is not None], max_bytes)
 

@@ -1,14 +1,15 @@
 """What happened to a run besides its steps: starts, resumes, servers lost and back, checkpoints, ends of processes."""
 
-import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.ends import EndKind
+from megatron_dapo.report.values import time_of
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import duration
+from megatron_dapo.telemetry.metrics_file import is_step
 
 _AWAY = 0.99  # servers with the weights, as a share of all: below it, some were away
 
@@ -44,11 +45,11 @@ def read_ends(folder: Path) -> list[ProcessEnd]:
     ends = []
     for path in sorted(folder.glob("*.json")):
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            step, time = fields["step"], float(fields["time"])
-            if math.isfinite(time) and (step is None or isinstance(step, int)):
+            fields = read_json(path)
+            step, time = fields["step"], time_of(fields["time"])
+            if time is not None and (step is None or is_step(step)):
                 ends.append(ProcessEnd(path.stem, str(fields["kind"]), str(fields["sentence"]), step, time))
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             continue
     return sorted(ends, key=lambda end: end.time)
 
@@ -64,11 +65,11 @@ def events_of(steps: Sequence[dict], ends: Sequence[ProcessEnd], run: RunFolder)
 def _starts(steps: Sequence[dict]) -> Iterator[Event]:
     """Yield the starts: only the first record after a start has waited for the servers."""
     for number, step in enumerate(steps):
-        begin = step.get("time", 0.0) - (step.get("time/step") or 0.0)
+        begin = step["time"] - (step.get("time/step") or 0.0)
         if number == 0:
             yield Event(begin, step["step"] - 1, "start", "The run started")
         elif "time/start" in step:
-            pause = duration(max(0.0, begin - steps[number - 1].get("time", begin)))
+            pause = duration(max(0.0, begin - steps[number - 1]["time"]))
             yield Event(begin, step["step"] - 1, "resume", f"Resumed after step {step['step'] - 1}, {pause} after it")
 
 
@@ -77,15 +78,15 @@ def _servers(steps: Sequence[dict]) -> Iterator[Event]:
         current, number = step.get("rollout/num_servers_current"), step.get("rollout/num_servers")
         if current is not None and number and current < _AWAY * number:
             text = f"Step {step['step']}: on average {current:.1f} of {number:.0f} servers had the current weights"
-            yield Event(step.get("time", 0.0), step["step"], "servers", text)
+            yield Event(step["time"], step["step"], "servers", text)
         if rejoined := step.get("weight_sync/num_rejoins"):
             text = f"Step {step['step']}: {rejoined:.0f} servers joined, or joined again"
-            yield Event(step.get("time", 0.0), step["step"], "rejoin", text)
+            yield Event(step["time"], step["step"], "rejoin", text)
 
 
 def _checkpoints(steps: Sequence[dict], run: RunFolder) -> Iterator[Event]:
     """Yield the checkpoints that are still there."""
-    times = {step["step"]: step.get("time", 0.0) for step in steps}
+    times = {step["step"]: step["time"] for step in steps}
     for step, time in times.items():
         if run.checkpoint(step).is_dir():
             yield Event(time, step, "checkpoint", f"Checkpoint of step {step}")

@@ -1,23 +1,29 @@
 """Reads a run folder into what the page shows, but for the answers: metrics by name, phases, facts, config, events."""
 
 import json
-import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema import Config
+from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.report.events import Event, ProcessEnd, events_of, read_ends
 from megatron_dapo.report.panels import derived
+from megatron_dapo.report.values import number, time_of
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import duration, paid_without_answer
+from megatron_dapo.telemetry.metrics_file import is_step
 from megatron_dapo.telemetry.report import ROWS, Summary, is_validation, read_metrics
 
 _DIGITS = 6
+_MAX_METRICS = 256 << 20  # bytes: records take ten times as much here, and the page carries them all
+_MAX_FILE = 1 << 20  # bytes of config.yaml and machine.json
+_MAX_NAMES = 2000  # of metrics
+_MAX_PLACES = 20_000_000  # of a table: records times metrics
 Table = dict[str, list[float | None]]
 """Name -> one value per record, None where it reported none; "step" and "time" (seconds since 1970) have all."""
 
@@ -60,20 +66,20 @@ def read_run(folder: Path) -> RunData:
     """Return what a run folder tells. Raises UserError where it is none; what is missing or damaged is left out."""
     run = RunFolder(folder)
     try:
-        records = read_metrics(run.metrics)
+        records = _with_times([_numbers(record) for record in read_metrics(run.metrics, _MAX_METRICS)])
     except OSError as error:
         raise UserError(f"{folder} is no folder of a run: {run.metrics} cannot be read ({error.strerror}).") from error
     steps = [record for record in records if not is_validation(record)]
-    config = flat(_read(run.config, yaml.safe_load))
+    config = flat(_read(run.config, _yaml))
     ends = read_ends(run.ends)
     state, sentence = _outcome(steps, config.get("trainer.total_training_steps"), ends)
     return RunData(
-        name=folder.resolve().name,
+        name=name_of(folder),
         folder=folder,
         steps=table([record | derived(record) for record in steps]),
         validations=table([record for record in records if is_validation(record)]),
         phases=_phases(steps),
-        facts=tuple(_facts(records, steps, config, _read(run.machine, json.loads))),
+        facts=tuple(_facts(records, steps, config, _read(run.machine, parse_json))),
         state=state,
         sentence=sentence,
         config=config,
@@ -81,37 +87,55 @@ def read_run(folder: Path) -> RunData:
     )
 
 
+def name_of(folder: Path) -> str:
+    """Return the name of the run in a folder, also where the folder is named `.`, or by a link."""
+    return Path(os.path.realpath(folder)).name
+
+
+def _numbers(record: dict) -> dict:
+    """Return what of a record is a number; the time only where it is one."""
+    kept = {name: value for name, value in record.items() if number(value) is not None}
+    if time_of(kept.get("time")) is None:
+        kept.pop("time", None)
+    return kept
+
+
+def _with_times(records: list[dict]) -> list[dict]:
+    """Give a record without a time that of the one before it; those before the first time get that one."""
+    time = next((record["time"] for record in records if "time" in record), 1.0)
+    for record in records:
+        time = record.setdefault("time", time)
+    return records
+
+
 def table(records: Sequence[dict]) -> Table:
-    """Return the records by names. A value that is no finite number counts as none."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return {name: [_number(record.get(name), name) for record in records] for name in names}
+    """Return the records by names: the first ones, where there are too many. What is no number counts as none."""
+    names = [*dict.fromkeys(name for record in records for name in ("step", "time", *record))]
+    names = names[: min(_MAX_NAMES, max(2, _MAX_PLACES // max(1, len(records))))]
+    return {name: [_rounded(record.get(name), name) for record in records] for name in names}
 
 
-def _number(value: Any, name: str) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value if name in ("step", "time") or isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
+def _rounded(value: Any, name: str) -> float | None:
+    value = number(value)
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) and name != "time" else value
 
 
 def _phases(steps: Sequence[dict]) -> Table:
     """Return the seconds of each phase in every step; those that come to nothing are left out."""
     rows = []
     for step in steps:
-        row = {
-            name.removeprefix("time/"): value
-            for name, value in step.items()
-            if name.startswith("time/") and isinstance(value, int | float)
-        }
+        row = {name.removeprefix("time/"): value for name, value in step.items() if name.startswith("time/")}
         whole = row.pop("step", sum(row.values()))
         rows.append(row | {"other": max(0.0, whole - sum(row.values()))})
-    return {name: values for name, values in table(rows).items() if any(values)}
+    return {name: values for name, values in table(rows).items() if name not in ("step", "time") and any(values)}
 
 
 def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> tuple[str, str]:
     """Return the state of the run and a sentence about it."""
     last = steps[-1] if steps else {"step": 0, "time": 0.0}
+    total = total if is_step(total) else None
     done = f"{last['step']} of {total} steps are done" if total else f"{last['step']} steps are done"
-    newest = [end for end in ends if end.time >= (last.get("time") or 0.0) and end.who.startswith("trainer-")]
+    newest = [end for end in ends if end.time >= last["time"] and end.who.startswith("trainer-")]
     bad = [end for end in newest if end.kind not in ("done", "saved")]
     if bad:
         first = min(bad, key=lambda end: (end.is_consequence, end.time))
@@ -165,10 +189,14 @@ def _truncated_correct(steps: Sequence[dict]) -> float | None:
 def _read(path: Path, parse) -> dict:
     """Return the content of a file, {} where there is none or it is damaged."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = parse(read_bytes(path, _MAX_FILE).decode("utf-8"))
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _yaml(text: str) -> Any:
+    return parse_yaml(text)[0]
 
 
 def flat(section: dict, prefix: str = "") -> dict[str, Any]:

@@ -1,27 +1,39 @@
 """metrics.jsonl: one record per line, read although parts of it are damaged, and written although the disk is full."""
 
-import json
+import io
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 
 log = logging.getLogger(__name__)
 
+MAX_BYTES = 1 << 30  # of a file: a run of 200 000 steps
+MAX_STEP = 10**9
 
-def records_of(path: Path) -> Iterator[tuple[bytes, dict | None]]:
+
+def records_of(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[tuple[bytes, dict | None]]:
     """Yield each whole line and its record. The record is None where the line is no record: a disk that was full, or
     that lost its power, leaves such lines. What follows the last newline was not written to its end and is left out.
-    Raise FileNotFoundError where there is no file."""
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    Raise FileNotFoundError where there is no file, OSError where it is larger than max_bytes or cannot be read."""
+    for line in io.BytesIO(read_bytes(path, max_bytes)):
+        if not line.endswith(b"\n"):
+            return
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             record = None
-        yield line + b"\n", record if isinstance(record, dict) and type(record.get("step")) is int else None
+        yield line, record if isinstance(record, dict) and is_step(record.get("step")) else None
+
+
+def is_step(value: Any) -> bool:
+    """Return whether this is the number of a step that a run can have."""
+    return type(value) is int and 0 <= value <= MAX_STEP
 
 
 class MetricsFile:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.telemetry.console import duration
-from megatron_dapo.telemetry.metrics_file import records_of
+from megatron_dapo.telemetry.metrics_file import MAX_BYTES, records_of
 
 PHASE_TITLES = {
     "start": "waiting for the servers",
@@ -32,14 +32,14 @@ ROWS = (
 )
 
 
-def read_metrics(path: Path) -> list[dict]:
+def read_metrics(path: Path, max_bytes: int = MAX_BYTES) -> list[dict]:
     """Return the records of metrics.jsonl, in order. Where a step comes again (a resumed or repeated run), the later
     one counts and what followed the earlier one does not.
 
-    Raise FileNotFoundError where there is no file. Lines that are no records are left out.
+    Raise as `records_of`. Lines that are no records are left out.
     """
     records: list[dict] = []
-    for record in filter(None, (record for _, record in records_of(path))):
+    for record in filter(None, (record for _, record in records_of(path, max_bytes))):
         while records and _place(records[-1]) >= _place(record):
             records.pop()
         records.append(record)
@@ -78,7 +78,7 @@ class ServerLosses:
     @classmethod
     def of(cls, steps: list[dict]) -> "ServerLosses | None":
         """Return what was lost in these steps, or None where no server was away."""
-        steps = [step for step in steps if "rollout/num_servers_current" in step]
+        steps = [step for step in steps if {"rollout/num_servers_current", "rollout/num_servers"} <= step.keys()]
         away = [step for step in steps if step["rollout/num_servers_current"] < 0.99 * step["rollout/num_servers"]]
         num_rejoins = int(sum(step.get("weight_sync/num_rejoins", 0) for step in steps))
         if not away and not num_rejoins:
@@ -156,7 +156,7 @@ def _losses(losses: ServerLosses) -> list[str]:
 
 def _tokens_per_s(steps: list[dict]) -> float | None:
     seconds = sum(step.get("time/step", 0.0) - step.get("time/start", 0.0) for step in steps)
-    return sum(step["rollout/num_tokens"] for step in steps) / seconds if seconds else None
+    return sum(step.get("rollout/num_tokens", 0) for step in steps) / seconds if seconds else None
 
 
 def _row(title: str, first: str, second: str) -> str:

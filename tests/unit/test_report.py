@@ -158,11 +158,13 @@ def test_a_damaged_folder_gives_a_page_of_what_is_whole(tmp_path):
 
 def test_a_number_that_no_browser_reads_is_left_out_and_not_its_step(tmp_path):
     run = write_run(tmp_path / "run", num_steps=1)
-    response = '{"text": "x", "num_tokens": 1, "reward": NaN, "raw_reward": -1e999, "turns": [{"at": Infinity}]}'
+    response = (
+        '{"text": "x", "num_tokens": 1, "reward": NaN, "raw_reward": -1e999, "turns": [{"text": "t", "at": Infinity}]}'
+    )
     run.rollout(1).write_text(f'{{"uid": "one", "prompt": "p", "responses": [{response}]}}\n')
     content = chunks(whole_page([run.path]))["texts-0-0"]
     [group] = json.loads(content, parse_constant=lambda name: pytest.fail(name))
-    assert group["responses"] == [{"text": "x", "num_tokens": 1, "turns": [{"at": None}]}]
+    assert group["responses"] == [{"text": "x", "num_tokens": 1, "turns": [{"text": "t"}]}]
 
 
 @pytest.mark.parametrize("part", [{"gpu_memory_gib": "much"}, {"versions": [1]}, {"versions": None}])

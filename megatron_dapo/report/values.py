@@ -1,0 +1,18 @@
+"""Values of a run's files as the page takes them: of the right kind and size, or not at all."""
+
+from typing import Any
+
+_MAX = 1e100  # sums and squares of such numbers are finite
+_MAX_TIME = 1e11  # seconds since 1970: browsers' calendars end soon after
+
+
+def number(value: Any) -> float | None:
+    """Return a number that can be calculated with; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX
+    return value if is_number else None
+
+
+def time_of(value: Any) -> float | None:
+    """Return seconds since 1970; None for what is no time."""
+    seconds = number(value)
+    return seconds if seconds is not None and 0 < seconds < _MAX_TIME else None
