@@ -1,21 +1,26 @@
-"""`report --watch`: serves the page to browsers of this machine, and follows the runs."""
+"""`report --watch`: serves the page to who has its key, on this machine, and follows the runs."""
 
 import hashlib
+import hmac
 import re
+import secrets
 import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.report.answers import StepFile, answer_files, texts_bytes, tokens_bytes
 from megatron_dapo.report.embedding import packed
 from megatron_dapo.report.page import pack, render, summary
+from megatron_dapo.report.run_data import name_of
 from megatron_dapo.storage.run_folder import RunFolder
 
 HOST = "127.0.0.1"
+_KEY_BYTES = 32
 _OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)  # a forwarded port is another one
 _CHUNK = re.compile(r"/(?P<part>texts|tokens)/(?P<run>\d{1,4})/(?P<kind>trained|held-out)/(?P<step>\d{1,9})")
 
@@ -25,7 +30,7 @@ class Watched:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = [*folders]
-        self.page = render([folder.resolve().name for folder in folders], is_live=True, chunks=())
+        self.page = render([name_of(folder) for folder in folders], is_live=True, chunks=())
         self._last: tuple[str, str] | None = None
 
     def tag(self) -> str:
@@ -77,7 +82,8 @@ def _changed(path: Path) -> tuple[int, int] | None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET. A page of another origin cannot read what is here: its browser names another host."""
+    """Answers GET with the server's key: other users of this machine reach the port too. A page of another origin
+    cannot read what is here: its browser names another host."""
 
     protocol_version = "HTTP/1.1"
     server: "_Server"
@@ -85,12 +91,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not _OWN_NAME.fullmatch(self.headers.get("Host", "")):
             return self._send(403, "text/plain", "This page is for browsers on this machine.")
+        address = urlsplit(self.path)
+        if not self.server.is_key(parse_qs(address.query).get("key", [""])[0]):
+            return self._send(403, "text/plain", "The key is missing: open the address that `report --watch` prints.")
+        path = address.path
         try:
-            if self.path == "/":
+            if path == "/":
                 return self._send(200, "text/html", self.server.watched.page)
-            if self.path == "/summary":
+            if path == "/summary":
                 return self._summary()
-            if match := _CHUNK.fullmatch(self.path):
+            if match := _CHUNK.fullmatch(path):
                 packed = self.server.watched.answers(
                     match["part"], int(match["run"]), match["kind"], int(match["step"])
                 )
@@ -113,13 +123,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
         if tag:
             self.send_header("ETag", f'"{tag}"')
         self.end_headers()
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of requests."""
+        """Say nothing of requests: their addresses hold the key."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -128,6 +139,16 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, port: int, watched: Watched) -> None:
         super().__init__((HOST, port), _Handler)
         self.watched = watched
+        self._key = secrets.token_urlsafe(_KEY_BYTES)
+
+    @property
+    def url(self) -> str:
+        """Return the address of the page, with its key."""
+        return f"http://{HOST}:{self.server_port}/?key={self._key}"
+
+    def is_key(self, text: str) -> bool:
+        """Return whether a request has the key. How long it takes tells nothing of the key."""
+        return hmac.compare_digest(text.encode("utf-8", "replace"), self._key.encode("ascii"))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that is gone: its tab was closed."""
@@ -135,7 +156,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+def make_server(folders: Sequence[Path], port: int) -> _Server:
     """Return the server, which listens already. Raises UserError where a folder is no run, or the port is taken."""
     watched = Watched(folders)
     watched.summary(watched.tag())
@@ -148,7 +169,7 @@ def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 def watch(folders: Sequence[Path], port: int) -> None:
     """Serve the page of these runs until Ctrl-C. Raises UserError."""
     server = make_server(folders, port)
-    print_line(f"http://{HOST}:{server.server_port}/ follows {', '.join(map(str, folders))}; end it with Ctrl-C.")
+    print_line(f"{server.url} follows {', '.join(map(str, folders))}; end it with Ctrl-C.")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -260,7 +260,7 @@ def served(folders):
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield server.url
     finally:
         server.shutdown()
         server.server_close()

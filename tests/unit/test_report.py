@@ -7,7 +7,9 @@ import random
 import re
 import threading
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
@@ -248,23 +250,58 @@ def test_tokens_of_other_answers_are_not_shown(tmp_path):
     assert tokens_bytes(first, first.groups()) is None
 
 
-def ask(port: int, host: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("GET", "/tokens/0/trained/1", headers={"Host": host})
+def ask(url: str, path: str = "tokens/0/trained/1", host: str = "localhost", query: str | None = None) -> int:
+    """The status of a part of the page at this address. query: in place of the address's own."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    connection.request("GET", f"/{path}?{address.query if query is None else query}", headers={"Host": host})
     status = connection.getresponse().status
     connection.close()
     return status
 
 
-def test_a_watched_page_is_for_names_of_this_machine_at_any_port(tmp_path, capsys):
-    server = make_server([write_run(tmp_path / "run", num_steps=1).path], 0)
+@contextmanager
+def watched_server(folder: Path):
+    server = make_server([folder], 0)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    hosts = ("127.0.0.1:9000", "localhost:1", "localhost", "evil.org", "127.0.0.1.evil.org:9000", "")
     try:
-        assert [ask(server.server_port, host) for host in hosts] == [200, 200, 200, 403, 403, 403]
+        yield server
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("path", ["", "summary", "texts/0/trained/1", "tokens/0/trained/1", "nowhere"])
+def test_a_watched_page_answers_nobody_who_lacks_its_key(tmp_path, path):
+    with watched_server(write_run(tmp_path / "run", num_steps=1).path) as server:
+        wrong = ("", "key=", "key=x", f"key={'x' * 43}", "token=x", "key=%ff%00", f"{urlsplit(server.url).query}x")
+        assert [ask(server.url, path, query=query) for query in wrong] == [403] * len(wrong)
+        assert ask(server.url, path) == (404 if path == "nowhere" else 200)
+
+
+def test_the_key_of_a_watched_page_is_new_each_time_and_stands_in_what_is_printed_alone(tmp_path, capsys, monkeypatch):
+    run = write_run(tmp_path / "run", num_steps=1)
+    keys = []
+    for _ in range(2):
+        with watched_server(run.path) as server:
+            keys.append(parse_qs(urlsplit(server.url).query)["key"][0])
+            ask(server.url)
+            assert keys[-1] not in server.watched.page and keys[-1] not in server.watched.summary(server.watched.tag())
+    assert keys[0] != keys[1] and all(len(key) >= 43 for key in keys)
+    assert not any(key in text for key in keys for text in capsys.readouterr())
+    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", raise_interrupt)
+    assert main(["report", str(run.path), "--watch", "--port", "0"]) == 0
+    assert re.match(r"http://127\.0\.0\.1:\d+/\?key=[\w-]{43} follows ", capsys.readouterr().out)
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_watched_page_is_for_names_of_this_machine_at_any_port(tmp_path, capsys):
+    hosts = ("127.0.0.1:9000", "localhost:1", "localhost", "evil.org", "127.0.0.1.evil.org:9000", "")
+    with watched_server(write_run(tmp_path / "run", num_steps=1).path) as server:
+        assert [ask(server.url, host=host) for host in hosts] == [200, 200, 200, 403, 403, 403]
     for error in (ConnectionResetError(), BrokenPipeError(), ValueError("ours")):
         try:
             raise error

@@ -23,13 +23,16 @@ async function unpacked(base64) {
   return new Response(stream).arrayBuffer();
 }
 
+/** What a live page asks its server for, with the key of its own address. */
+const ask = (path, options) => fetch(path + location.search, options);
+
 /** Returns the bytes of a chunk, or null where there is none. path: what a live page asks its server for. */
 async function chunk(name, path) {
   if (!isLive) {
     const holder = byId(`chunk-${name}`);
     return holder ? unpacked(holder.textContent) : null;
   }
-  const answer = await fetch(path);
+  const answer = await ask(path);
   if (answer.status === 204 || answer.status === 404) return null;
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
   return unpacked(await answer.text());

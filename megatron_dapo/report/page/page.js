@@ -124,13 +124,13 @@ function take(summary) {
 async function follow(tag) {
   let next = tag;
   try {
-    const answer = await fetch("summary", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+    const answer = await ask("summary", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
     if (answer.status === 200) {
       next = answer.headers.get("ETag");
       take(asJson(await unpacked(await answer.text())));
       if (byId("viewer").hidden) startViewer();
       else refreshViewer();
-    }
+    } else if (answer.status !== 304) throw new Error(`${answer.status}: open the address that it prints`);
     byId("failure").hidden = true;
   } catch (error) {
     byId("failure").hidden = false;
