@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
 from megatron_dapo.common.files import remove_folder, write_whole
@@ -100,6 +101,7 @@ class _Evaluation:
         dataset = load_dataset(config.data.val_files, config, self._tokenizer)
         self._prompts, self._files = dataset.prompts, dataset.report
         self._answers = AnswerFile(folder / "answers.jsonl")
+        self._answers.check_numbers(len(self._prompts), config.actor_rollout_ref.rollout.val_n)
         self._num_answers = len(self._prompts) * config.actor_rollout_ref.rollout.val_n
 
     def run(self) -> int:
@@ -229,7 +231,9 @@ class _Evaluation:
         path = self._folder / "results.json"
         by_name = figures(self._answers.records)
         before = _read_json(path)
-        speed = speed or {name: before[name] for name in ("tokens_per_s", "seconds") if name in before}
+        if not speed and all(isinstance(before.get(name), float) for name in ("tokens_per_s", "seconds")):
+            speed = {name: before[name] for name in ("tokens_per_s", "seconds")}
+        speed = speed or {}
         num_answers = self._config.actor_rollout_ref.rollout.val_n
         files = [{**asdict(file), "num_kept": file.num_kept} for file in self._files]
         results = {"num_answers_per_prompt": num_answers, **speed, "files": files, "figures": plain_figures(by_name)}
@@ -360,7 +364,7 @@ def _step_of(model: Path) -> int | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

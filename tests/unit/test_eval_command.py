@@ -21,6 +21,7 @@ from megatron_dapo.evaluation.answer_file import AnswerFile
 from megatron_dapo.rewards.worker_pool import WorkerLost
 from megatron_dapo.rollout import supervisor
 from megatron_dapo.rollout.client import ServerError
+from tests.answer_records import ANSWER
 from tests.fake_rollout import RIGHT, WORDS, WRONG, Script, rollout_folder, server_in_thread
 from tests.helpers import REPOSITORY
 from tests.model_json import MODEL_JSON
@@ -277,18 +278,18 @@ def test_what_is_left_out_of_the_files_is_said_and_kept_with_the_figures(folder,
 
 def test_answers_are_whole_lines_whatever_the_disk_did(tmp_path, monkeypatch):
     path = tmp_path / "answers.jsonl"
-    records = [{"prompt_index": 0, "number": number, "text": "a" * 50} for number in range(3)]
+    records = [{**ANSWER, "number": number, "text": "a" * 50} for number in range(4)]
     path.write_text(json.dumps(records[0]))  # a kill cut off its newline
     answers = AnswerFile(path)
     answers.add(records[1])
     assert AnswerFile(path).records == records[:2]
     answers._file = ShortWrites(answers._file, num_before_full=None)
     answers.add(records[2])
-    assert AnswerFile(path).records == records
+    assert AnswerFile(path).records == records[:3]
     answers._file = ShortWrites(answers._file, num_before_full=2)
     with pytest.raises(OSError, match=f"No space.*{path}"):
-        answers.add({**records[2], "number": 3})
-    assert AnswerFile(path).records == answers.records == records
+        answers.add(records[3])
+    assert AnswerFile(path).records == answers.records == records[:3]
 
 
 class ShortWrites:
