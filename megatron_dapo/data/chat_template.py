@@ -1,4 +1,4 @@
-"""Renders chat messages with a model's Jinja template, in the environment that templates are written for.
+"""Renders chat messages with a model's Jinja template, in the environment that templates are written for, but bounded.
 
 The names and settings (sandbox, trimmed blocks, `raise_exception`, `strftime_now`, `tojson`, break and continue, the
 `generation` block) are those of transformers' chat templates; a test holds the rendering equal.
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from megatron_dapo.data.template_limits import BoundedEnvironment
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # around what a `generation` block wrote, until it is cut out again; nobody's text holds them
@@ -28,17 +29,18 @@ class TextPart(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled template. All methods raise jinja2.TemplateError for what the template refuses."""
+    """A compiled template. All methods raise jinja2.TemplateError for what it refuses, and where it takes too long."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile. special_tokens: what the template knows as bos_token, eos_token ..."""
         self._special_tokens = dict(special_tokens)
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = environment.bounded("tojson", _to_json)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self._environment = environment
         self._template = environment.from_string(source)
         self.has_generation_blocks = _GENERATION.search(source) is not None
 
@@ -49,7 +51,8 @@ class ChatTemplate:
     def parts(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> list[TextPart]:
         """Return the text of messages cut where `generation` blocks begin and end."""
         own = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        return list(_cut(self._template.render(messages=list(messages), **own, **self._special_tokens)))
+        with self._environment.one_rendering():
+            return list(_cut(self._template.render(messages=list(messages), **own, **self._special_tokens)))
 
 
 def _cut(marked: str) -> Iterator[TextPart]:

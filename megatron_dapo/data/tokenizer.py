@@ -4,7 +4,6 @@ Importing transformers costs seconds in every process; tokenizer.json holds all 
 equal to those of transformers' AutoTokenizer.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
@@ -14,6 +13,7 @@ import jinja2
 import numpy as np
 import tokenizers
 
+from megatron_dapo.common.bounded import read_bytes, read_json
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.chat_template import ChatTemplate, TextPart
 from megatron_dapo.data.token_arrays import TokenIds
@@ -21,6 +21,8 @@ from megatron_dapo.data.token_arrays import TokenIds
 Messages = Sequence[dict[str, Any]]
 
 _KEY = "actor_rollout_ref.model.path"
+_MAX_TOKENIZER = 256 << 20  # bytes of tokenizer.json; those of a vocabulary of 260 000 tokens have 35 million
+_MAX_TEMPLATE = 1 << 20
 ASSISTANT = "assistant"
 _OTHER_TEMPLATE = "write a template with {% generation %} blocks around the assistant's words"
 _MARK = "assistant-words"  # stands for them in a chat template
@@ -40,8 +42,8 @@ class Tokenizer:
         settings = _read_json(folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
         self._template = self._compile(_chat_template(folder, settings))
-        self.eos_token_ids: tuple[int, ...] = self._eos_token_ids()
         self.num_tokens: int = self._backend.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids: tuple[int, ...] = self._eos_token_ids()
 
     @property
     def has_chat_template(self) -> bool:
@@ -60,7 +62,7 @@ class Tokenizer:
             text = self._rendered([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
         else:
             text = prompt if isinstance(prompt, str) else _joined(prompt)
-        return tuple(self._backend.encode(text, add_special_tokens=not apply_chat_template).ids), text
+        return tuple(self._encode(text, add_special_tokens=not apply_chat_template)), text
 
     def encode_turn(self, messages: Messages, last_token: int | None, apply_chat_template: bool) -> tuple[int, ...]:
         """Return the tokens that an environment's messages add to a conversation that ends with a model's turn.
@@ -72,12 +74,12 @@ class Tokenizer:
         turn.
         """
         if not apply_chat_template:
-            return tuple(self._backend.encode(_joined(messages), add_special_tokens=False).ids)
+            return tuple(self._encode(_joined(messages)))
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         _, is_shown, after = self._rendered([*before, *messages]).partition(_MARK)  # messages may say it again
         if not is_shown:
             raise ValueError("the model's chat template does not show an assistant's earlier words as they are")
-        tokens = self._backend.encode(after, add_special_tokens=False).ids
+        tokens = self._encode(after)
         end = tokens.index(last_token) if last_token in tokens else -1
         is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()  # Llama 2: " </s>"
         return tuple(tokens[end + 1 :] if is_written else tokens)
@@ -87,10 +89,10 @@ class Tokenizer:
         no template. For classifiers, which read finished answers. Raises as `encode_prompt`."""
         if not self.has_chat_template:
             text = (prompt if isinstance(prompt, str) else _joined(prompt)) + response
-            return tuple(self._backend.encode(text).ids)
+            return tuple(self._encode(text, add_special_tokens=True))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         text = self._rendered([*asked, {"role": "assistant", "content": response}], add_generation_prompt=False)
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._encode(text))
 
     def decode(self, tokens: TokenIds, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, exactly: no clean-up of spaces."""
@@ -187,7 +189,7 @@ class Tokenizer:
                     yield [*self._encode(_joined([message])), end], True
             else:
                 # special tokens of the tokenizer's own, such as BOS, stand before a prompt alone
-                yield self._backend.encode(_joined(list(group)), add_special_tokens=is_first).ids, False
+                yield self._encode(_joined(list(group)), add_special_tokens=is_first), False
             is_first = False
 
     def _end_of_text(self) -> int:
@@ -202,8 +204,11 @@ class Tokenizer:
             )
         return self.eos_token_ids[0]
 
-    def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # bare ones: a vocabulary without a token for what it does not know
+            raise ValueError(f"the model's tokenizer refuses it: {error}") from error
 
     def _required_template(self) -> ChatTemplate:
         if self._template is None:
@@ -225,14 +230,23 @@ class Tokenizer:
         """Return the compiled template, None without one."""
         try:
             return None if template is None else ChatTemplate(template, self._special_tokens)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            # the latter are Python's own, of blocks or brackets that are nested too deep, and of long numbers
             raise UserError(f"{_KEY}: the chat template in {str(self._folder)!r} does not compile: {error}.") from error
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         tokens: list[int | None] = []
+        sizes = [self.num_tokens, _read_json(self._folder / "config.json").get("vocab_size")]
+        num_tokens = max(size for size in sizes if type(size) is int)  # the model may have rows beyond the tokenizer's
         for name in ("generation_config.json", "config.json"):
             ids = _read_json(self._folder / name).get("eos_token_id")
-            tokens += ids if isinstance(ids, list) else [ids]
+            ids = ids if isinstance(ids, list) else [ids]
+            if wrong := [token for token in ids if token is not None and not _is_token(token, num_tokens)]:
+                raise UserError(
+                    f"{_KEY}: `eos_token_id` in {str(self._folder / name)!r} has {wrong[0]!r:.40}, which is none "
+                    f"of the {num_tokens} tokens; write numbers of tokens."
+                )
+            tokens += ids
         if "eos_token" in self._special_tokens:
             tokens.append(self._backend.token_to_id(self._special_tokens["eos_token"]))
         return tuple(dict.fromkeys(token for token in tokens if token is not None))
@@ -251,8 +265,10 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             f"transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exceptions
+        backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_TOKENIZER))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the package raises bare Exceptions, and where Rust panics not even these
         raise UserError(f"{_KEY}: {str(path)!r} cannot be read: {error}.") from error
     backend.no_truncation()  # lengths are the data set's business; files may carry settings of a training
     backend.no_padding()
@@ -261,28 +277,52 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file, {} where it does not exist."""
-    if not path.is_file():
-        return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"{_KEY}: {str(path)!r} cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise UserError(f"{_KEY}: {str(path)!r} is no JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{_KEY}: {str(path)!r} is no JSON object; write the model's own there.")
+    return content
+
+
+def _is_token(token: Any, num_tokens: int) -> bool:
+    return type(token) is int and 0 <= token < num_tokens
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return name -> text; older files hold each token as an object."""
+    """Return name -> text; older files hold each token as an object. Raises UserError where one is no text."""
     tokens = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise UserError(f"{_KEY}: `{name}` in tokenizer_config.json is no text ({tokens[name]!r:.40}); write text.")
+    return texts
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Return the template of chat_template.jinja, else of tokenizer_config.json, of several the one named default."""
+    """Return the template of chat_template.jinja, else of tokenizer_config.json, of several the one named default.
+    Raises UserError where it cannot be read, or is no text."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
+    try:
+        return read_bytes(path, _MAX_TEMPLATE).decode("utf-8")
+    except FileNotFoundError:
+        template = settings.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"{_KEY}: {str(path)!r} cannot be read ({why}).") from error
     if isinstance(template, list):
-        return {row["name"]: row["template"] for row in template}.get("default")
+        named = {str(row.get("name")): row.get("template") for row in template if isinstance(row, dict)}
+        template = named.get("default")
+    if template is not None and not (isinstance(template, str) and len(template) <= _MAX_TEMPLATE):
+        raise UserError(
+            f"{_KEY}: `chat_template` in {str(folder / 'tokenizer_config.json')!r} is no text of 1 MiB at most; write "
+            f"the template, or a list of objects with name and template."
+        )
     return template
 
 
