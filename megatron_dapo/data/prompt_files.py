@@ -45,8 +45,12 @@ def read_rows(path: Path, columns: tuple[str, ...], check: ColumnCheck | None = 
 def rows_of(batch: "pyarrow.RecordBatch", path: Path, num_before: int) -> list[dict[str, Any]]:
     """Return the rows of a parquet file's batch. num_before: rows of the file before it.
 
-    Raises UserError, naming the row, for one above MAX_ROW_BYTES and for text that is not UTF-8.
+    Raises UserError, naming the row, for one above MAX_ROW_BYTES and for text that is not UTF-8, and where two columns
+    have one name.
     """
+    names = Counter(batch.schema.names)
+    if twice := [name for name, number in names.items() if number > 1]:
+        raise UserError(f"{path}: there are {names[twice[0]]} columns {twice[0]!r}; remove or rename all but one.")
     if (offset := _oversized(batch)) is not None:
         raise _too_large(path, num_before + offset + 1)
     try:

@@ -108,6 +108,22 @@ def test_extra_info_that_no_checkpoint_can_hold_is_an_error_that_names_its_place
         load(write_parquet(tmp_path / "rows.parquet", rows))
 
 
+@pytest.mark.parametrize("twice", ["prompt", "reward_model"])
+def test_two_columns_of_one_name_are_refused(tmp_path, twice):
+    table = pyarrow.Table.from_pylist([verl_row("p")])
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table.append_column(twice, table[twice]), path)
+    with pytest.raises(UserError, match=rf"rows.parquet: there are 2 columns '{twice}'; remove or rename"):
+        load(path)
+
+
+def test_a_column_that_is_not_read_may_be_there_twice(tmp_path):
+    table = pyarrow.Table.from_pylist([verl_row("p")])
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table.append_column("ability", table["ability"]), path)
+    assert len(load(path).prompts) == 1
+
+
 def test_the_prompt_column_may_have_another_name(write):
     rows = [{"question": "1+1=", "label": "2"}]
     assert load(write(rows), prompt_key="question").prompts[0].text == "1+1="
