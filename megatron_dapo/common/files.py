@@ -1,11 +1,14 @@
 """Files and folders that appear whole, by rename, or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -16,7 +19,8 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file to write as `write_whole` does, piece by piece; where the block raises, `path` stays as it was."""
+    """Open a file to write as `write_whole` does, piece by piece; where the block raises, `path` stays as it was. The
+    error of a full disk names the file, as those of opening one do."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -26,6 +30,10 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        if error.filename is None and error.errno in _FULL:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
