@@ -352,10 +352,7 @@ LANGUAGE_MODEL, CLASSIFIERS = "ForCausalLM", ("ForTokenClassification", "ForSequ
 def read_critic_spec(path: str | Path) -> ModelSpec:
     """Return the ModelSpec of what a critic starts from: a language model of ours, or a classifier of its family.
     Raises as `read_model_spec`."""
-    folder = ModelFolder.of(path)
-    if fault := folder.fault():
-        raise UserError(f"critic.model.path: `{path}` {fault}")
-    return critic_spec(json.loads(folder.config_json.read_text()), source=str(folder.config_json))
+    return critic_spec(*_read_config(path, "critic.model.path"))
 
 
 def critic_spec(hf: dict, source: str = "config.json") -> ModelSpec:
@@ -373,21 +370,23 @@ def critic_spec(hf: dict, source: str = "config.json") -> ModelSpec:
 
 def read_model_spec(path: str | Path) -> ModelSpec:
     """Return the ModelSpec of a checkpoint folder. Raises UserError with every unsupported architecture or field."""
-    folder = ModelFolder.of(path)
-    if fault := folder.fault():
-        raise UserError(f"actor_rollout_ref.model.path: `{path}` {fault}")
-    return model_spec(json.loads(folder.config_json.read_text()), source=str(folder.config_json))
+    return model_spec(*_read_config(path))
 
 
 def read_vocab_size(path: str | Path) -> int:
     """Return how many tokens the model of a checkpoint folder knows. Raises UserError."""
+    content, source = _read_config(path)
+    if not _is_size(size := content.get("vocab_size")):
+        raise UserError(f"actor_rollout_ref.model.path: {source} has no vocab_size; give a whole model.")
+    return size
+
+
+def _read_config(path: str | Path, key: str = "actor_rollout_ref.model.path") -> tuple[dict, str]:
+    """Return the content of config.json and its path. Raises UserError."""
     folder = ModelFolder.of(path)
     if fault := folder.fault():
-        raise UserError(f"actor_rollout_ref.model.path: `{path}` {fault}")
-    size = json.loads(folder.config_json.read_text()).get("vocab_size")
-    if not _is_size(size):
-        raise UserError(f"actor_rollout_ref.model.path: {folder.config_json} has no vocab_size; give a whole model.")
-    return size
+        raise UserError(f"{key}: `{path}` {fault}")
+    return folder.read_config(), str(folder.config_json)
 
 
 def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
@@ -483,6 +482,7 @@ def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
     if family.has_shared_experts:
         whole = ("a whole number, 0 or above", lambda value: value == 0 or _is_size(value))
         kinds |= dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), whole)
+    kinds["num_hidden_layers"] = ("a whole number from 1 to 10000", lambda value: _is_size(value, 10_000))
     kinds |= dict.fromkeys(_NUMBERS, ("a number above 0", _is_positive))
     kinds |= dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool)))
     return [
@@ -492,9 +492,9 @@ def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
     ]
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_size(value: object, most: int = 2**31 - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300

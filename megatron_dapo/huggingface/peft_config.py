@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.common.bounded import read_json
 from megatron_dapo.config.lora import LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -56,7 +57,7 @@ def adapter_faults(folder: str, lora: LoraSettings, modules: Sequence[str]) -> I
     as the end of a sentence). modules: last names of those that have an adapter."""
     path = Path(folder)
     try:
-        content = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        content = read_json(path / ADAPTER_CONFIG)
     except (OSError, ValueError):
         yield (
             "lora_adapter_path",

@@ -1,8 +1,8 @@
 """What a folder must be to be served as a reward model."""
 
-import json
 from pathlib import Path
 
+from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.huggingface.model_spec import CLASSIFIERS
 
@@ -12,7 +12,7 @@ def architecture_of(path: str) -> str:
     label and a tokenizer."""
     file = Path(path) / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
     except (OSError, ValueError):
         raise UserError(
             f"reward.model.path is {path}, which has no config.json that can be read; give the folder of a Hugging "

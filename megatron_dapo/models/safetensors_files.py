@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -26,6 +27,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK_BYTES = 64 * 2**20
 _NUM_SHOWN = 5
+_MAX_INDEX = 256 << 20  # bytes: of a million tensors
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class SafetensorsFolder:
         if not file.is_file():
             return None
         try:
-            index = json.loads(file.read_text(encoding="utf-8"))
+            index = read_json(file, _MAX_INDEX)
             if not isinstance(index.get("metadata", {}), dict):
                 raise ValueError("metadata is not an object")
             return index if index["weight_map"].values() else None

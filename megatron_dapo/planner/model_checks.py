@@ -1,6 +1,5 @@
 """What the config demands of the model's config.json: sizes that divide, positions that suffice."""
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,10 +29,9 @@ def read_model_json(config: Config) -> dict[str, Any] | None:
 def model_json_of(path: str) -> dict[str, Any] | None:
     """Return config.json of a checkpoint of either kind; none where it cannot be read."""
     try:
-        content = json.loads(ModelFolder.of(path).config_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return ModelFolder.of(path).read_config()
+    except UserError:
         return None
-    return content if isinstance(content, dict) else None
 
 
 def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | None:

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from megatron_dapo.common.bounded import read_json
+from megatron_dapo.common.errors import UserError
 
 # parts of a checkpoint of this program: weights in torch_dist, of the policy and of its critic; config.json, tokenizer
 # and the like; with LoRA the adapters as a PEFT folder, which a run folder has under this name too
@@ -35,6 +39,18 @@ class ModelFolder:
     @property
     def config_json(self) -> Path:
         return self.hf / "config.json"
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the content of config.json. Raises UserError where it cannot be read, or is no JSON object."""
+        try:
+            content = read_json(self.config_json)
+        except OSError as error:
+            raise UserError(f"{self.config_json} cannot be read ({error.strerror}); copy it again.") from error
+        except ValueError as error:
+            raise UserError(f"{self.config_json} is no JSON ({error}); copy it again.") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{self.config_json} is no JSON object; give the model's own.")
+        return content
 
     def fault(self) -> str | None:
         """Return why no model can be read from the folder, as the end of a sentence; None where config.json is
