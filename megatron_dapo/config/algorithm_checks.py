@@ -184,9 +184,23 @@ def clipping(config: Config) -> Iterator[Mistake]:
         )
 
 
+_BOUNDS_OF_PAPERS = {
+    "cispo": "clip_ratio_low=1 clip_ratio_high=0.28",
+    "gspo": "clip_ratio_low=3e-4 clip_ratio_high=4e-4",
+}
+
+
 def policy_loss(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake where replayed tokens would have a loss that does not go with that of new ones."""
+    """Yield a mistake where a loss other than DAPO's would have DAPO's symmetric range, or where replayed tokens would
+    have a loss that does not go with that of new ones."""
     actor = config.actor_rollout_ref.actor
+    if actor.policy_loss in _BOUNDS_OF_PAPERS and not actor.use_dapo and actor.loss_function is None:
+        yield Mistake(
+            (POLICY_LOSS, USE_DAPO, LOSS_FUNCTION),
+            f"{POLICY_LOSS} is {actor.policy_loss}, but while {USE_DAPO} is false its ratio is clipped at 1 +- "
+            f"clip_ratio {actor.clip_ratio:g}; set use_dapo to true, and its own bounds, such as "
+            f"{_BOUNDS_OF_PAPERS[actor.policy_loss]} (docs/loss.md).",
+        )
     if not config.exp_manager.experience_replay.enable:
         return
     if actor.policy_loss == "gspo":

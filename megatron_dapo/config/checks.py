@@ -19,7 +19,6 @@ from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, is_variable_name, variable_names
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.run import JUDGE_VALUES, JudgeConfig
-from megatron_dapo.config.unused_keys import unused_keys
 
 
 def batch_sizes(config: Config) -> Iterator[Mistake]:
@@ -308,7 +307,6 @@ SHARED_CHECKS = (
     run_folder_name,
 )
 CHECKS = (
-    unused_keys,
     batch_sizes,
     lengths,
     *SHARED_CHECKS,

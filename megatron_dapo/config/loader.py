@@ -43,11 +43,12 @@ class Reading:
     """What a file and its overrides hold: the config of what is sound, and the mistakes.
 
     in_doubt: keys that have their default in the config because their value was refused or could not be read, or
-    because an unknown name was probably meant for them.
+    because an unknown name was probably meant for them. overridden: keys whose value is an override's.
     """
 
     config: Config
     in_doubt: frozenset[str]
+    overridden: frozenset[str]
     mistakes: tuple[Mistake, ...]
 
 
@@ -68,15 +69,17 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Readi
     collected = _Collected()
     if path is not None:
         _collect(_read_file(Path(path), collected.mistakes), "", str(path), collected, once=True)
+    of_file = dict(collected.settings)
     for override in overrides:
         _apply_override(override, collected)
+    overridden = {name for name, setting in collected.settings.items() if of_file.get(name) is not setting}
     if more := collected.unknown[MAX_UNKNOWN:]:
         collected.mistakes.append(
             Mistake((), f"Unknown keys besides: {len(more)}, the first of them {more[0]}; remove them.")
         )
     config, sound = _build(collected.settings, collected.mistakes)
     about = {key for mistake in collected.mistakes for key in mistake.keys}
-    return Reading(config, frozenset(about - sound), tuple(collected.mistakes))
+    return Reading(config, frozenset(about - sound), frozenset(overridden), tuple(collected.mistakes))
 
 
 def to_yaml(config: Config) -> str:

@@ -26,8 +26,9 @@ Later overrides win. Values are read as YAML 1.2 (`1e-6` is a number, `on` is a 
 it stands. What is not given has the default below. Unknown keys, wrong types and contradictions are reported together
 before anything starts; `--dry-run` shows the resolved config and the process plan.
 
-A key that has no effect must keep its default, unless its switch is explicitly false. What "may change on
-resume" may differ from the run that wrote the checkpoint; any other change has to be named in `trainer.accept_changes`.
+A key that has no effect must keep its default, unless a file has its switch at false; on the command line it is
+refused. What "may change on resume" may differ from the run that wrote the checkpoint; any other change has to be named
+in `trainer.accept_changes`.
 """
 
 _ALIASES_HEAD = """\

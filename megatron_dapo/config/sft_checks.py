@@ -8,7 +8,6 @@ from megatron_dapo.config.keys import known_keys, show_text, value_of
 from megatron_dapo.config.length_checks import fits_longest_sample
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.unused_keys import unused_keys
 
 # sections and keys that are read; whatever else is set has no effect
 READ = (
@@ -41,15 +40,9 @@ def unread_keys(config: Config) -> Iterator[Mistake]:
             )
 
 
-def unused(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake for every key that fine-tuning reads, but that another key keeps from being read."""
-    yield from (mistake for mistake in unused_keys(config) if is_read(mistake.keys[0]))
-
-
 def lengths(config: Config) -> Iterator[Mistake]:
     cap = config.actor_rollout_ref.actor.max_tokens_per_microbatch
     yield from fits_longest_sample(config, f"{ACTOR}.max_tokens_per_microbatch", cap)
 
 
-COMMON_CHECKS = (unused, *SHARED_CHECKS)  # which hold whether or not fine-tuning is on
-SFT_CHECKS = (unread_keys, lengths, *COMMON_CHECKS)
+SFT_CHECKS = (unread_keys, lengths, *SHARED_CHECKS)

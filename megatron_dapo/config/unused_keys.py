@@ -1,6 +1,6 @@
 """Keys that were given, but that another key keeps from being read: what `ActsIf` of the schema's fields says."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron_dapo.config.keys import Key, known_keys, show_text, value_of, was_left_off
@@ -9,18 +9,21 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.rules import ActsIf, Condition, Is, IsNot, IsOn
 
 
-def unused_keys(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake for every key that is not at its default and has no effect."""
+def unused_keys(config: Config, overridden: Collection[str] = ()) -> Iterator[Mistake]:
+    """Yield a mistake for every key that has no effect and is not at its default, or is one of those that the command
+    line gives: who writes a key there means it now, whoever switched it off. What is given as null, false or 0 asks for
+    nothing."""
     for key in known_keys().values():
         value = value_of(config, key.name)
-        if value == key.default:
+        is_meant = key.name in overridden and bool(value)
+        if value == key.default and not is_meant:
             continue
         asked: tuple[str, ...] = ()
         for rule in sorted(key.rules.acts_if, key=_is_switch, reverse=True):
             asked += tuple(condition.key for condition in rule.conditions)
             if _holds(rule, config):
                 continue
-            if not _is_switch(rule) or (value is not None and _was_forgotten(rule, config)):
+            if not _is_switch(rule) or is_meant or (value is not None and _was_forgotten(rule, config)):
                 yield _mistake(key, value, rule, asked, config)
             break
 

@@ -9,7 +9,7 @@ from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH
-from megatron_dapo.config.checks import CHECKS, prompt_template, reward
+from megatron_dapo.config.checks import CHECKS, SHARED_CHECKS, prompt_template, reward
 from megatron_dapo.config.derived import uses_servers, world_size
 from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WITHOUT_SERVERS, WORLD, keys_of
 from megatron_dapo.config.loader import read_config
@@ -17,7 +17,8 @@ from megatron_dapo.config.lora import lora_settings
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.rollout_checks import ROLLOUT_CHECKS, own_host
 from megatron_dapo.config.schema import Config
-from megatron_dapo.config.sft_checks import COMMON_CHECKS, SFT_CHECKS
+from megatron_dapo.config.sft_checks import SFT_CHECKS, is_read
+from megatron_dapo.config.unused_keys import unused_keys
 from megatron_dapo.huggingface.model_spec import critic_spec, model_spec
 from megatron_dapo.huggingface.peft_config import adapter_faults
 from megatron_dapo.huggingface.reward_model import architecture_of
@@ -63,7 +64,12 @@ def load_and_validate(
     """
     reading = read_config(path, overrides)
     mistakes = _mistakes(
-        reading.config, read_model_json(reading.config), check_files, num_processes, "sft.enable" in reading.in_doubt
+        reading.config,
+        read_model_json(reading.config),
+        check_files,
+        num_processes,
+        either_kind="sft.enable" in reading.in_doubt,
+        overridden=reading.overridden,
     )
     _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
     specs = read_model_specs(reading.config)
@@ -93,10 +99,18 @@ def _mistakes(
     check_files: bool,
     num_processes: int | None,
     either_kind: bool = False,
+    overridden: frozenset[str] = frozenset(),
 ) -> list[Mistake]:
-    """Return the mistakes of a config; either_kind: only those that fine-tuning and reinforcement learning share."""
+    """Return the mistakes of a config; either_kind: only those that fine-tuning and reinforcement learning share.
+    overridden: keys that the command line gives."""
     own_checks = SFT_CHECKS if config.sft.enable else (*CHECKS, *CRITIC_CHECKS)
-    mistakes = [mistake for check in (COMMON_CHECKS if either_kind else own_checks) for mistake in check(config)]
+    checks = SHARED_CHECKS if either_kind else own_checks
+    mistakes = [
+        mistake
+        for mistake in unused_keys(config, overridden)
+        if not (either_kind or config.sft.enable) or is_read(mistake.keys[0])
+    ]
+    mistakes += [mistake for check in checks for mistake in check(config)]
     if model_json is not None:
         mistakes += [mistake for check in (*MODEL_CHECKS, own_model) for mistake in check(config, model_json)]
     if check_files:

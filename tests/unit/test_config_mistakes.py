@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, POLICY_LOSS
+from megatron_dapo.config.key_names import ACTOR, LOSS_FUNCTION, MEGATRON, OVERLONG, POLICY_LOSS, USE_DAPO
 from megatron_dapo.config.keys import Key, known_keys
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe as path_of
 from megatron_dapo.planner.validation import load_and_validate
 from tests.config_overrides import SOUND, overrides
 from tests.unit.test_config_validation import CONTRADICTIONS
@@ -29,9 +31,9 @@ PADDED = (
 )
 
 
-def shown(settings: list[str]) -> list[str]:
+def shown(settings: list[str], recipe: Path | None = None) -> list[str]:
     try:
-        load_and_validate(None, settings, check_files=False)
+        load_and_validate(recipe, settings, check_files=False)
     except UserError as error:
         return error.sentences
     return []
@@ -75,6 +77,45 @@ def shown_with_files(*settings: str) -> list[str]:
     with pytest.raises(UserError) as error:
         load_and_validate(None, list(settings))
     return error.value.sentences
+
+
+GSPO = f"{POLICY_LOSS}=gspo"
+BOUNDS = [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"]
+WITHOUT_ACT = {  # a recipe, what is given on the command line, and the first words of each sentence
+    "bounds of GSPO": (
+        "grpo_baseline",
+        [GSPO, *BOUNDS],
+        [f"{ACTOR}.clip_ratio_low is 0.0003", f"{ACTOR}.clip_ratio_high is 0.0004", f"{POLICY_LOSS} is gspo"],
+    ),
+    "a bound that is the default": (
+        "grpo_baseline",
+        [f"{ACTOR}.clip_ratio_high=0.28"],
+        [f"{ACTOR}.clip_ratio_high is 0.28"],
+    ),
+    "a switch of the command line": (
+        "dapo_7b",
+        [f"{USE_DAPO}=false", f"{ACTOR}.clip_ratio_high=0.3"],
+        [f"{ACTOR}.clip_ratio_high is 0.3"],
+    ),
+    "a section that is off": (
+        "dapo_7b",
+        [f"{OVERLONG}.enable=false", f"{OVERLONG}.penalty_factor=0.5"],
+        [f"{OVERLONG}.penalty_factor is 0.5"],
+    ),
+    "no switch": ("dapo_7b", ["algorithm.gamma=1.0"], ["algorithm.gamma is 1.0"]),
+    "a value that is off": ("dapo_7b", [f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.kl_loss_coef=0.0"], []),
+    "null is no value": ("grpo_baseline", [f"{ACTOR}.clip_ratio_high=null"], []),
+    "a switch of the recipe": ("dapo_7b", [f"{USE_DAPO}=false", f"{OVERLONG}.enable=false"], []),
+    "bounds that are read": ("grpo_baseline", [GSPO, f"{USE_DAPO}=true", *BOUNDS], []),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ACT)
+def test_what_the_command_line_gives_acts_or_is_refused(name):
+    recipe, given_keys, expected = WITHOUT_ACT[name]
+    sentences = shown(given_keys, path_of(recipe))
+    assert [sentence[: len(start)] for sentence, start in zip(sentences, expected, strict=True)] == expected
+    assert all("has no effect while" in sentence or "set use_dapo to true" in sentence for sentence in sentences)
 
 
 @settings(deadline=None, max_examples=40)

@@ -339,16 +339,30 @@ def test_passes_over_the_same_samples_compute_old_log_probs_for_any_of_them():
 
 
 POLICY_LOSS = f"{ACTOR}.policy_loss"
+USE_DAPO = f"{ACTOR}.use_dapo"
+ON = f"{USE_DAPO}=true"
+LOSS_FUNCTION = f"{ACTOR}.loss_function"
 REPLAY = "exp_manager.experience_replay.enable=true"
 MISTAKES = {
-    "gspo does not replay": (["gspo", REPLAY], (POLICY_LOSS, REPLAY.partition("=")[0]), "one ratio per response"),
+    "gspo needs bounds of its own": (["gspo"], (POLICY_LOSS, USE_DAPO, LOSS_FUNCTION), "set use_dapo to true"),
+    "cispo needs bounds of its own": (["cispo"], (POLICY_LOSS, USE_DAPO, LOSS_FUNCTION), "1 +- clip_ratio 0.2"),
+    "bounds that nobody reads are told once": (
+        ["gspo", f"{USE_DAPO}=false", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
+        (POLICY_LOSS, USE_DAPO, LOSS_FUNCTION),
+        "clip_ratio_low=3e-4",
+    ),
+    "gspo does not replay": (
+        ["gspo", ON, REPLAY],
+        (POLICY_LOSS, REPLAY.partition("=")[0]),
+        "one ratio per response",
+    ),
     "cispo does not clip replayed tokens": (
-        ["cispo", REPLAY, f"{ACTOR}.off_policy_shaping_mode=dapo_clip_higher"],
+        ["cispo", ON, REPLAY, f"{ACTOR}.off_policy_shaping_mode=dapo_clip_higher"],
         (POLICY_LOSS, f"{ACTOR}.off_policy_shaping_mode", REPLAY.partition("=")[0]),
         "to exgrpo_policy_shaping",
     ),
     "cispo has no dual clip": (
-        ["cispo", f"{ACTOR}.clip_ratio_c=5"],
+        ["cispo", ON, f"{ACTOR}.clip_ratio_c=5"],
         (f"{ACTOR}.clip_ratio_c", POLICY_LOSS),
         "policy_loss is cispo",
     ),
@@ -358,13 +372,13 @@ MISTAKES = {
         "loss_function is a.b:c",
     ),
     "no ratio is below 0": (
-        ["cispo", f"{ACTOR}.use_dapo=true", f"{ACTOR}.clip_ratio_low=1.5"],
-        (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.use_dapo", POLICY_LOSS),
+        ["cispo", ON, f"{ACTOR}.clip_ratio_low=1.5"],
+        (f"{ACTOR}.clip_ratio_low", USE_DAPO, POLICY_LOSS),
         "at most 1",
     ),
     "a bound of 0 would clip nothing of gspo": (
-        ["gspo", f"{ACTOR}.use_dapo=true", f"{ACTOR}.clip_ratio_low=1", f"{ACTOR}.clip_ratio_high=1.5"],
-        (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.use_dapo", POLICY_LOSS),
+        ["gspo", ON, f"{ACTOR}.clip_ratio_low=1", f"{ACTOR}.clip_ratio_high=1.5"],
+        (f"{ACTOR}.clip_ratio_low", USE_DAPO, POLICY_LOSS),
         "must be below 1",
     ),
 }
@@ -381,12 +395,12 @@ def test_what_does_not_go_together_is_one_sentence(name):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["cispo", f"{ACTOR}.use_dapo=true", f"{ACTOR}.clip_ratio_low=1", f"{ACTOR}.clip_ratio_high=0.3"],
-        ["cispo", f"{ACTOR}.use_dapo=true", f"{ACTOR}.clip_ratio_high=4"],  # beyond the dual clip, which does not act
-        ["cispo", REPLAY],
-        ["cispo", "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_staleness=1"],
-        ["gspo", "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_staleness=1"],
-        ["gspo", f"{ACTOR}.use_dapo=true", f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
+        ["cispo", ON, f"{ACTOR}.clip_ratio_low=1", f"{ACTOR}.clip_ratio_high=0.3"],
+        ["cispo", ON, f"{ACTOR}.clip_ratio_high=4"],  # beyond the dual clip, which does not act
+        ["cispo", ON, REPLAY],
+        ["cispo", ON, "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_staleness=1"],
+        ["gspo", ON, "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_staleness=1"],
+        ["gspo", ON, f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
     ],
 )
 def test_what_their_papers_ask_for_is_no_mistake(overrides):
