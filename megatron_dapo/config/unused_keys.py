@@ -10,9 +10,12 @@ from megatron_dapo.config.schema.rules import ActsIf, Condition, Is, IsNot, IsOn
 
 
 def unused_keys(config: Config, overridden: Collection[str] = ()) -> Iterator[Mistake]:
-    """Yield a mistake for every key that has no effect and is not at its default, or is one of those that the command
-    line gives: who writes a key there means it now, whoever switched it off. What is given as null, false or 0 asks for
-    nothing."""
+    """Yield a mistake for every key that is not at its default and has no effect.
+
+    overridden: keys that the command line gives. Who writes one there means it now, whoever switched it off, and also
+    at its default: that is a mistake, too. But null, false and 0 ask for nothing; and where no switch is off, a
+    default takes back what a recipe says.
+    """
     for key in known_keys().values():
         value = value_of(config, key.name)
         is_meant = key.name in overridden and bool(value)
@@ -23,7 +26,11 @@ def unused_keys(config: Config, overridden: Collection[str] = ()) -> Iterator[Mi
             asked += tuple(condition.key for condition in rule.conditions)
             if _holds(rule, config):
                 continue
-            if not _is_switch(rule) or is_meant or (value is not None and _was_forgotten(rule, config)):
+            if _is_switch(rule):
+                is_mistake = is_meant or (value is not None and _was_forgotten(rule, config))
+            else:
+                is_mistake = value != key.default
+            if is_mistake:
                 yield _mistake(key, value, rule, asked, config)
             break
 

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.key_names import ACTOR, LOSS_FUNCTION, MEGATRON, OVERLONG, POLICY_LOSS, USE_DAPO
+from megatron_dapo.config.key_names import ACTOR, CORRECTION, LOSS_FUNCTION, MEGATRON, OVERLONG, POLICY_LOSS, USE_DAPO
 from megatron_dapo.config.keys import Key, known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe as path_of
@@ -102,7 +102,12 @@ WITHOUT_ACT = {  # a recipe, what is given on the command line, and the first wo
         [f"{OVERLONG}.enable=false", f"{OVERLONG}.penalty_factor=0.5"],
         [f"{OVERLONG}.penalty_factor is 0.5"],
     ),
-    "no switch": ("dapo_7b", ["algorithm.gamma=1.0"], ["algorithm.gamma is 1.0"]),
+    "no switch": ("dapo_7b", ["algorithm.gamma=0.9"], ["algorithm.gamma is 0.9"]),
+    "what a recipe says, taken back": (
+        "dapo_7b",
+        [f"{LOSS_FUNCTION}=a.b:c", f"{USE_DAPO}=false", f"{ACTOR}.clip_ratio_c=3.0", f"{CORRECTION}.rollout_is=none"],
+        [],
+    ),
     "a value that is off": ("dapo_7b", [f"{ACTOR}.use_kl_loss=false", f"{ACTOR}.kl_loss_coef=0.0"], []),
     "null is no value": ("grpo_baseline", [f"{ACTOR}.clip_ratio_high=null"], []),
     "a switch of the recipe": ("dapo_7b", [f"{USE_DAPO}=false", f"{OVERLONG}.enable=false"], []),
