@@ -7,9 +7,13 @@ from pathlib import Path
 _ERROR = re.compile(r"^(\[rank\d+\]: )?((\w+\.)*\w*(Error|Exception|Failure|Interrupt|Exit)\b.*|Fatal Python error.*)$")
 
 
-def read_lines(log: Path) -> list[str]:
-    """Return the lines of a log; none where there is no such file."""
-    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+def read_lines(log: Path, start: int = 0) -> list[str]:
+    """Return the lines of a log from byte `start` on; none where there is no such file."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode("utf-8", errors="replace").splitlines()
 
 
 def last_error(lines: Sequence[str]) -> str:

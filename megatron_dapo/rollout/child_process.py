@@ -51,6 +51,7 @@ class ChildProcess:
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as output:
+            self._log_start = output.tell()  # above it are the words of earlier tries
             self._process = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -119,8 +120,8 @@ class ChildProcess:
         return f"{self.name} {exit_phrase(self._process.returncode)}; its log is {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Return the last lines of its log, each after TAIL_PREFIX."""
-        lines = read_lines(self.log_file)
+        """Return the last lines that it wrote to its log, each after TAIL_PREFIX."""
+        lines = read_lines(self.log_file, self._log_start)
         return "\n".join(f"{TAIL_PREFIX}{line[:400]}" for line in lines[-LOG_TAIL_LINES:])
 
     def _learn_family(self) -> None:

@@ -33,3 +33,14 @@ def test_what_is_killed_is_dead_when_stop_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil.Process, "kill", lambda process: threading.Timer(0.3, kill, (process,)).start())
     child.stop(grace_s=20.0)
     assert not [process for process in family if is_alive(process)]
+
+
+def test_the_end_of_a_program_is_told_in_its_own_words_and_not_in_those_of_earlier_tries(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("a mistake that is cured\n")
+    child = ChildProcess("program", [sys.executable, "-c", "import sys; sys.exit('this mistake')"], log)
+    assert child.wait(60) == 1
+    assert child.describe_end().splitlines()[1:] == ["  | this mistake"]
+    assert log.read_text() == "a mistake that is cured\nthis mistake\n"
+    silent = ChildProcess("program", [sys.executable, "-c", "import os; os._exit(1)"], log)
+    assert silent.wait(60) == 1 and silent.log_tail() == ""
