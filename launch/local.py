@@ -141,9 +141,9 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
             log.warning(
                 "%s: the trainer saves, at the latest when its step ends, then all stops; "
                 "a second signal stops it at once",
-                stop.received.name,
+                _words(stop.received),
             )
-            ranks.ask_to_stop()
+            ranks.ask_to_stop(_words(stop.received))
         if servers and not _check(servers):  # before the trainer, which may have died of it
             servers = None
         code = ranks.check()
@@ -151,8 +151,12 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
             return _end(code, servers, ranks, stop)
         time.sleep(POLL_INTERVAL_S)
     assert stop.received is not None, "two signals came"
-    log.warning("%s again: stopping the trainer, then the servers", stop.received.name)
+    log.warning("%s again: stopping the trainer, then the servers", _words(stop.received))
     return stop.exit_code
+
+
+def _words(received: signal.Signals) -> str:
+    return "Ctrl-C" if received == signal.SIGINT else received.name
 
 
 def _check(servers) -> bool:

@@ -75,10 +75,13 @@ class TrainerRanks:
         """Return what failed: per failed rank how it ended, its log file and the last lines."""
         return "\n".join(rank.describe_end() for rank in self._ranks if rank.poll() not in _GOOD_ENDS)
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, reason: str | None = None) -> None:
         """Send SIGTERM to all ranks, once: they save at the end of their step and exit with 85, if training has
-        begun."""
+        begun. reason: what the user did, in their last words in place of SIGTERM."""
         self._was_asked = True
+        if reason:
+            with suppress(OSError):  # a full disk: the ranks say SIGTERM
+                self._ends.note_stop(reason)
         for rank in self._ranks:
             rank.terminate()
 

@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+from megatron_dapo.common.ends import own_folder
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.platform.agreement import Agreement
 
@@ -39,8 +40,9 @@ class StopRequest:
 
     def asked(self) -> str | None:
         """Return what this rank was asked to stop by. Not collective."""
-        if self._signals.received:
-            return self._signals.received.name
+        if received := self._signals.received:
+            launcher = own_folder() if received == signal.SIGTERM else None
+            return (launcher and launcher.stop_reason()) or received.name
         return f"the file {self._file}" if self._agreement.rank == 0 and self._file.exists() else None
 
     def accept(self) -> None:

@@ -87,6 +87,7 @@ _KIND_OF_CODE = {
     SAVED_EXIT_CODE: EndKind.SAVED,
 }
 _SIGTERM = 15
+_STOP = "asked_to_stop"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,20 @@ class EndFolder:
         if fields["start"] != self.start:
             return None
         return End(**{**fields, "kind": EndKind(fields["kind"])})
+
+    def note_stop(self, reason: str) -> None:
+        """Note what the launcher was asked to stop by, before it passes that on as SIGTERM. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        note = json.dumps({"reason": reason, "start": self.start}) + "\n"
+        (self.path / _STOP).write_text(note, encoding="utf-8")  # not flushed: no stop waits for a busy disk
+
+    def stop_reason(self) -> str | None:
+        """Return what the launcher of this start was asked to stop by; None where it was not, or it cannot be read."""
+        try:
+            fields = json.loads((self.path / _STOP).read_text(encoding="utf-8"))
+            return str(fields["reason"]) if fields["start"] == self.start else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def forget(self, who: str) -> None:
         """Remove the record of a process, which has begun anew."""

@@ -105,6 +105,9 @@ sys.exit(85)
 """
 
 
+SAY_WHY = "from megatron_dapo.common.ends import own_folder; print('asked by', own_folder().stop_reason())"
+
+
 def run_in(folder: Path, code: str) -> None:
     """run_local with two ranks of `code`, in this process, whose output goes to files."""
     for number, name in ((1, "out"), (2, "err")):
@@ -195,6 +198,16 @@ def test_a_stop_signal_waits_for_every_rank_to_save_and_passes_the_exit_code_on(
     assert "saved" in (tmp_path / "logs" / "trainer-rank-1.log").read_text()
     error = (tmp_path / "err").read_text()
     assert "SIGUSR1: the trainer saves" in error and "failed" not in error
+
+
+def test_ranks_are_told_what_the_user_did(tmp_path):
+    code = SAVING.replace("SECONDS", "0.1").replace("sys.exit(85)", f"{SAY_WHY}\nsys.exit(85)")
+    with launcher(tmp_path, code) as run:
+        os.kill(run.pid, signal.SIGINT)
+        run.join(60)
+        assert run.exitcode == 85
+    assert "asked by Ctrl-C" in (tmp_path / "out").read_text()
+    assert "Ctrl-C: the trainer saves" in (tmp_path / "err").read_text()
 
 
 def test_a_second_stop_signal_does_not_wait(tmp_path):

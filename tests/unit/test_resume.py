@@ -16,6 +16,7 @@ from megatron_dapo.checkpointing.resume import find_start as find_start_of
 from megatron_dapo.checkpointing.rollout_state import restore_rollout
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
+from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.errors import JobError, UserError
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.keys import known_keys
@@ -406,6 +407,26 @@ def test_a_signal_is_remembered_until_the_step_ends(tmp_path, number):
         os.kill(os.getpid(), number)
         assert stop.received() == number.name
     assert signal.getsignal(number) == before
+
+
+def test_a_launchers_sigterm_is_told_as_what_its_user_did(tmp_path, monkeypatch):
+    ends = EndFolder(tmp_path, start="now")
+    for name, value in ends.variables().items():
+        monkeypatch.setenv(name, value)
+
+    def reason_of(number: signal.Signals) -> str | None:
+        with StopRequest(tmp_path / "stop", SingleRank()) as stop:
+            os.kill(os.getpid(), number)
+            return stop.received()
+
+    assert reason_of(signal.SIGTERM) == "SIGTERM"  # somebody's own
+    EndFolder(tmp_path, start="before").note_stop("Ctrl-C")
+    assert reason_of(signal.SIGTERM) == "SIGTERM"
+    ends.note_stop("Ctrl-C")
+    assert reason_of(signal.SIGTERM) == "Ctrl-C" and reason_of(signal.SIGUSR1) == "SIGUSR1"
+    for damaged in ("", "[]", '"Ctrl-C"', '{"start": "now"}'):
+        (tmp_path / "asked_to_stop").write_text(damaged)
+        assert reason_of(signal.SIGTERM) == "SIGTERM"
 
 
 def end_of(stop, *numbers: signal.Signals) -> int | None:
