@@ -171,8 +171,9 @@ def paid_without_answer(share: float | None) -> str | None:
     )
 
 
-def progress(total: int, what: str = "steps"):
-    """Start a rich progress bar with elapsed and remaining time, and return it. The caller stops it."""
+def progress(total: int, what: str = "steps", has_left: bool = True):
+    """Start a rich progress bar with the elapsed time, and return it. The caller stops it. has_left: with the time that
+    is left, too, where no line above the bar tells it."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -187,8 +188,7 @@ def progress(total: int, what: str = "steps"):
         BarColumn(bar_width=40),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        *((TextColumn("left"), TimeRemainingColumn()) if has_left else ()),
         transient=True,
         refresh_per_second=1,  # the thread that draws takes time from training
     )

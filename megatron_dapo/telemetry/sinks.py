@@ -58,7 +58,8 @@ class Console:
         self._run_line = RunLine()
         self._was_paid = False  # in the last step, for what `paid_without_answer` tells
         # none: closed by whoever started us
-        self._progress = progress(total_steps) if sys.stdout is not None and sys.stdout.isatty() else None
+        has_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._progress = progress(total_steps, has_left=False) if has_terminal else None
 
     def write(self, record: Record) -> None:
         if record.is_validation:

@@ -1,6 +1,7 @@
 """Telemetry: what reaches the sinks, how a step reads on the console, what the closing table says."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from megatron_dapo.telemetry import report
 from megatron_dapo.telemetry.console import RUN_FIGURES, RunLine, StepTable, duration
 from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
 from megatron_dapo.telemetry.samples import sample_table
-from megatron_dapo.telemetry.sinks import SINKS
+from megatron_dapo.telemetry.sinks import SINKS, Console, Record
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.telemetry.timers import PhaseTimers
 from tests.helpers import REPOSITORY
@@ -405,6 +406,18 @@ def test_the_last_line_leaves_out_what_no_step_reported():
     assert line.line() is None
     line.add({"reward/mean": 1.0, "response_length/max": 12.0})
     assert line.line() == "all steps: longest response 12"
+
+
+def test_a_terminal_shows_one_time_that_is_left(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(total_steps=40)
+    console.write(Record(1, {"time/step": 5.0}, is_validation=False))
+    console.close()
+    assert "1/40" in terminal.getvalue() and "steps" in terminal.getvalue()
+    assert terminal.getvalue().count("left") == 1  # the title of the column
 
 
 def test_the_header_comes_again():
