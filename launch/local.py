@@ -31,6 +31,7 @@ from megatron_dapo.common.standard_streams import open_standard_streams, print_l
 from megatron_dapo.config.derived import starts_reward_model, starts_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
+from megatron_dapo.first_look import first_look
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.storage.run_folder import RunFolder
@@ -56,10 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides = [*overrides, f"trainer.replay={arguments.replay}"]
     try:
         if arguments.dry_run:
-            dry_run(arguments.config, overrides, check=require_one_node)
+            dry_run(arguments.config, overrides, check=require_one_node, look=first_look)
             return 0
         config = checked_config(arguments.config, overrides)
         require_one_node(config)
+        first_look(config)
         print_line(process_plan(config))
         return run_local(config)
     except UserError as error:

@@ -21,6 +21,7 @@ from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.reference import config_reference
 from megatron_dapo.config.schema import Config
 from megatron_dapo.evaluation.command import add_eval_arguments, evaluate
+from megatron_dapo.first_look import first_look
 from megatron_dapo.forecast.command import add_plan_arguments, plan
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.validation import load_and_validate
@@ -125,7 +126,7 @@ def _train(arguments: argparse.Namespace) -> int:
     num_processes = int(started) if started else None if arguments.dry_run else 1
     try:
         if arguments.dry_run:
-            dry_run(arguments.config, overrides, num_processes=num_processes, show=rank == 0)
+            dry_run(arguments.config, overrides, num_processes=num_processes, show=rank == 0, look=first_look)
             return 0
         config = _checked_config(arguments.config, overrides, num_processes)
         ends.begin(ends.rank_name(rank), ends.EndFolder(RunFolder.of(config.trainer).ends, start=""))

@@ -25,6 +25,7 @@ from megatron_dapo.common.signals import ignore_signals
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
+from megatron_dapo.first_look import first_look
 from megatron_dapo.planner.dry_run import dry_run
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import load_and_validate
@@ -80,7 +81,7 @@ def plan_command(argv: list[str]) -> int:
     try:
         if not arguments.nodes:
             check = partial(show_plan, min_bandwidth=arguments.min_bandwidth, notice_s=arguments.notice)
-            dry_run(arguments.config, overrides, show=False, check=check)
+            dry_run(arguments.config, overrides, show=False, check=check, look=first_look)
             return 0
         config = load_and_validate(arguments.config, overrides)
         if is_done(config):
@@ -95,6 +96,7 @@ def plan_command(argv: list[str]) -> int:
         if plan.server_nodes:
             make_server_key(config)
         config = load_and_validate(arguments.config, [*overrides, *own_overrides(plan, config)])
+        first_look(config)
     except UserError as error:
         print(error.report(), file=sys.stderr, flush=True)
         stream = sys.stdout if arguments.nodes else sys.stderr  # srun adds words of its own to the latter

@@ -2,8 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.import_path import import_attribute
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,3 +41,35 @@ depends on how a mini-batch was cut, neither may be divided by numbers of a micr
 SequenceLossFunction = Callable[[Sequence[LossSequence]], SequenceLossAnswer]
 """Called once per micro-batch on every rank of the last pipeline stage, with the sequences that have tokens to learn
 from; at least one. Sequences lie whole in a micro-batch."""
+
+
+def load_loss_function(key: str, path: str) -> SequenceLossFunction:
+    """Import `package.module:function`, which a config key names. Raises UserError with one sentence where it is
+    none."""
+    function = import_attribute(key, path, "package.module:function")
+    if not callable(function):
+        raise UserError(f"{key}: {path!r} is no function but {type(function).__name__}.")
+    return function
+
+
+def checked_answer(key: str, answer: Any) -> SequenceLossAnswer:
+    """Return what the function that a config key names answered. Raises UserError where it is not what was asked for;
+    reads nothing back from the device."""
+    if isinstance(answer, tuple) and len(answer) == 3:
+        loss_sum, number, metrics = answer
+        pairs = list(metrics.values()) if isinstance(metrics, dict) else [None]
+        numbers = [loss_sum, number]
+        for pair in pairs:
+            numbers += pair if isinstance(pair, tuple) and len(pair) == 2 else [None]
+        if all(isinstance(each, int | float) or (isinstance(each, Tensor) and each.ndim == 0) for each in numbers):
+            return loss_sum, number, metrics
+    raise UserError(
+        f"{key}: the function must return (summed loss, count, metrics), scalars and a dict of name -> "
+        f"(sum, count); it returned {_described(answer)}."
+    )
+
+
+def _described(answer: Any) -> str:
+    if isinstance(answer, tuple):
+        return f"({', '.join(_described(each) for each in answer)})"
+    return f"a tensor of shape {list(answer.shape)}" if isinstance(answer, Tensor) else repr(answer)[:100]

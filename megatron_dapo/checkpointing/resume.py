@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, matters
-from megatron_dapo.checkpointing.folders import newest_first, read_trainer_state
+from megatron_dapo.checkpointing.folders import TRAINER_STATE, newest_first, read_trainer_state
 from megatron_dapo.checkpointing.manifest import Verdict, compare_contents, compare_sizes, read_manifest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.schema import Config
-from megatron_dapo.platform.agreement import Agreement
+
+if TYPE_CHECKING:  # it imports torch, and `likely_start` is asked before a run starts
+    from megatron_dapo.platform.agreement import Agreement
 
 # parts of a training checkpoint, by their names in the manifest
 CONTENTS = ("model", "optimizer", "lr_schedule", "rng", "counters", "controller")
@@ -40,7 +42,7 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find_start(root: Path, config: Config, agreement: Agreement) -> Start:
+def find_start(root: Path, config: Config, agreement: "Agreement") -> Start:
     """Choose by `trainer.resume` among the checkpoints in root, the same on all ranks. Collective: the files of the one
     that it takes are all read, each by one rank.
 
@@ -56,6 +58,25 @@ def find_start(root: Path, config: Config, agreement: Agreement) -> Start:
         if verdict.is_whole:
             return agreement.leader(what, _checked, folder, verdict, skipped, config)
         skipped.append(f"{folder.name}: {_faults(verdict)}")
+    return _beginning(root, skipped)
+
+
+def likely_start(root: Path, config: Config) -> Start:
+    """Return where a run would start as far as sizes tell, which takes no time; raise UserError as `find_start` does.
+    One process may call it, before the run."""
+    skipped: list[str] = []
+    for folder in _candidates(root, config):
+        verdict, files = compare_sizes(folder)
+        state = {name: record for name, record in files.items() if name == TRAINER_STATE}
+        verdict = verdict.with_damage(compare_contents(folder, state))
+        if verdict.is_whole:
+            return _checked(folder, verdict, skipped, config)
+        skipped.append(f"{folder.name}: {_faults(verdict)}")
+    return _beginning(root, skipped)
+
+
+def _beginning(root: Path, skipped: list[str]) -> Start:
+    """Return the start at step 0. Raises UserError where there are checkpoints, none of them whole."""
     if skipped:
         raise UserError(
             [
@@ -67,7 +88,7 @@ def find_start(root: Path, config: Config, agreement: Agreement) -> Start:
     return Start()
 
 
-def verify_on_all_ranks(folder: Path, agreement: Agreement) -> Verdict:
+def verify_on_all_ranks(folder: Path, agreement: "Agreement") -> Verdict:
     """Return what `verify` does, on all ranks: each reads its share of the bytes. Collective."""
     what = f"reading {folder}"
     verdict, files = agreement.leader(what, compare_sizes, folder)

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ class ConversationSet:
     content: str
 
     @classmethod
-    def load(cls, files: Sequence[str], config: Config, tokenizer: Tokenizer) -> "ConversationSet":
+    def load(
+        cls, files: Sequence[str], config: Config, tokenizer: Tokenizer, max_rows: int | None = None
+    ) -> "ConversationSet":
         """Read .jsonl and .parquet files by the keys of `data` and `sft`.
 
-        A row has a column with chat messages, or one with a prompt and one with the response to it. Raises UserError,
-        naming file, row and column, for what cannot be read or learned from, and where no conversation is left.
+        A row has a column with chat messages, or one with a prompt and one with the response to it. max_rows: read the
+        first ones of each file alone; the rest may have conversations, too. Raises UserError, naming file, row and
+        column, for what cannot be read or learned from, and where no conversation is left.
         """
         samples: list[TrainSample] = []
         reports: list[ConversationReport] = []
@@ -52,7 +56,7 @@ class ConversationSet:
         for path in files:
             report = ConversationReport(str(path))
             reports.append(report)
-            for place, messages in _read(Path(path), config):
+            for place, messages in islice(_read(Path(path), config), max_rows):
                 report.num_rows += 1
                 tokens, is_learned = _encoded(messages, tokenizer, config.data.apply_chat_template, place)
                 if len(tokens) > config.sft.max_length:
@@ -60,7 +64,7 @@ class ConversationSet:
                     continue
                 samples.append(conversation_sample(len(samples), tokens, is_learned))
                 digest.update(samples[-1].tokens.tobytes() + samples[-1].loss_mask.tobytes())
-        if not samples:
+        if not samples and not any(report.num_rows == max_rows for report in reports):
             cure = "give files with rows, or raise sft.max_length"
             raise UserError(f"no conversation is left: {report}; {cure}." for report in reports)
         return cls(samples, reports, digest.hexdigest()[:16])

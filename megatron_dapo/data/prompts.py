@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,12 +95,14 @@ class PromptDataset:
         pass_rate_key: str = "pass_rate",
         difficulty_key: str | None = None,
         needs_answer: bool = True,
+        max_rows: int | None = None,
     ) -> "PromptDataset":
         """Read .jsonl and .parquet files; the arguments are the keys of the config's `data` section.
 
         A row has the column `prompt_key` (chat messages or a string) and its answer in `answer_key`, without one in
         reward_model.ground_truth or in `label`; data_source and extra_info are optional. Equal prompt and answer = the
         same row, whatever its index. needs_answer: false where no reward function reads it, so that it may be empty.
+        max_rows: read the first ones of each file alone; the rest may have prompts, too.
         Raises UserError, naming file, row and column, for what cannot be read, for prompts with conflicting answers,
         and for a data set without prompts.
         """
@@ -113,7 +116,7 @@ class PromptDataset:
         for path in files:
             report = FileReport(str(path))
             reports.append(report)
-            for place, prompt, rate, difficulty in _read(Path(path), columns):
+            for place, prompt, rate, difficulty in islice(_read(Path(path), columns), max_rows):
                 report.num_rows += 1
                 if pass_rate is not None and not pass_rate[0] <= rate <= pass_rate[1]:
                     report.num_outside += 1
@@ -131,7 +134,7 @@ class PromptDataset:
         if conflicting_answers == "error":
             answers.check()
         agreeing = _without_conflicts(kept, answers)
-        if not agreeing:
+        if not agreeing and not any(report.num_rows == max_rows for report in reports):
             raise UserError(_no_prompts(reports, max_prompt_length))
         difficulties = tuple(difficulty for _, difficulty in agreeing) if difficulty_key else ()
         return cls([prompt for prompt, _ in agreeing], reports, difficulties)

@@ -20,12 +20,14 @@ def dry_run(
     num_processes: int | None = None,
     show: bool = True,
     check: Callable[[Config], None] = lambda config: None,
+    look: Callable[[Config], None] = lambda config: None,
 ) -> None:
     """Check a config, print it and its process plan, and only then look for the files that a run needs, and whether its
     GPUs have the memory: so a cluster's recipe can be read on a laptop, and what is missing here is a mistake all the
     same. Raises UserError.
 
-    num_processes: as in `load_and_validate`. show: print. check: the command's own demands.
+    num_processes: as in `load_and_validate`. show: print. check: the command's own demands. look: the look into the
+    files, once all are there.
     """
     try:
         config = load_and_validate(path, overrides, check_files=False, num_processes=num_processes)
@@ -38,7 +40,7 @@ def dry_run(
     models = read_model_specs(config)
     sentences = shortage(config, *models) if models else []
     try:
-        load_and_validate(path, overrides)
+        look(load_and_validate(path, overrides))
     except UserError as error:
         sentences = [*error.sentences, *sentences]
     if sentences:

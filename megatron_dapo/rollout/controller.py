@@ -285,13 +285,13 @@ class Controller:
                 log.warning("the samples of step %d cannot be written (%s)", step, error)
 
 
-def load_train_prompts(config: Config, tokenizer: Tokenizer) -> PromptDataset:
-    """Return the prompts to train on, of which `data.pass_rate` is a condition; what was dropped is logged. Raises
-    UserError."""
+def load_train_prompts(config: Config, tokenizer: Tokenizer, max_rows: int | None = None) -> PromptDataset:
+    """Return the prompts to train on, of which `data.pass_rate` is a condition; what was dropped is logged. max_rows:
+    of the first rows of each file alone. Raises UserError."""
     data = config.data
     difficulty_key = data.difficulty_key if data.curriculum == "column" else None
     numbers = {"pass_rate": data.pass_rate, "pass_rate_key": data.pass_rate_key, "difficulty_key": difficulty_key}
-    dataset = load_dataset(data.train_files, config, tokenizer, **numbers)
+    dataset = load_dataset(data.train_files, config, tokenizer, max_rows=max_rows, **numbers)
     for report in dataset.report:
         log.info("%s", report)
     return dataset
@@ -305,9 +305,9 @@ def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
     return dataset.prompts
 
 
-def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **numbers: Any) -> PromptDataset:
-    """Return the prompts of these files, and what was dropped. numbers: the arguments of `PromptDataset.load` that are
-    about columns with numbers. Raises UserError."""
+def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **others: Any) -> PromptDataset:
+    """Return the prompts of these files, and what was dropped. others: further arguments of `PromptDataset.load`.
+    Raises UserError."""
     data = config.data
     is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
     return PromptDataset.load(
@@ -324,7 +324,7 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **n
         prompt_template=data.prompt_template,
         data_source=data.data_source,
         needs_answer=not is_multi_turn and config.reward.function != "none",
-        **numbers,
+        **others,
     )
 
 

@@ -21,9 +21,13 @@ from megatron_dapo.algorithms.dapo_loss import (
 from megatron_dapo.algorithms.metrics import DERIVED, Sums, stack_maxima, stack_sums, token_mean
 from megatron_dapo.algorithms.mismatch import mismatch_sums
 from megatron_dapo.algorithms.rollout_correction import Segments
-from megatron_dapo.algorithms.sequence_loss import LossSequence, SequenceLossAnswer, SequenceLossFunction
+from megatron_dapo.algorithms.sequence_loss import (
+    LossSequence,
+    SequenceLossFunction,
+    checked_answer,
+    load_loss_function,
+)
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
@@ -214,7 +218,7 @@ class SequenceSumLoss:
         count = loss_sum.new_zeros((), dtype=torch.float64)
         own: Sums = {}
         if sequences:
-            own_sum, number, metrics = _checked(self.function(sequences))
+            own_sum, number, metrics = checked_answer(LOSS_FUNCTION, self.function(sequences))
             loss_sum = loss_sum + own_sum  # of a plain number or a constant the gradient is 0
             count = _scalar(number, log_probs)
             torch._assert_async(count == count.round(), f"{LOSS_FUNCTION} must return a whole number as its count")
@@ -280,39 +284,8 @@ def _counted_spans(batch: MicroBatch) -> dict[int, slice]:
     return spans
 
 
-def _checked(answer: Any) -> SequenceLossAnswer:
-    """Return what a loss of the user's own answered. Raises UserError where it is not what was asked for; reads nothing
-    back from the device."""
-    if isinstance(answer, tuple) and len(answer) == 3:
-        loss_sum, number, metrics = answer
-        pairs = list(metrics.values()) if isinstance(metrics, dict) else [None]
-        numbers = [loss_sum, number]
-        for pair in pairs:
-            numbers += pair if isinstance(pair, tuple) and len(pair) == 2 else [None]
-        if all(isinstance(each, int | float) or (isinstance(each, Tensor) and each.ndim == 0) for each in numbers):
-            return loss_sum, number, metrics
-    raise UserError(
-        f"{LOSS_FUNCTION}: the function must return (summed loss, count, metrics), scalars and a dict of name -> "
-        f"(sum, count); it returned {_described(answer)}."
-    )
-
-
-def _described(answer: Any) -> str:
-    if isinstance(answer, tuple):
-        return f"({', '.join(_described(each) for each in answer)})"
-    return f"a tensor of shape {list(answer.shape)}" if isinstance(answer, Tensor) else repr(answer)[:100]
-
-
 def _scalar(value: Tensor | float, like: Tensor) -> Tensor:
     return torch.as_tensor(value, device=like.device).detach().double()
-
-
-def load_loss_function(path: str) -> SequenceLossFunction:
-    """Import `package.module:function`. Raises UserError with one sentence where it is none."""
-    function = import_attribute(LOSS_FUNCTION, path, "package.module:function")
-    if not callable(function):
-        raise UserError(f"{LOSS_FUNCTION}: {path!r} is no function but {type(function).__name__}.")
-    return function
 
 
 def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | SequenceRatioLoss | SequenceSumLoss:
@@ -320,7 +293,7 @@ def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | Sequenc
     actor = config.actor_rollout_ref.actor
     temperature = config.actor_rollout_ref.rollout.temperature
     if actor.loss_function is not None:
-        function = load_loss_function(actor.loss_function)
+        function = load_loss_function(LOSS_FUNCTION, actor.loss_function)
         return SequenceSumLoss(function, temperature, actor.calculate_entropy, loss_config.report_stale)
     if config.sft.enable:
         return LogLikelihoodLoss(loss_config, "token-mean", config.data.max_response_length, temperature)

@@ -132,8 +132,9 @@ def test_a_container_s_flags_stand_between_srun_s_and_the_command_of_every_step(
     calls = tmp_path / "calls"
     settings = {"CONTAINER": container, "IMAGE": "image.sqsh", "MOUNTS": "/data:/data", "CALLS": str(calls)}
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("{}\n")
-    done = stubs(programs, f"data.train_files=[{prompts}]", "actor_rollout_ref.rollout.server.nnodes=1", **settings)
+    prompts.write_text('{"prompt": "1+1=", "label": "2", "data_source": "math"}\n')
+    data = [f"data.train_files=[{prompts}]", "data.apply_chat_template=false"]
+    done = stubs(programs, *data, "actor_rollout_ref.rollout.server.nnodes=1", **settings)
     logs = tmp_path / "run" / "logs" / "attempt-1-0"
     assert done.returncode == 10 and done.stdout.splitlines()[-1].startswith("FAILED (10): preflight"), done
     [preflight] = [call for call in calls.read_text().splitlines() if "--job-name=preflight" in call]

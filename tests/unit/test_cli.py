@@ -12,6 +12,7 @@ from launch.local import main as local
 from megatron_dapo.__main__ import main
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.reference import config_reference
+from tests.fake_rollout import write_files
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
@@ -43,12 +44,13 @@ algorithm: {dapo: {dynamic_sampling: {enable: true}}}
 
 
 def sound_config(folder: Path) -> Path:
-    (folder / "prompts.jsonl").write_text("")
     (folder / "model").mkdir()
+    write_files(folder / "model", num_prompts=2)
     (folder / "model" / "config.json").write_text(json.dumps(MODEL_JSON))
     path = folder / "run.yaml"
     path.write_text(
-        f"data: {{train_files: [{folder}/prompts.jsonl]}}\nactor_rollout_ref: {{model: {{path: {folder}/model}}}}\n"
+        f"data: {{train_files: [{folder}/model/train.jsonl], apply_chat_template: false}}\n"
+        f"reward: {{function: exact_match}}\nactor_rollout_ref: {{model: {{path: {folder}/model}}}}\n"
         f"trainer: {{run_dir: {folder}/run}}\n"
     )
     return path

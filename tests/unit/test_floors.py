@@ -18,7 +18,7 @@ FLOORS = (
     ("models", "rewards"),
     ("envs",),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
-    ("run_setup",),
+    ("run_setup", "first_look"),
     ("job", "sft_job", "forecast", "evaluation", "report"),
     ("trainer", "sft"),
     ("__main__", "launch"),

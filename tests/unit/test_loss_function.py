@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dapo.algorithms.sequence_loss import load_loss_function
 from megatron_dapo.checkpointing.config_changes import ConfigChange, matters
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.algorithm_checks import loss_function, staleness
@@ -16,7 +17,7 @@ from megatron_dapo.data.packing import collate
 from megatron_dapo.models.log_prob_head import Scores
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.training.losses import SequenceSumLoss, load_loss_function, loss_sequences
+from megatron_dapo.training.losses import SequenceSumLoss, loss_sequences
 from tests import training_checks as checks
 from tests.tiny_models import make_tiny
 
@@ -123,7 +124,7 @@ def test_a_name_that_is_no_path_is_a_mistake(name):
 @pytest.mark.parametrize("path", ["no.such:module", "tests.loss_functions:absent", "tests.loss_functions:NO_FUNCTION"])
 def test_what_cannot_be_imported_is_one_sentence(path):
     with pytest.raises(UserError) as caught:
-        load_loss_function(path)
+        load_loss_function(LOSS_FUNCTION, path)
     assert len(caught.value.sentences) == 1 and path in caught.value.sentences[0]
 
 
@@ -193,4 +194,4 @@ def test_a_module_that_ends_its_process_is_told_as_that(tmp_path, monkeypatch):
     (tmp_path / "loss_that_exits.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"ends its process while it is imported, by sys.exit\(3\)"):
-        load_loss_function("loss_that_exits:loss")
+        load_loss_function(LOSS_FUNCTION, "loss_that_exits:loss")

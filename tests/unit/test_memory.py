@@ -34,6 +34,7 @@ from megatron_dapo.planner.memory import (
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.shortage import shortage
+from tests.fake_rollout import write_files
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 
 pytestmark = pytest.mark.unit
@@ -248,10 +249,9 @@ def test_the_process_plan_shows_it(tmp_path):
 
 def test_a_dry_run_of_a_hopeless_layout_says_so_in_one_sentence(tmp_path, capsys):
     overrides = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false")
-    files = [f"trainer.run_dir={tmp_path / 'run'}"]
-    for name in ("train", "val"):
-        (tmp_path / f"{name}.jsonl").touch()
-        files.append(f"data.{name}_files=[{tmp_path / name}.jsonl]")
+    write_files(tmp_path, num_prompts=1, num_val=1)
+    files = [f"trainer.run_dir={tmp_path / 'run'}", "data.apply_chat_template=false"]
+    files += [f"data.{name}_files=[{tmp_path / name}.jsonl]" for name in ("train", "val")]
     arguments = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN2_5_32B), *overrides, *files]
     assert main(["train", "--dry-run", *arguments]) == 2
     printed = capsys.readouterr()

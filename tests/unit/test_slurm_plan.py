@@ -15,6 +15,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema import Config
 from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B
+from tests.unit.test_first_look import save
 
 pytestmark = pytest.mark.unit
 
@@ -190,16 +191,16 @@ def test_a_plan_that_was_written_is_read_again(tmp_path):
 
 def recipe(tmp_path, *overrides: str) -> list[str]:
     """Arguments of `plan` with a config whose files are there."""
-    (tmp_path / "prompts.jsonl").write_text("{}\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2", "data_source": "math"}\n')
     words = ["trainer.nnodes=1", f"{SERVER}.nnodes=1", f"data.train_files=[{tmp_path}/prompts.jsonl]"]
     words += ["data.max_prompt_length=8", "data.max_response_length=40", f"trainer.run_dir={tmp_path}/run"]
-    words += ["actor_rollout_ref.model.path=examples/arithmetic/base"]
+    words += ["actor_rollout_ref.model.path=examples/arithmetic/base", "data.apply_chat_template=false"]
     return ["plan", *words, *overrides]
 
 
 def test_planning_writes_the_attempt_s_folder_and_names_it_last(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    (tmp_path / "run" / "checkpoints" / "step_000012").mkdir(parents=True)
+    save(recipe(tmp_path)[1:], tmp_path, step=12)
     for restart in ("0", "1"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
         assert main([*recipe(tmp_path), "--nodes", "a,b"]) == 0
@@ -215,6 +216,15 @@ def test_planning_writes_the_attempt_s_folder_and_names_it_last(tmp_path, monkey
     assert (
         "launch.torchrun" in (attempt / "plan.txt").read_text() and JobPlan.read(attempt / "plan.json").start_step == 12
     )
+
+
+def test_a_requeued_job_goes_on_from_its_own_checkpoint_whatever_the_first_attempt_was_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    arguments = [*recipe(tmp_path, "trainer.resume=never"), "--nodes", "a,b"]
+    save(recipe(tmp_path)[1:], tmp_path, step=12)
+    for restart, code in (("0", 2), ("1", 0)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+        assert main(arguments) == code
 
 
 def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,92 @@
+"""What a run would refuse a minute after its start, found in seconds before it: damaged prompts, a config that does not
+go on from the checkpoint, a loss of the user's own that returns something else."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from megatron_dapo.checkpointing.resume import likely_start
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import has_reference_for_own_loss, uses_servers
+from megatron_dapo.config.schema import Config
+from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_dapo.rewards.registry import check_ground_truths, check_reward
+from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
+
+NUM_ROWS = 1000  # of each file; the run reads the rest
+_TRIAL_S = 300.0
+
+
+def first_look(config: Config) -> None:
+    """Look at the first rows of the data, at the newest checkpoint and at the answer of a loss of the user's own.
+
+    The config is checked. Raises UserError with the sentences that the run itself would end with. What only the whole
+    data, or a whole step, would tell is left to the run.
+    """
+    sentences: list[str] = []
+    for look in (_start, _data, _loss):
+        try:
+            look(config)
+        except UserError as error:
+            sentences += error.sentences
+    if sentences:
+        raise UserError(sentences)
+
+
+def _start(config: Config) -> None:
+    likely_start(RunFolder.of(config.trainer).checkpoints, config)
+
+
+def _data(config: Config) -> None:
+    if not (uses_servers(config) or config.sft.enable):
+        return
+    tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
+    files = [config.data.train_files, *([config.data.val_files] if config.data.val_files else [])]
+    if config.sft.enable:
+        from megatron_dapo.data.conversations import ConversationSet  # imports torch
+
+        for names in files:
+            ConversationSet.load(names, config, tokenizer, max_rows=NUM_ROWS)
+    else:
+        _prompts(config, tokenizer)
+
+
+def _prompts(config: Config, tokenizer: Tokenizer) -> None:
+    from megatron_dapo.rollout.controller import load_dataset, load_train_prompts  # imports what talks to servers
+
+    datasets: list[PromptDataset] = [load_train_prompts(config, tokenizer, NUM_ROWS)]
+    if config.data.val_files:
+        datasets.append(load_dataset(config.data.val_files, config, tokenizer, max_rows=NUM_ROWS))
+    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+        prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
+        reward = config.reward
+        check_reward(reward.function, reward.kwargs, sorted({prompt.data_source for prompt in prompts}))
+        check_ground_truths(reward.function, prompts)
+
+
+def _loss(config: Config) -> None:
+    """Try a loss of the user's own in a process of its own: here it could take a GPU's memory, or leave threads."""
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_function is None:
+        return
+    options = [*_if(has_reference_for_own_loss(config), "--reference"), *_if(actor.calculate_entropy, "--entropy")]
+    command = [sys.executable, "-m", "megatron_dapo.planner.loss_trial", actor.loss_function, *options]
+    try:
+        trial = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
+    except subprocess.TimeoutExpired:  # it may wait for what only a run has
+        return
+    if trial.returncode == 0 and (sentences := _sentences(trial.stdout)):
+        raise UserError(sentences)
+
+
+def _if(condition: bool, option: str) -> Iterable[str]:
+    return [option] if condition else []
+
+
+def _sentences(output: bytes) -> list[str]:
+    """Return what the trial says in its last line; the function may print above it."""
+    lines = output.splitlines()
+    return [str(text) for text in json.loads(lines[-1])] if lines else []
