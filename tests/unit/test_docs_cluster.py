@@ -64,7 +64,7 @@ def test_the_exit_codes_are_those_of_the_jobs():
 
 def test_the_settings_are_the_scripts():
     body = (ROOT / "slurm" / "body.sh").read_text(encoding="utf-8")
-    settings = set(re.findall(r"\b([A-Z_]{5,})=", TEXT)) - {"NCCL_DEBUG", "PLATFORM"}
+    settings = set(re.findall(r"\b([A-Z_]{5,})=", TEXT)) - {"NCCL_DEBUG", "PIP_CONSTRAINT", "PLATFORM"}
     assert {"CONTAINER", "IMAGE", "MOUNTS", "REQUEUE", "DRY_RUN"} <= settings
     assert all(re.search(rf"^#   .*\b{name}\b", body, re.MULTILINE) for name in settings | {"MAX_RESTARTS", "PYTHON"})
 
@@ -107,6 +107,14 @@ def test_the_table_of_mixtures_is_their_recipes(size):
         *(servers.nnodes, servers.tensor_model_parallel_size),
         *(round(server.weights / GB), server.num_tokens // 22528),
     ]
+
+
+def test_the_first_job_installs_what_its_recipe_demands():
+    recipe = load_config(ROOT / "configs" / "dapo_7b.yaml").actor_rollout_ref.actor.megatron
+    assert recipe.use_transformer_engine == "on"
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    (install,) = re.findall(r"PIP_CONSTRAINT= .* -r requirements/transformer_engine\.txt", page)
+    assert install in SECTIONS["The first job"].partition("sbatch")[0]
 
 
 def test_the_readme_leads_here():
