@@ -9,6 +9,7 @@ from statistics import fmean
 STEPS_PER_HEADER = 20
 STEPS_FOR_ETA = 10
 MAX_TRUNCATED_CORRECT = 0.2  # few responses that are cut have reached their answer
+MAX_CUT = 0.5  # what a run learns from is mostly the length, above it
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,17 @@ def paid_without_answer(share: float | None) -> str | None:
     return (
         f"{share:.0%} of the truncated responses are judged right, though most of them end before their answer: read "
         f"some, and correct reward.function or the ground truths."
+    )
+
+
+def mostly_cut(metrics: dict[str, float]) -> str | None:
+    """Return a sentence where most of the sampled responses, or of the held-out answers, are cut; else None."""
+    share = metrics.get("dapo/truncation_ratio", metrics.get("val/truncation_ratio", 0.0))
+    if share <= MAX_CUT:
+        return None
+    return (
+        f"{share:.0%} of the responses are cut, most of them before their answer: raise data.max_response_length, or "
+        f"have the model answer in fewer tokens."
     )
 
 

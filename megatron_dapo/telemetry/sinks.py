@@ -21,6 +21,7 @@ from megatron_dapo.telemetry.console import (
     Column,
     RunLine,
     StepTable,
+    mostly_cut,
     paid_without_answer,
     progress,
     validation_line,
@@ -56,7 +57,7 @@ class Console:
     def __init__(self, total_steps: int, columns: Sequence[Column] = STEP_COLUMNS) -> None:
         self._table = StepTable(total_steps, columns)
         self._run_line = RunLine()
-        self._was_paid = False  # in the last step, for what `paid_without_answer` tells
+        self._told: set[str] = set()  # what `_warn` says of the last records
         # none: closed by whoever started us
         has_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._progress = progress(total_steps, has_left=False) if has_terminal else None
@@ -64,15 +65,25 @@ class Console:
     def write(self, record: Record) -> None:
         if record.is_validation:
             self._print(validation_line(record.step, record.metrics))
+            self._warn(record)
             return
         self._print(self._table.line(record.step, record.metrics))
-        paid = paid_without_answer(record.metrics.get("reward/truncated_correct"))
-        if paid and not self._was_paid:
-            self._print(f"step {record.step}: {paid}")
-        self._was_paid = paid is not None
+        self._warn(record)
         self._run_line.add(record.metrics)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=record.step)
+
+    def _warn(self, record: Record) -> None:
+        """Say what is wrong with the responses: once, until it is cured."""
+        sentences = {"cut": mostly_cut(record.metrics)}
+        if not record.is_validation:
+            sentences["paid"] = paid_without_answer(record.metrics.get("reward/truncated_correct"))
+        for kind, words in sentences.items():
+            if words is None:
+                self._told.discard(kind)
+            elif kind not in self._told:
+                self._told.add(kind)
+                self._print(f"{'held out' if record.is_validation else f'step {record.step}'}: {words}")
 
     def close(self) -> None:
         if line := self._run_line.line():

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
 SECTIONS = "|".join(Config.model_fields)
 FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")  # the user's own names follow
 
@@ -52,7 +54,7 @@ def without_refusals(page: Path) -> str:
 
 
 def test_servers_of_their_own_and_the_trainer_that_uses_them_get_the_same_key():
-    commands = PAGES[0].read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    commands = README.replace("\\\n", " ").splitlines()
     servers, trainer = (
         next(line for line in commands if word in line and not line.lstrip().startswith("#"))
         for word in ("launch.sglang_server", "rollout.server_urls=")
@@ -78,6 +80,17 @@ def test_the_command_for_ppo_makes_the_demo_train_a_critic():
     config = load_config(ROOT / "configs" / "demo.yaml", command.replace("\\\n", " ").split())
     validate(config, None, check_files=False)
     assert uses_critic(config) and config.trainer.critic_warmup == 1
+
+
+def test_the_command_for_data_of_ones_own_says_how_long_a_response_may_be():
+    (command,) = re.findall(
+        r"(?m)^    python -m launch\.local --config configs/demo_llm\.yaml ((?:.*\\\n)*.*)$", README
+    )
+    overrides = shlex.split(command.replace("\\\n", " "))
+    config = load_config(ROOT / "configs" / "demo_llm.yaml", overrides)
+    validate(config, None, check_files=False)
+    assert f"data.max_response_length={config.data.max_response_length}" in overrides
+    assert config.data.max_response_length >= 256
 
 
 def test_the_command_that_the_demo_prints_to_switch_a_technique_off_is_a_config():

@@ -420,6 +420,16 @@ def test_a_terminal_shows_one_time_that_is_left(monkeypatch):
     assert terminal.getvalue().count("left") == 1  # the title of the column
 
 
+def test_the_console_says_once_that_most_responses_are_cut(capsys):
+    console = Console(total_steps=40)
+    shares = [("val", 0, 0.75), ("dapo", 1, 0.9), ("dapo", 2, 0.5), ("dapo", 3, 0.51), ("dapo", 4, 0.6)]
+    for kind, step, share in shares:
+        console.write(Record(step, {f"{kind}/truncation_ratio": share}, is_validation=kind == "val"))
+    console.write(Record(5, {}, is_validation=False))
+    said = [line for line in capsys.readouterr().out.splitlines() if "data.max_response_length" in line]
+    assert [line.partition(" of the responses are cut")[0] for line in said] == ["held out: 75%", "step 3: 51%"]
+
+
 def test_the_header_comes_again():
     table = StepTable(total_steps=45)
     assert [step for step in range(1, 46) if "reward" in table.line(step, {})] == [1, 21, 41]
