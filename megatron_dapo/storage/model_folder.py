@@ -1,5 +1,6 @@
 """What `model.path` and `ref.path` may name: a Hugging Face checkpoint, or one of this program."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ MEGATRON = "megatron"
 CRITIC = "critic"
 HF = "hf"
 ADAPTER = "adapter"
+
+_MODELS = "models"  # where the recipes look for models
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,20 @@ class ModelFolder:
             raise UserError(f"{self.config_json} is no JSON object; give the model's own.")
         return content
 
+    def _download(self) -> str | None:
+        """Return the command that downloads the model, where the path is of the form OWNER/NAME, as the Hub's names
+        are, and not inside a folder of this machine."""
+        path = str(self.path)
+        if not _HUB_NAME.fullmatch(path) or self.path.parent.exists() or self.path.parent.name == _MODELS:
+            return None
+        return f"hf download {path} --local-dir {_MODELS}/{self.path.name}"
+
     def fault(self) -> str | None:
         """Return why no model can be read from the folder, as the end of a sentence; None where config.json is
         there."""
         if not self.path.is_dir():
-            return "is not a folder here; give the folder of a Hugging Face checkpoint, or of one of ours."
+            download = f", after `{command}`" if (command := self._download()) else ""
+            return f"is not a folder here; give the folder of a Hugging Face checkpoint{download}, or of one of ours."
         if self.config_json.is_file():
             return None
         if self.megatron:

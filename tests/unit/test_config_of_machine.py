@@ -8,6 +8,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.planner.model_checks import read_model_json
 from megatron_dapo.planner.validation import validate
+from megatron_dapo.storage.model_folder import ModelFolder
 from tests.config_overrides import overrides
 from tests.model_json import MODEL_JSON
 
@@ -111,3 +112,23 @@ def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, mon
     assert on_this_machine(machine, two_ranks) == []
     (sentence,) = on_this_machine(machine, f"{two_ranks} megatron.dtype=float32")
     assert "context_parallel_size is 2, but dtype is float32" in sentence
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("Qwen/Qwen2.5-7B", "`hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B`"),
+        ("models/Qwen2.5-7B", None),
+        ("/nowhere/Qwen2.5-7B", None),
+        ("../Qwen2.5-7B", None),
+        ("Qwen2.5-7B", None),
+        ("here/Qwen2.5-7B", None),
+        ("a/b; rm -rf x", None),
+    ],
+)
+def test_a_name_of_the_hub_is_told_how_to_be_downloaded(tmp_path, monkeypatch, path, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    fault = ModelFolder.of(path).fault()
+    assert fault.startswith("is not a folder here; give the folder of a Hugging Face checkpoint")
+    assert command in fault if command else "hf download" not in fault
