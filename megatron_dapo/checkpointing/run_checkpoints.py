@@ -16,7 +16,6 @@ from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
-from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema import Config
 from megatron_dapo.models.build import ModelParts
@@ -61,21 +60,15 @@ def choose_start(config: Config, run: RunFolder, agreement: Agreement) -> Start:
     """
     start = find_start(run.checkpoints, config, agreement)
     agreement.leader(f"tidying {run.checkpoints}", remove_leftovers, run.checkpoints)
-    notice = agreement.leader(f"tidying {run.path}", _put_earlier_run_aside, config, run, start)
+    notice = agreement.leader(f"tidying {run.path}", _put_earlier_run_aside, run, start)
     if notice and agreement.rank == 0:
         print_line(notice)
     return start
 
 
-def _put_earlier_run_aside(config: Config, run: RunFolder, start: Start) -> str:
-    """Return what was done, for the user. Raises UserError where the run would begin from the model that it writes."""
+def _put_earlier_run_aside(run: RunFolder, start: Start) -> str:
+    """Return what was done, for the user."""
     if start.folder is None:
-        model_path = Path(config.actor_rollout_ref.model.path).resolve()
-        if run.model.exists() and model_path.is_relative_to(run.model.resolve()):
-            raise UserError(
-                f"actor_rollout_ref.model.path is {model_path}, where this run writes its own model; choose another "
-                f"trainer.run_dir."
-            )
         earlier = set_aside(run)
         return f"{run.path} held an earlier run without a checkpoint; it is now in {earlier}" if earlier else ""
     steps = remove_later_dumps(run, start.step)

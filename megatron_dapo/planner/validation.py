@@ -194,18 +194,60 @@ def _replay(config: Config) -> Iterator[Mistake]:
         )
 
 
-def _checkpoints(config: Config) -> Iterator[Mistake]:
-    roles = {
+def _run_folder(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake where the run would write into what it reads: a folder that holds a model or the data, or a part
+    of the run folder that it replaces. Inputs beside these parts, such as runs/NAME/base, are left alone, and so is a
+    run folder below that of the data."""
+    run = RunFolder.of(config.trainer)
+    path = run.path.resolve()
+    other = ("trainer.run_dir", "trainer.experiment_name")
+    models = {
+        **_models(config),
+        "actor_rollout_ref.model.lora_adapter_path": config.actor_rollout_ref.model.lora_adapter_path,
+        "reward.model.path": config.reward.model.path,
+    }
+    data = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    inputs = [(key, Path(model).resolve()) for key, model in models.items() if model]
+    files = [(key, Path(name).resolve()) for key, names in data.items() for name in names]
+    for key, place in inputs:
+        if path.is_relative_to(place):
+            yield Mistake(
+                (*other, key),
+                f"trainer.run_dir is {run.path}, which is {'in ' if path != place else ''}the folder of {key}; choose "
+                f"another one, or the run would write its own files there.",
+            )
+    for key, file in files:
+        if path == file.parent:
+            yield Mistake(
+                (*other, key),
+                f"trainer.run_dir is {run.path}, which is the folder of {file.name} ({key}); choose another one, such "
+                f"as a new folder there, or the run would write its own files beside it.",
+            )
+            break
+    for key, place in (*inputs, *files):
+        part = next((part for part in run.written if place.is_relative_to(part.resolve())), None)
+        if part is not None:
+            yield Mistake(
+                (*other, key),
+                f"{key} is {place}, in {part}, which this run writes itself; choose another trainer.run_dir.",
+            )
+
+
+def _models(config: Config) -> dict[str, str | None]:
+    return {
         "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "actor_rollout_ref.ref.path": config.actor_rollout_ref.ref.path,
         "critic.model.path": config.critic.model.path,
     }
+
+
+def _checkpoints(config: Config) -> Iterator[Mistake]:
     if not config.actor_rollout_ref.model.path:
         yield Mistake(
             ("actor_rollout_ref.model.path",),
             "actor_rollout_ref.model.path is empty; give the folder of a Hugging Face checkpoint, or of one of ours.",
         )
-    for key, path in roles.items():
+    for key, path in _models(config).items():
         if path and (fault := ModelFolder.of(path).fault()):
             yield Mistake((key,), f"{key} is {path}, which {fault}")
         elif path:
@@ -326,6 +368,7 @@ def _paths_of_rewards(config: Config) -> Iterator[tuple[tuple[str, ...], str | N
 MACHINE_CHECKS = (
     _prompt_files,
     _replay,
+    _run_folder,
     _checkpoints,
     _adapter,
     _transformer_engine,

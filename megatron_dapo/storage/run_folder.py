@@ -86,6 +86,12 @@ class RunFolder:
         return self.path / ADAPTER
 
     @property
+    def written(self) -> tuple[Path, ...]:
+        """Return the folders in which a run replaces, moves or deletes what is there."""
+        parts = (self.tensorboard, self.rollouts, self.batches, self.validation(0).parent, self.checkpoints)
+        return (*parts, self.model, self.adapter, self.ends, self.logs)
+
+    @property
     def logs(self) -> Path:
         return self.log_dir or self.path / "logs"
 

@@ -94,7 +94,9 @@ def test_the_parts_of_a_run_are_told_apart():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_makes_the_demo_equal_to_trls_run_is_a_valid_config(case, tmp_path):
     overrides = our_overrides(case, "examples/arithmetic/base", tmp_path)
-    config = load_and_validate(str(config_path("demo.yaml")), [*overrides, *prompt_files(*write_files(tmp_path))])
+    config = load_and_validate(
+        str(config_path("demo.yaml")), [*overrides, *prompt_files(*write_files(tmp_path / "prompts"))]
+    )
     assert config.trainer.total_training_steps == case.num_steps > case.warm_up
     assert not config.algorithm.dapo.dynamic_sampling.enable
 

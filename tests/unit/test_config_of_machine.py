@@ -132,3 +132,48 @@ def test_a_name_of_the_hub_is_told_how_to_be_downloaded(tmp_path, monkeypatch, p
     fault = ModelFolder.of(path).fault()
     assert fault.startswith("is not a folder here; give the folder of a Hugging Face checkpoint")
     assert command in fault if command else "hf download" not in fault
+
+
+INTO_INPUTS = {  # the run folder, and what it must not write into
+    "the model's own folder": ("model", {}, "the folder of actor_rollout_ref.model.path"),
+    "a folder in a model's": ("model/runs/1", {}, "in the folder of actor_rollout_ref.model.path"),
+    "a link to it": ("link", {}, "the folder of actor_rollout_ref.model.path"),
+    "the teacher's folder": ("ref", {"actor_rollout_ref.ref.path": "ref"}, "the folder of actor_rollout_ref.ref.path"),
+    "the data's own folder": ("data", {}, "the folder of train.jsonl (data.train_files)"),
+    "the trained model": ("run", {"actor_rollout_ref.model.path": "run/model"}, "which this run writes itself"),
+    "where the trained model will be": (".", {}, "which this run writes itself"),
+    "a checkpoint": ("run", {"actor_rollout_ref.model.path": "run/checkpoints/step_000003"}, "run/checkpoints, which"),
+    "samples": ("run", {"data.train_files": "[run/rollouts/step_000001.jsonl]"}, "run/rollouts, which this run writes"),
+}
+BESIDE_INPUTS = {
+    "a folder in the data's": ("data/run", {}),
+    "the folder above all": (".", {"actor_rollout_ref.model.path": "base"}),
+    "a base model in the run folder": ("run", {"actor_rollout_ref.model.path": "run/base"}),
+    "a model that was set aside": ("run", {"actor_rollout_ref.model.path": "run/earlier_1/model"}),
+    "data in a folder of the run's": ("run", {"data.train_files": "[run/prompts/train.jsonl]"}),
+    "a name that begins alike": ("model2", {}),
+}
+
+
+def about_run_folder(tmp_path, monkeypatch, run: str, changed: dict[str, str]) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    settings = {"data.train_files": "[data/train.jsonl]", "actor_rollout_ref.model.path": "model"} | changed
+    config = load_config(None, [f"trainer.run_dir={run}", *(f"{key}={value}" for key, value in settings.items())])
+    try:
+        validate(config, None)
+    except UserError as error:
+        return [text for text in error.sentences if "trainer.run_dir" in text]
+    return []
+
+
+@pytest.mark.parametrize("name", INTO_INPUTS)
+def test_a_run_does_not_write_into_what_it_reads(tmp_path, monkeypatch, name):
+    run, changed, words = INTO_INPUTS[name]
+    (sentence,) = about_run_folder(tmp_path, monkeypatch, run, changed)
+    assert words in sentence and "choose another" in sentence
+
+
+@pytest.mark.parametrize("name", BESIDE_INPUTS)
+def test_a_run_folder_beside_what_is_read_is_no_mistake(tmp_path, monkeypatch, name):
+    assert not about_run_folder(tmp_path, monkeypatch, *BESIDE_INPUTS[name])

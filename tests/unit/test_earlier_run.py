@@ -7,7 +7,6 @@ import pytest
 from megatron_dapo.checkpointing.earlier_run import remove_later_dumps, set_aside
 from megatron_dapo.checkpointing.run_checkpoints import choose_start
 from megatron_dapo.checkpointing.saver import Retention, Saver
-from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.storage.run_folder import RunFolder, batch_file, batch_steps
@@ -76,12 +75,6 @@ def test_a_folder_in_which_no_run_has_got_to_a_step_is_used_as_it_is(tmp_path, c
     assert choose_start(config(run), run, SingleRank()).step == 0
     assert not list(tmp_path.glob("earlier*")) and capsys.readouterr().out == ""
     assert set_aside(RunFolder(tmp_path / "none")) is None
-
-
-def test_a_run_does_not_begin_from_the_model_that_it_would_put_aside(folder):
-    with pytest.raises(UserError, match="where this run writes its own model; choose another trainer.run_dir"):
-        choose_start(config(folder, f"actor_rollout_ref.model.path={folder.model}"), folder, SingleRank())
-    assert folder.model.exists()
 
 
 def test_a_resumed_run_takes_back_the_samples_and_batches_after_its_checkpoint(folder, capsys):
