@@ -38,7 +38,6 @@ from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.experience_replay import replay_metrics
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.group_filter import filter_in_words
-from megatron_dapo.rollout.group_queue import RolloutStep
 from megatron_dapo.rollout.judge import Judge
 from megatron_dapo.rollout.records import group_record
 from megatron_dapo.rollout.reward_model import RewardModel
@@ -50,6 +49,7 @@ from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.server_versions import require_in_flight_updates
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.step_metrics import step_metrics
+from megatron_dapo.rollout.step_statistics import RolloutStep
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
 from megatron_dapo.rollout.validation import Validation

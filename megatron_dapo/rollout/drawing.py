@@ -10,8 +10,8 @@ from megatron_dapo.data.prompts import PromptDataset
 from megatron_dapo.data.types import Prompt, Sample
 from megatron_dapo.rollout.experience_replay import make_pool
 from megatron_dapo.rollout.group_filter import make_queue
-from megatron_dapo.rollout.group_queue import RolloutStep
 from megatron_dapo.rollout.prompt_draws import PromptDraws
+from megatron_dapo.rollout.step_statistics import RolloutStep
 from megatron_dapo.rollout.verdicts import VerdictCheck
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ handed out, filtered, discarded, ready, or open; of those that are out of the qu
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from megatron_dapo.common.errors import UserError
@@ -19,7 +19,7 @@ from megatron_dapo.rollout.plain_data import (
     group_from_plain,
     group_to_plain,
 )
-from megatron_dapo.rollout.step_statistics import StepStatistics
+from megatron_dapo.rollout.step_statistics import RolloutStep
 
 FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> why it has no signal, None = it has
 
@@ -72,38 +72,6 @@ class Account:
         return self.num_drawn == out + self.num_ready + self.num_open
 
 
-@dataclass
-class RolloutStep:
-    """One rollout step: what was decided for it since the last one, and with `GroupQueue.take` its groups."""
-
-    number: int
-    num_gen_batches: float = 0.0  # prompts decided on, in gen batches
-    num_ready: int | None = None  # groups that waited when the step was asked for; None before that
-    num_filtered_samples: int = 0
-    num_discarded: int = 0  # groups that are too old to be trained on, or would be in the next step
-    filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
-    generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups decided, kept or not
-    groups: tuple[Group, ...] = ()  # to train on, in the order in which their prompts were drawn
-
-    def state_dict(self) -> dict:
-        """Return plain data. A step that is being filled has no groups: they are the queue's."""
-        counts = {name: value for name, value in vars(self).items() if name != "groups"}
-        return {**counts, "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
-
-    @classmethod
-    def from_state(cls, state: dict) -> "RolloutStep":
-        """Return the step that `state_dict` described, also that of a program with gen batches."""
-        step = cls(
-            number=state["number"],
-            num_ready=state.get("num_ready"),
-            num_filtered_samples=state["num_filtered_samples"],
-            num_discarded=state["num_discarded"],
-            filtered=Counter(state["filtered"]),
-        )
-        step.generated.load_state_dict(state["generated"])
-        return step
-
-
 class GroupQueue:
     """Draws, and the batches of groups that they make.
 
@@ -129,7 +97,7 @@ class GroupQueue:
         self._num_draws_used = 0  # by that batch
         self._open: dict[str, Group] = {}  # uid -> group with the samples that it has, in the order drawn
         self._finished: set[str] = set()  # uids of open groups that have all their samples
-        self._open_step: RolloutStep | None = None
+        self._steps: list[RolloutStep] = []  # the one that is asked for, and those that are decided on ahead of it
         self._weight_version = 0  # with which the step was asked for
         self._num_steps: int | None = None  # number of the last step that was handed out; None: not known yet
         self._num_recent = [0.0, 0.0]  # groups with signal, and groups decided: sums over steps that fade
@@ -290,7 +258,7 @@ class GroupQueue:
         return decided
 
     def _decide_on(self, group: Group) -> None:
-        step = self._step
+        step = self._step_of_decisions()
         reason = self._filter_reason(group.samples)
         step.generated.add(group, is_filtered=reason is not None)
         if reason is not None:
@@ -317,8 +285,16 @@ class GroupQueue:
 
     @property
     def _step(self) -> RolloutStep:
-        assert self._open_step is not None, "begin() comes first"
-        return self._open_step
+        assert self._steps, "begin() comes first"
+        return self._steps[0]
+
+    def _step_of_decisions(self) -> RolloutStep:
+        """Return the step that counts the next decision: that of the batch which is being filled. With `max_staleness`
+        0 it is the one that is asked for, whatever its wave has too much of."""
+        index = len(self._batches) if self.limits.max_staleness else 0
+        while len(self._steps) <= index:
+            self._steps.append(RolloutStep(number=self._step.number + len(self._steps)))
+        return self._steps[index]
 
     def begin(self, step: int, weight_version: int) -> None:
         """Say that this step is asked for, with these weights; again after a push.
@@ -326,8 +302,8 @@ class GroupQueue:
         Groups of a saved state that are too old for it are discarded. With `max_staleness` 0 so are draws that a
         run which was further ahead left open: all where the step is ready, else those that no wave has room for.
         """
-        if self._open_step is None or self._open_step.number != step:
-            self._open_step = RolloutStep(number=step)
+        if not self._steps or self._step.number != step:
+            self._steps = [RolloutStep(number=step)]
         self._weight_version = weight_version
         self._num_steps = step - 1
         self._open = {
@@ -367,7 +343,8 @@ class GroupQueue:
             self._num_draws_used = 0
         self._num_recent = [number * _MEMORY for number in self._num_recent]
         self._num_steps = step.number
-        self._open_step = RolloutStep(number=step.number + 1)
+        ahead = self._steps[1:] if self.limits.max_staleness else []
+        self._steps = ahead or [RolloutStep(number=step.number + 1)]
         return step
 
     def state_dict(self, with_samples: bool = True, with_open_samples: bool = True) -> dict:
@@ -388,20 +365,21 @@ class GroupQueue:
             "num_recent": self._num_recent,
             "open": [{"uid": uid} if uid in finished else draw_to_plain(group) for uid, group in opened.items()],
             "finished": [group_to_plain(group) for uid, group in opened.items() if uid in finished],
-            "step": self._open_step and self._open_step.state_dict(),
+            "step": self._step.state_dict() if self._steps else None,
+            "steps_ahead": [step.state_dict() for step in self._steps[1:]],
         }
         if with_samples:
             return state
         drawn = [*(_without_samples(group, group.version) for group in ready), *self._opened_anew().values()]
-        step = self._open_step and RolloutStep(self._open_step.number).state_dict()
-        none = {"kept": [], "batch_sizes": [], "num_draws_used": 0, "finished": []}
+        step = RolloutStep(self._step.number).state_dict() if self._steps else None
+        none = {"kept": [], "batch_sizes": [], "num_draws_used": 0, "finished": [], "steps_ahead": []}
         return state | none | {"open": [draw_to_plain(group) for group in drawn], "step": step}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where a saved queue stood, also that of a program with gen batches. Nothing is drawn before `begin`."""
         self._num_drawn = state["num_drawn"]
         step = state.get("step")
-        self._open_step = step and RolloutStep.from_state(step)
+        self._steps = [RolloutStep.from_state(each) for each in (step, *state.get("steps_ahead", ())) if each]
         self._num_steps = None
         self._num_recent = list(state.get("num_recent", (0.0, 0.0)))
         num_draws_used = (step or {}).get("num_gen_batches", 0) * self.limits.gen_batch_size

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Sequence
 
 from megatron_dapo.data.types import Group
-from megatron_dapo.rollout.group_queue import RolloutStep
+from megatron_dapo.rollout.step_statistics import RolloutStep
 
 
 def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, seconds: float) -> dict[str, float]:
     """Return flat floats.
 
-    `dapo/`, `reward/`, `response_length/`, `prompt_length/`: over ALL samples generated in this step,
-    kept or not, see `StepStatistics`; `train/`: over the samples handed to the trainer, replayed ones too.
+    `dapo/`, `reward/`, `response_length/`, `prompt_length/`: over ALL samples generated for this step, kept or not, see
+    `StepStatistics`; `train/`: over the samples handed to the trainer, replayed ones too.
 
-    A mean over nothing (a step whose groups were all decided on before the last one ended) is left out.
+    A mean over nothing (a ready step of a state that was saved without its counts) is left out.
     """
     trained = [sample for group in step.groups for sample in group.samples]
     generated = step.generated.metrics()

@@ -3,7 +3,9 @@
 Pure. What a metric is made of is a row of a table.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_dapo.data.types import Group, Sample
 
@@ -47,7 +49,7 @@ _NUM_GROUPS, _NUM_FILTERED, _NUM_SAMPLES, _NUM_ERRORS = "num_groups", "num_filte
 
 
 class StepStatistics:
-    """Over ALL samples generated in one rollout step, kept or not, so that filtering does not colour them.
+    """Over ALL samples generated for one rollout step, kept or not, so that filtering does not colour them.
 
     Replayed samples were not generated; only `num_samples` and `_MEANS_WITH_REPLAYED` count them.
     """
@@ -103,7 +105,7 @@ class StepStatistics:
         return metrics
 
     def metrics(self) -> dict[str, float]:
-        """Return the statistics by name; a mean over nothing (a step filled by earlier groups alone) is left out."""
+        """Return the statistics by name; a mean over nothing is left out."""
         spread = dict(zip(("response_length/min", "response_length/max"), self._lengths, strict=False))
         counts = {metric: self._sums.get(metric, 0) for metric in _COUNTS}
         means = {metric: self._sums[metric] / number for metric, number in self._num_values.items()}
@@ -139,6 +141,38 @@ class StepStatistics:
 
     def _add_to_sum(self, metric: str, value: float) -> None:
         self._sums[metric] = self._sums.get(metric, 0) + value
+
+
+@dataclass
+class RolloutStep:
+    """One rollout step: what was decided for its batch, and with `GroupQueue.take` its groups."""
+
+    number: int
+    num_gen_batches: float = 0.0  # prompts decided on, in gen batches
+    num_ready: int | None = None  # groups that waited when the step was asked for; None before that
+    num_filtered_samples: int = 0
+    num_discarded: int = 0  # groups that are too old to be trained on, or would be in the next step
+    filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
+    generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups decided, kept or not
+    groups: tuple[Group, ...] = ()  # to train on, in the order in which their prompts were drawn
+
+    def state_dict(self) -> dict:
+        """Return plain data. A step that is being filled has no groups: they are the queue's."""
+        counts = {name: value for name, value in vars(self).items() if name != "groups"}
+        return {**counts, "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict) -> "RolloutStep":
+        """Return the step that `state_dict` described, also that of a program with gen batches."""
+        step = cls(
+            number=state["number"],
+            num_ready=state.get("num_ready"),
+            num_filtered_samples=state["num_filtered_samples"],
+            num_discarded=state["num_discarded"],
+            filtered=Counter(state["filtered"]),
+        )
+        step.generated.load_state_dict(state["generated"])
+        return step
 
 
 def _failed(sample: Sample, kind: str) -> bool:

@@ -27,8 +27,8 @@ from megatron_dapo.forecast.simulation import (
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import server_memory
-from megatron_dapo.rollout.group_queue import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics
+from megatron_dapo.rollout.step_statistics import RolloutStep
 from tests.fake_rollout import WORDS
 from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompts import PromptDataset
 from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.rollout.drawing import Drawing
+from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.verdicts import TooFewVerdicts
+from tests.unit.test_dynamic_sampling import RIGHT, make_queue, run_gen_batch
 
 pytestmark = pytest.mark.unit
 
@@ -69,7 +72,7 @@ def test_a_group_that_was_finished_before_its_step_began_is_gone_when_it_is_drop
     drawing.decide(is_waited_for=False)
     gc.collect()
     assert not any(tokens() is not None for tokens in dropped) and drawing.queue.account.num_filtered == 2
-    assert drawing.take().filtered == {"all_incorrect": 2}
+    assert not drawing.take().filtered  # they count for the batch that is being filled, which is that of step 3
 
 
 def test_a_run_without_verdicts_goes_back_to_the_groups_that_wait_and_samples_the_open_ones_again():
@@ -94,4 +97,26 @@ def test_a_run_without_verdicts_goes_back_to_the_groups_that_wait_and_samples_th
     assert queue.num_unfinished == 2 and not any(group.samples for group in queue.open_groups)
     assert drawing.next_prompt()[0].index == 10
     assert [group.uid for group in drawing.take().groups] == [group.uid for group in groups[4:8]]
+    assert queue.account.is_closed
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_step_that_was_decided_on_ahead_reports_the_groups_of_its_batch(is_resumed):
+    queue = make_queue(train=2, gen=2, max_gen=3, max_staleness=2)
+    queue.begin(1, weight_version=0)
+    run_gen_batch(queue, 0, [MIXED, MIXED, RIGHT, MIXED, WRONG, MIXED, WRONG], version=0)
+    metrics = []
+    for step in (1, 2, 3):
+        if is_resumed:
+            state = from_bytes(to_bytes(queue.state_dict()))
+            queue = make_queue(train=2, gen=2, max_gen=3, max_staleness=2)
+            queue.load_state_dict(state)
+        queue.begin(step, weight_version=step - 1)
+        if step == 3:
+            run_gen_batch(queue, 7, [MIXED, MIXED], version=2)
+        metrics.append(step_metrics(queue.take(), weight_version=step - 1, num_retries=0, seconds=1.0))
+    names = ("dapo/num_kept_groups", "dapo/num_filtered_groups", "dapo/num_gen_batches")
+    assert [tuple(each[name] for name in names) for each in metrics] == [(2, 0, 1.0), (2, 2, 2.0), (2, 1, 1.5)]
+    assert [each["reward/mean"] for each in metrics] == [0.5, 0.5, pytest.approx(1 / 3)]
+    assert [each["rollout/num_tokens"] for each in metrics] == [12, 24, 18]
     assert queue.account.is_closed

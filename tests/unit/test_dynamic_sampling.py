@@ -17,6 +17,7 @@ from megatron_dapo.rollout.group_filter import by_correctness
 from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits, staleness
 from megatron_dapo.rollout.plain_data import group_to_plain
 from megatron_dapo.rollout.step_metrics import step_metrics
+from megatron_dapo.rollout.step_statistics import RolloutStep
 
 pytestmark = pytest.mark.unit
 
@@ -300,11 +301,17 @@ def test_a_run_that_ended_at_the_limit_has_as_many_gen_batches_again():
     assert indices(other.take().groups) == [1, 2]
 
 
-def test_a_step_that_was_ready_before_generates_nothing_and_reports_no_means_of_nothing():
+def test_a_ready_step_of_a_state_without_its_counts_reports_no_means_of_nothing():
+    """As programs saved it that counted a sample in the next step."""
+    ahead = make_queue(train=1, gen=3, max_staleness=2)
+    ahead.begin(1, weight_version=0)
+    run_gen_batch(ahead, 0, [MIXED, MIXED, MIXED], version=0)
+    ahead.take()
+    state = ahead.state_dict()
+    state |= {"step": RolloutStep(2).state_dict()}
+    del state["steps_ahead"]
     queue = make_queue(train=1, gen=3, max_staleness=2)
-    queue.begin(1, weight_version=0)
-    run_gen_batch(queue, 0, [MIXED, MIXED, MIXED], version=0)
-    queue.take()
+    queue.load_state_dict(from_bytes(to_bytes(state)))
     queue.begin(2, weight_version=1)
     assert queue.is_ready()
     metrics = step_metrics(queue.take(), weight_version=1, num_retries=0, seconds=0.1)
