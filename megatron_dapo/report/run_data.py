@@ -178,12 +178,10 @@ def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine
 
 def _truncated_correct(steps: Sequence[dict]) -> float | None:
     """Return the share of all truncated responses of the run that is judged right, None where there are none."""
-    pairs = [
-        (_number(step.get("reward/truncated_correct"), ""), _number(step.get("dapo/num_truncated_samples"), ""))
-        for step in steps
-    ]
-    counted = [(share, number) for share, number in pairs if share is not None and number]
-    return sum(share * number for share, number in counted) / sum(number for _, number in counted) if counted else None
+    names = ("reward/truncated_correct", "dapo/num_truncated_samples")
+    pairs = [tuple(number(step.get(name)) for name in names) for step in steps]
+    counted = [(share, count) for share, count in pairs if share is not None and count]
+    return sum(share * count for share, count in counted) / sum(count for _, count in counted) if counted else None
 
 
 def _read(path: Path, parse) -> dict:
