@@ -69,10 +69,10 @@ def is_same_with_base(answer: str, truth: str) -> bool:
 
     A truth in another base than ten is asked for in that base: the answer must have it.
     """
-    given, wanted = _base_and_digits(answer), _base_and_digits(truth)
-    if given is None or (wanted is not None and wanted[0] != 10):
-        return given == wanted
-    value = _integer(*given)
+    said, wanted = _base_and_digits(answer), _base_and_digits(truth)
+    if said is None or (wanted is not None and wanted[0] != 10):
+        return said == wanted
+    value = _integer(*said)
     return value is not None and Fraction(value) == (exact_number(truth) if wanted is None else _integer(*wanted))
 
 
@@ -107,17 +107,17 @@ def _has_letters(side: str) -> bool:
 def same_point(answer: str, truth: str) -> list[tuple[str, str]] | None:
     """Return the pairs of values to compare where an answer or a truth is values of several variables (`x=1, y=2`) and
     the other one, too, or a tuple in the variables' order; None for all else. No pairs: they differ."""
-    given, wanted = _assignments(answer), _assignments(truth)
-    if given and wanted:
-        return [(given[name], wanted[name]) for name in wanted] if given.keys() == wanted.keys() else []
-    if not given and not wanted:
+    said, wanted = _assignments(answer), _assignments(truth)
+    if said and wanted:
+        return [(said[name], wanted[name]) for name in wanted] if said.keys() == wanted.keys() else []
+    if not said and not wanted:
         return None
-    values = _values(truth if given else answer)
-    named = given or wanted
+    values = _values(truth if said else answer)
+    named = said or wanted
     in_order = [named[name] for name in (named if wanted else _in_order(named))]
     if values is None or len(values) != len(named):
         return []
-    return list(zip(in_order, values, strict=True) if given else zip(values, in_order, strict=True))
+    return list(zip(in_order, values, strict=True) if said else zip(values, in_order, strict=True))
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

@@ -75,8 +75,8 @@ def test_a_damaged_model_is_refused_before_a_run(tmp_path, what):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODEL_JSON))
     DAMAGE[what](path)
-    given = [f"actor_rollout_ref.model.path={tmp_path}", "trainer.synthetic_batch=true"]
-    ended = run_bounded(lambda: refused(lambda: load_and_validate(None, given)))
+    overrides = [f"actor_rollout_ref.model.path={tmp_path}", "trainer.synthetic_batch=true"]
+    ended = run_bounded(lambda: refused(lambda: load_and_validate(None, overrides)))
     assert ended.code == 2, ended.error[-1500:]
 
 
