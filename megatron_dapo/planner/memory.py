@@ -2,8 +2,8 @@
 model's sizes alone.
 
 Weights, gradients and optimizer state are counted exactly, parameter by parameter; Megatron pads its buffers by less
-than 128 x DP numbers each. The rest are upper estimates, each at its own peak, although the peaks do not coincide. What
-CUDA, NCCL and the allocator's gaps take comes on top: an "80 GB" GPU has 85 x 10^9 bytes, so 80 leave it some room.
+than 128 x DP numbers each. The rest are upper estimates, each at its own peak, although the peaks do not coincide. For
+CUDA, NCCL and workspaces `usable_memory` keeps a part of a trainer GPU free.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from megatron_dapo.config.derived import (
     uses_critic,
     uses_full_kl,
     uses_servers,
+    world_size,
 )
 from megatron_dapo.config.lora import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.config.schema import Config
@@ -40,6 +41,23 @@ FLOATS_PER_TOKEN = 8 + 2 * 7
 # What SGLang takes of an 80 GB GPU for weights and KV cache by itself: all but 0.5 GB, 1.5 MB per token of a chunk of
 # prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
 SERVER_SHARE = 0.82
+# Bytes of a trainer GPU that no part below counts: the CUDA context with its kernels, the buffers of NCCL's
+# communicators (2 to 4 GB where a trainer has several GPUs), and workspaces of products, attention and the allocator.
+CUDA_CONTEXT = 0.5 * GB
+NCCL_BUFFERS = 4 * GB
+WORKSPACES = 1.5 * GB
+
+
+def kept_free(config: Config) -> float:
+    """Return the bytes of a trainer GPU that are not for the parts of `trainer_memory`."""
+    if (gigabytes := config.trainer.gpu_reserve_gb) is not None:
+        return gigabytes * GB
+    return CUDA_CONTEXT + WORKSPACES + (NCCL_BUFFERS if world_size(config) > 1 else 0)
+
+
+def usable_memory(config: Config) -> float:
+    """Return the bytes of a trainer GPU into which `trainer_memory` has to fit."""
+    return max(config.trainer.gpu_memory_gb * GB - kept_free(config), 0.0)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ from megatron_dapo.config.lora import actor_is_reference, lora_settings
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.memory import host_memory, server_memory, trainer_memory
+from megatron_dapo.planner.memory import (
+    host_memory,
+    kept_free,
+    server_memory,
+    trainer_memory,
+    usable_memory,
+)
 from megatron_dapo.planner.model_checks import read_model_specs
 from megatron_dapo.planner.pipeline import split_of
 from megatron_dapo.planner.recompute import in_words
@@ -321,8 +327,9 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     where it is of another size, of the critic."""
     parts = trainer_memory(config, *specs)
     sizes = ", ".join(f"{name} {format_gb(size)}" for name, size in parts.by_name.items())
-    fits = parts.total <= config.trainer.gpu_memory_gb * GB
-    whole = f"{format_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU{'' if fits else ' DO NOT FIT'}"
+    fits = parts.total <= usable_memory(config)
+    whole = f"{format_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU"
+    whole += f", {kept_free(config) / GB:g} kept free{'' if fits else ', DO NOT FIT'}"
     yield f"trainer: {whole}: {sizes}"
     if fraction := config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction:
         on_host = format_gb(host_memory(config, *specs))

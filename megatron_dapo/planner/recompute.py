@@ -8,12 +8,11 @@ import bisect
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.memory import trainer_memory
+from megatron_dapo.planner.memory import trainer_memory, usable_memory
 from megatron_dapo.planner.pipeline import split_of
 from megatron_dapo.planner.training_time import recomputed_share
 
@@ -34,8 +33,7 @@ def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None =
     """Return the keys, by their last names, of what repeats least of a forward pass and fits, or none."""
 
     def fits(keys: Mapping[str, Any]) -> bool:
-        available = config.trainer.gpu_memory_gb * GB
-        return trainer_memory(_with(config, keys), actor, critic).total <= available
+        return trainer_memory(_with(config, keys), actor, critic).total <= usable_memory(config)
 
     sizes = parallel_sizes(config)
     num_layers = split_of(actor, sizes).largest

@@ -4,7 +4,7 @@ from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.planner.memory import server_memory, trainer_memory, weight_sync_bytes
+from megatron_dapo.planner.memory import kept_free, server_memory, trainer_memory, usable_memory, weight_sync_bytes
 
 _ACTOR = "actor_rollout_ref.actor"
 _MORE_RANKS = f"raise {_ACTOR}.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
@@ -27,12 +27,12 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
     sentences: list[str] = []
     available = config.trainer.gpu_memory_gb
     parts = trainer_memory(config, actor, critic)
-    missing = parts.total - available * GB
+    missing = parts.total - usable_memory(config)
     if missing > 0:
         largest, size = next(iter(parts.by_name.items()))
         sentences.append(
             f"A trainer GPU would need about {parts.total / GB:.0f} GB, {size / GB:.0f} of them for {largest}, above "
-            f"trainer.gpu_memory_gb {available:g}; {_cure(largest, config, actor, missing)}."
+            f"{_available(config)}; {_cure(largest, config, actor, missing)}."
         )
     if starts_servers(config):
         server = server_memory(config, actor)
@@ -44,6 +44,16 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
                 f"{available:g}); raise actor_rollout_ref.rollout.server.tensor_model_parallel_size."
             )
     return sentences
+
+
+def _available(config: Config) -> str:
+    whole = f"trainer.gpu_memory_gb {config.trainer.gpu_memory_gb:g}"
+    if not (reserve := kept_free(config)):
+        return whole
+    return (
+        f"the {usable_memory(config) / GB:.4g} GB that {whole} has beside {reserve / GB:g} GB kept free "
+        f"(trainer.gpu_reserve_gb)"
+    )
 
 
 def _cure(part: str, config: Config, spec: ModelSpec, missing: float) -> str:

@@ -29,10 +29,11 @@ from megatron_dapo.planner.memory import (
     num_trained_parameters,
     server_memory,
     trainer_memory,
+    usable_memory,
     weight_sync_bytes,
 )
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES
-from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.planner.plan import memory_lines, process_plan
 from megatron_dapo.planner.shortage import shortage
 from tests.fake_rollout import write_files
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
@@ -144,7 +145,7 @@ def test_the_composed_head_without_kernels_holds_what_is_estimated(dtype):
 def test_the_recipes_fit_80_gb(name):
     config, spec = recipe(name)
     assert not shortage(config, spec)
-    assert 0.2 * 80 * GB < trainer_memory(config, spec).total < 80 * GB, "a recipe of a whole cluster is not a toy"
+    assert 0.2 * 80 * GB < trainer_memory(config, spec).total < 74 * GB, "a recipe of a whole cluster is not a toy"
 
 
 def test_a_server_of_the_32b_recipe_holds_its_weights_and_many_samples():
@@ -162,7 +163,7 @@ def alone(name: str, *overrides: str) -> str:
 
 def test_what_does_not_fit_is_said_with_its_largest_part_and_the_cure():
     hopeless = alone("dapo_32b.yaml", f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false")
-    assert "for gradients, above trainer.gpu_memory_gb 80" in hopeless
+    assert "for gradients, above the 74 GB that trainer.gpu_memory_gb 80 has beside 6 GB kept free" in hopeless
     assert f"raise {MEGATRON}.tensor_model_parallel_size" in hopeless
     long = alone("dapo_7b.yaml", f"{MEGATRON}.recompute_granularity=none", f"{MEGATRON}.sequence_parallel=false")
     assert "for activations" in long and "recompute_granularity=auto" in long
@@ -240,7 +241,7 @@ def test_the_process_plan_shows_it(tmp_path):
     text = process_plan(config)
     total = trainer_memory(config, model_spec(QWEN2_5_32B)).total / GB
     parts = "gradients 8.2, optimizer 6.1, weight sync 5.3, weights 4.1"
-    assert f"memory        trainer: {total:.1f} of 80 GB per GPU: {parts}" in text
+    assert f"memory        trainer: {total:.1f} of 80 GB per GPU, 6 kept free: {parts}" in text
     assert "server: weights 16.4 GB per GPU, KV cache 49.2 for" in text and "DO NOT FIT" not in text
     assert parallel_sizes(config).dp == 4
     unknown = process_plan(load_config(CONFIGS / "dapo_32b.yaml", ["actor_rollout_ref.model.path=/nowhere"]))
@@ -338,8 +339,31 @@ def test_smaller_buckets_are_the_cure_only_where_they_suffice(gigabytes, mb, cur
     sizes = {"expert_model_parallel_size": 64, "pipeline_model_parallel_size": 4, "tensor_model_parallel_size": 2}
     keys = [f"{MEGATRON}.{name}={size}" for name, size in sizes.items()]
     keys += ["trainer.nnodes=64", f"trainer.gpu_memory_gb={gigabytes}", f"weight_sync.bucket_size_mb={mb}"]
+    keys.append("trainer.gpu_reserve_gb=0")
     sentence = shortage(load_config(CONFIGS / "dapo_32b.yaml", keys), model_spec(MODEL_SHAPES["gpt-oss-120b"]))[0]
     assert f"for weight sync, above trainer.gpu_memory_gb {gigabytes}; {cure}" in sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gigabytes"),
+    [
+        (["trainer.n_procs_per_node=1"], 2),  # 0.5 of CUDA, 1.5 of workspaces
+        (["trainer.n_procs_per_node=8"], 6),  # and 4 of NCCL
+        (["trainer.n_procs_per_node=8", "trainer.gpu_reserve_gb=3.5"], 3.5),
+        (["trainer.n_procs_per_node=8", "trainer.gpu_reserve_gb=0"], 0),
+    ],
+)
+def test_what_is_not_counted_is_kept_free_of_a_card(overrides, gigabytes):
+    """The CUDA context, NCCL's buffers and workspaces; a layout that fills the rest is refused one byte later."""
+    config = load_config(None, overrides)
+    assert usable_memory(config) == (80 - gigabytes) * GB
+    spec = model_spec(QWEN2_5_7B)
+    needed = trainer_memory(config, spec).total / GB + gigabytes
+    (enough, little) = (load_config(None, [*overrides, f"trainer.gpu_memory_gb={needed + by}"]) for by in (1e-6, -1e-6))
+    assert not any("A trainer GPU" in sentence for sentence in shortage(enough, spec))
+    assert any("A trainer GPU" in sentence for sentence in shortage(little, spec))
+    assert "DO NOT FIT" not in next(memory_lines(enough, (spec, None)))
+    assert "DO NOT FIT" in next(memory_lines(little, (spec, None)))
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():

@@ -254,7 +254,7 @@ def test_the_recipes_of_mixtures_have_the_algorithm_of_the_reference_run_and_fit
     assert (sizes.tp, sizes.pp, sizes.dp, sizes.ep) == parallel and str(split_of(spec, sizes)) == layers
     server = config.actor_rollout_ref.rollout.server
     assert server.num_servers * server.tensor_model_parallel_size == 8 * server.nnodes
-    assert round(trainer_memory(config, spec).total / GB) == trainer_gb <= config.trainer.gpu_memory_gb
+    assert round(trainer_memory(config, spec).total / GB) == trainer_gb <= config.trainer.gpu_memory_gb - 6
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert server_memory(config, spec).num_tokens // longest == num_samples
 

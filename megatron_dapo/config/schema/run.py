@@ -195,7 +195,10 @@ class TrainerConfig(Section):
     n_procs_per_node: MayChangeOnResume[NumProcesses] = 1
     """Trainer processes (GPUs) per node."""
     gpu_memory_gb: MayChangeOnResume[PositiveFloat] = 80.0
-    """Memory of one GPU, which a dry run compares its estimate with; what CUDA and NCCL take is not counted."""
+    """Memory of one GPU, which the plan compares its estimate with."""
+    gpu_reserve_gb: MayChangeOnResume[NonNegativeFloat | None] = None
+    """Memory of a trainer GPU that the plan keeps free for CUDA, NCCL and workspaces; null = 2, or 6 with several
+    trainer ranks."""
     total_training_steps: PositiveInt = 100
     """Rollout steps of the run."""
     critic_warmup: Annotated[NonNegativeInt, ActsIf(Is("algorithm.adv_estimator", "gae"))] = 0
