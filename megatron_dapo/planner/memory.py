@@ -14,6 +14,7 @@ from megatron_dapo.config.derived import (
     ParallelSizes,
     critic_batching,
     log_prob_chunk_size,
+    longest_sample,
     needs_reference,
     parallel_sizes,
     samples_per_rollout_step,
@@ -73,6 +74,7 @@ class Parts:
     reference: int
     critic: int
     user_buffers: int = 0
+    routed_experts: int = 0
 
     @property
     def total(self) -> int:
@@ -148,6 +150,7 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
         reference=reference,
         critic=critic_total,
         user_buffers=_user_buffers(config, actor, tokens),
+        routed_experts=_routed_experts(config, actor, stage, tokens),
     )
 
 
@@ -156,6 +159,25 @@ def _user_buffers(config: Config, spec: ModelSpec, tokens: int) -> int:
     of a micro-batch's tokens."""
     overlaps = config.actor_rollout_ref.actor.megatron.tp_comm_overlap
     return NUM_USER_BUFFERS * tokens * spec.hidden_size * dtype_bytes(config) if overlaps else 0
+
+
+def _routed_experts(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
+    """Return the bytes of the experts that a stage's routers replay for so many tokens of a context-parallel rank: an
+    int16 for each choice (training/router_replay.py)."""
+    if spec.moe is None or config.actor_rollout_ref.actor.router_replay == "off":
+        return 0
+    sizes = parallel_sizes(config)
+    part = sizes.tp if config.actor_rollout_ref.actor.megatron.sequence_parallel else 1
+    layers = sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
+    return ceil_div(tokens, part) * layers * spec.moe.experts_per_token * 2
+
+
+def routed_experts_on_host(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes of a node's memory for the routed experts of a rollout step, all samples at their longest."""
+    sizes = parallel_sizes(config)
+    tokens = ceil_div(samples_per_rollout_step(config), sizes.dp) * _of_rank(config, longest_sample(config))
+    largest = max(_routed_experts(config, spec, stage, tokens) for stage in range(sizes.pp))
+    return largest * config.trainer.n_procs_per_node
 
 
 def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.memory import (
     host_memory,
     kept_free,
+    routed_experts_on_host,
     server_memory,
     trainer_memory,
     usable_memory,
@@ -334,6 +335,8 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     if fraction := config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction:
         on_host = format_gb(host_memory(config, *specs))
         yield f"{on_host} GB of each node's memory: {fraction:.0%} of the optimizer's state, with its gradients"
+    if of_step := routed_experts_on_host(config, specs[0]):
+        yield f"{format_gb(of_step)} GB of each node's memory: routed experts of a step of samples of full length"
     split = split_of(specs[0], parallel_sizes(config))
     if not split.is_even:
         yield f"layers of the {len(split.layers)} pipeline chunks: {split}"

@@ -18,6 +18,7 @@ CURES = {
     "weight sync": "lower weight_sync.bucket_size_mb",
     "reference": _MORE_RANKS,
     "critic": _MORE_RANKS,
+    "routed experts": f"lower {_ACTOR}.max_tokens_per_microbatch, or set {_ACTOR}.router_replay to off",
     "user buffers": f"set {_ACTOR}.megatron.tp_comm_overlap to false, or lower {_ACTOR}.max_tokens_per_microbatch",
 }
 

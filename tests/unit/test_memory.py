@@ -27,6 +27,7 @@ from megatron_dapo.planner.memory import (
     model_states,
     num_parameters,
     num_trained_parameters,
+    routed_experts_on_host,
     server_memory,
     trainer_memory,
     usable_memory,
@@ -374,3 +375,19 @@ def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
         config = load_config(CONFIGS / "dapo_32b.yaml", [*keys, f"{MEGATRON}.context_parallel_size={cp}"])
         assert trainer_memory(config, spec).by_name["user buffers"] == 12 * tokens * 5120 * 2
     assert "user buffers" not in trainer_memory(load_config(CONFIGS / "dapo_32b.yaml"), spec).by_name
+
+
+@pytest.mark.parametrize(("name", "mode"), [("30b_a3b", "rollout"), ("30b_a3b", "old"), ("235b_a22b", "rollout")])
+def test_replayed_experts_take_the_hosts_memory_and_a_micro_batch_on_the_gpu(name, mode):
+    """By hand: 8192 samples of 22528 tokens over DP 4 and the sequence over TP 4; 8 choices of 2 bytes in each of 48
+    layers, or of the 16 of a middle stage; 8 ranks on a node."""
+    keys = [f"{ACTOR}.router_replay={mode}"]
+    off, on = (load_config(CONFIGS / f"dapo_qwen3_{name}.yaml", overrides) for overrides in ([], keys))
+    spec = model_spec(MODEL_SHAPES[f"qwen3-{name.replace('_', '-')}"])
+    layers = 48 if name == "30b_a3b" else 16
+    parts = trainer_memory(on, spec)
+    assert parts.routed_experts == parts.total - trainer_memory(off, spec).total == 22528 // 4 * layers * 8 * 2
+    assert routed_experts_on_host(on, spec) == 8192 // 4 * 22528 // 4 * layers * 8 * 2 * 8
+    assert routed_experts_on_host(off, spec) == 0
+    lines = [line for line in memory_lines(on, (spec, None)) if "of each node's memory: routed experts" in line]
+    assert len(lines) == 1 and not any("routed experts" in line for line in memory_lines(off, (spec, None)))
