@@ -32,7 +32,7 @@ from megatron_dapo.config.derived import starts_reward_model, starts_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.first_look import first_look
-from megatron_dapo.planner.dry_run import dry_run
+from megatron_dapo.forecast.dry_run import dry_run
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.storage.run_folder import RunFolder
 

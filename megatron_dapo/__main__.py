@@ -23,7 +23,7 @@ from megatron_dapo.config.schema import Config
 from megatron_dapo.evaluation.command import add_eval_arguments, evaluate
 from megatron_dapo.first_look import first_look
 from megatron_dapo.forecast.command import add_plan_arguments, plan
-from megatron_dapo.planner.dry_run import dry_run
+from megatron_dapo.forecast.dry_run import dry_run
 from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.report.command import add_report_arguments, report
 from megatron_dapo.storage.run_folder import RunFolder

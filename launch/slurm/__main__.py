@@ -26,7 +26,7 @@ from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.first_look import first_look
-from megatron_dapo.planner.dry_run import dry_run
+from megatron_dapo.forecast.dry_run import dry_run
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.storage.run_folder import RunFolder

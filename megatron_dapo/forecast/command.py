@@ -21,7 +21,7 @@ from megatron_dapo.forecast.step_time import HAND_OVER_S, Assumptions, Factors, 
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
 from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
-from megatron_dapo.planner.model_checks import model_json_of, read_model_json
+from megatron_dapo.planner.model_checks import published_name, read_model_json, shape_of
 from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
 from megatron_dapo.planner.plan import memory_lines
 from megatron_dapo.planner.recompute import settled
@@ -119,10 +119,7 @@ def model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
         return name.lower(), model_json_named(name)
     path = config.actor_rollout_ref.model.path
     if (content := read_model_json(config)) is not None:
-        return Path(path).name, content
-    known = Path(path).name.lower()
-    if known in MODEL_SHAPES:
-        return known, model_json_named(known)
+        return published_name(path) or Path(path).name, content
     raise UserError(
         f"actor_rollout_ref.model.path is {path or 'empty'}, where no config.json can be read; give --model NAME, one "
         f"of {', '.join(MODEL_SHAPES)}."
@@ -132,7 +129,7 @@ def model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
 def critic_of(config: Config) -> ModelSpec | None:
     """Return the spec of a critic whose own checkpoint is here, or none: then it is taken to be of the actor's size."""
     path = config.critic.model.path
-    content = model_json_of(path) if path else None
+    content = shape_of(path) if path else None
     return None if content is None else model_spec(content, source=path or "")
 
 

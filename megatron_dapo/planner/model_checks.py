@@ -1,6 +1,7 @@
 """What the config demands of the model's config.json: sizes that divide, positions that suffice."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
@@ -17,13 +18,29 @@ from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema import Config
 from megatron_dapo.huggingface.experts import num_experts_of
 from megatron_dapo.huggingface.model_spec import FAMILIES, Family, ModelSpec, critic_spec, model_spec
+from megatron_dapo.planner.model_shapes import MODEL_SHAPES
 from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.storage.model_folder import ModelFolder
 
 
 def read_model_json(config: Config) -> dict[str, Any] | None:
-    """Return config.json of the actor's checkpoint; none where it cannot be read (`validate` says why)."""
-    return model_json_of(config.actor_rollout_ref.model.path)
+    """Return `shape_of` the actor; none where it cannot be read (`validate` says why)."""
+    return shape_of(config.actor_rollout_ref.model.path)
+
+
+def shape_of(path: str) -> dict[str, Any] | None:
+    """Return config.json of a checkpoint, or the shape of the published model that its folder is named after, where the
+    checkpoint is elsewhere: a cluster's recipe is planned on a laptop."""
+    if name := published_name(path):
+        return MODEL_SHAPES[name]
+    return model_json_of(path)
+
+
+def published_name(path: str) -> str | None:
+    """Return the published model that stands for a checkpoint which is not on this machine; none where it is, or no
+    published model has its folder's name."""
+    name = Path(path).name.lower()
+    return name if name in MODEL_SHAPES and not ModelFolder.of(path).config_json.exists() else None
 
 
 def model_json_of(path: str) -> dict[str, Any] | None:
@@ -45,7 +62,7 @@ def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | Non
 
 
 def _model_spec_of(path: str, spec_of: Callable[[dict[str, Any]], ModelSpec]) -> ModelSpec | None:
-    content = model_json_of(path)
+    content = shape_of(path)
     try:
         return None if content is None else spec_of(content)
     except (UserError, ValueError):

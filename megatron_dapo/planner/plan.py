@@ -36,7 +36,7 @@ from megatron_dapo.planner.memory import (
     trainer_memory,
     usable_memory,
 )
-from megatron_dapo.planner.model_checks import read_model_specs
+from megatron_dapo.planner.model_checks import published_name, read_model_specs
 from megatron_dapo.planner.pipeline import split_of
 from megatron_dapo.planner.recompute import in_words
 from megatron_dapo.storage.run_folder import RunFolder
@@ -320,6 +320,8 @@ def _memory(config: Config) -> Iterator[str]:
     if (specs := read_model_specs(config)) is None:
         yield f"not estimated: the model's config.json is not in {path or 'actor_rollout_ref.model.path'}"
         return
+    if name := published_name(path):
+        yield f"of the published shape of {name}, since {path} is not here"
     yield from memory_lines(config, specs)
 
 

@@ -290,3 +290,36 @@ def test_without_nodes_it_is_a_dry_run(tmp_path, monkeypatch, capsys):
     for words in ("1 rank on each of 4: node1 node2 node3 node4", "1 server on each of 1: node5", "Process plan"):
         assert words in shown
     assert not (tmp_path / "run").exists()
+
+
+def dry_run_of(name: str, *overrides: str) -> list[str]:
+    return ["plan", "--config", str(REPOSITORY / "configs" / f"{name}.yaml"), *overrides]
+
+
+def test_a_dry_run_on_a_laptop_estimates_memory_by_the_published_shape(capsys):
+    assert main(dry_run_of("dapo_32b")) == 2
+    shown = capsys.readouterr().out
+    assert "not estimated" not in shown
+    assert "of the published shape of qwen2.5-32b, since models/Qwen2.5-32B is not here" in shown
+    assert "server: weights 16.4 GB per GPU" in shown  # 65.5 GB over 4 GPUs
+    assert main(dry_run_of("dapo_32b", "actor_rollout_ref.model.path=models/our-own")) == 2
+    assert "not estimated: the model's config.json is not in models/our-own" in capsys.readouterr().out
+
+
+def test_a_dry_run_names_the_mistakes_of_job_files_model_and_memory_together(capsys):
+    wrong = ("trainer.gpu_memory_gb=20", f"{SERVER}.nnodes=0", "data.val_files=[]", "trainer.test_freq=-1")
+    assert main(dry_run_of("dapo_32b", *wrong)) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("5 mistakes to correct:")
+    for words in (
+        "in a Slurm job the servers have nodes of their own",
+        "data.train_files holds",
+        "models/Qwen2.5-32B, which is not a folder here",
+        "A trainer GPU would need",
+        "A server GPU would have",
+    ):
+        assert words in told
+    assert main(dry_run_of("dapo_32b", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=16")) == 2
+    assert "tensor_model_parallel_size is 16, but does not divide the model's num_attention_heads 40" in (
+        capsys.readouterr().err
+    )

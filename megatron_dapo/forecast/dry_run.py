@@ -34,14 +34,18 @@ def dry_run(
     except UserError:
         load_and_validate(path, overrides, num_processes=num_processes)  # raises, with what is missing here as well
         raise
-    check(config)
+    mistakes: list[str] = []
+    try:
+        check(config)
+    except UserError as error:
+        mistakes += error.sentences
     if show:
         print_line(f"{to_yaml(config)}\n{process_plan(config)}")
-    models = read_model_specs(config)
-    sentences = shortage(config, *models) if models else []
     try:
         look(load_and_validate(path, overrides))
     except UserError as error:
-        sentences = [*error.sentences, *sentences]
-    if sentences:
-        raise UserError(sentences)
+        mistakes += error.sentences
+    if models := read_model_specs(config):
+        mistakes += shortage(config, *models)
+    if mistakes:
+        raise UserError(mistakes)
