@@ -11,11 +11,12 @@
 #   PYTHON          interpreter (default: .venv/bin/python, made here once if it is missing; in a container python3)
 #   REQUEUE         auto (default): save and requeue before the time limit | off: save and end with 85,
 #                   for chains: for i in 1 2 3; do REQUEUE=off sbatch --dependency=singleton slurm/dapo_32b.sh; done
-#   MAX_RESTARTS    requeues of one job (default 20)
+#   MAX_RESTARTS    requeues of one job (default: 1.25 times the jobs that the plan foresees, and 2; at least 20)
 #   MIN_BANDWIDTH   GB/s that the preflight's all-reduce must reach (default: what launch.preflight asks for)
 #   NOTICE_S        seconds of #SBATCH --signal, of which the plan says whether they are enough; the scripts set it
+#   TIME_LIMIT      of #SBATCH --time, for a dry run, which tells how many jobs the run takes; the scripts set it
 #   PREPARE         a Python module and its arguments, run before all else; demo.sh sets it
-#   DRY_RUN=1       print nodes, processes and memory, and stop; works outside of Slurm too
+#   DRY_RUN=1       print nodes, processes, memory and time, and stop; works outside of Slurm too
 #
 # bash owns srun, scancel and scontrol, since a host of containers may lack a Python; all that can be computed is asked
 # of `python -m launch.slurm`, which runs in the container if there is one.
@@ -24,7 +25,7 @@ set -euo pipefail
 
 : "${CONFIG:?names the recipe, e.g. CONFIG=configs/dapo_7b.yaml}"
 CONTAINER=${CONTAINER:-none} IMAGE=${IMAGE:-} MOUNTS=${MOUNTS:-$PWD:$PWD}
-REQUEUE=${REQUEUE:-auto} MAX_RESTARTS=${MAX_RESTARTS:-20} DRY_RUN=${DRY_RUN:-0}
+REQUEUE=${REQUEUE:-auto} DRY_RUN=${DRY_RUN:-0}
 HAS_SPOKEN=''
 GRACE_S=60 # for a step that was asked to end
 
@@ -56,7 +57,8 @@ elif [ "$CONTAINER" = pyxis ]; then
     HERE=("$PYTHON" -m) # a dry run, on this host
 fi
 ASK=("${HERE[@]}" launch.slurm)
-PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN_BANDWIDTH"} ${NOTICE_S:+--notice "$NOTICE_S"})
+PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN_BANDWIDTH"} ${NOTICE_S:+--notice "$NOTICE_S"}
+    ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"})
 
 prepare() { # what this node does for all
     local words
@@ -179,7 +181,7 @@ finish() { # whatever ends this script: no step is left, and the last line says 
     [ -z "$SERVERS_ENDED" ] || flags+=(--servers-ended)
     [ "$REQUEUE" = auto ] || flags+=(--no-requeue)
     said=$("${ASK[@]}" end "$LOGS/plan.json" --phase "$PHASE" --exit-code "${CODE:-$code}" --asked-by "$ASKED_BY" \
-        --max-restarts "$MAX_RESTARTS" "${flags[@]}") && code=0 || code=$?
+        "${flags[@]}") && code=0 || code=$?
     [ -z "$said" ] || echo "$said"
     case $code in
         75) requeue ;;
@@ -231,7 +233,7 @@ stamp "job $SLURM_JOB_ID, attempt ${SLURM_RESTART_COUNT:-0}: $CONFIG $*"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 prepare
 # told: its last line is the folder of logs
-told=$("${PLAN[@]}" --nodes "$nodes" --max-restarts "$MAX_RESTARTS" "$@")
+told=$("${PLAN[@]}" --nodes "$nodes" "$@")
 echo "$told"
 # shellcheck source=/dev/null
 source "${told##*$'\n'}/plan.sh"

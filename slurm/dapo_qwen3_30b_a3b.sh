@@ -11,7 +11,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
 # Two hours before the end the run is asked to save: sampling ends then, the update of what is sampled does not. NOTICE_S
-# below says the same, for the plan, which tells whether it is enough.
+# below says the same, for the plan, which tells whether it is enough; TIME_LIMIT that of --time, for a dry run.
 #SBATCH --signal=B:USR1@7200
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -20,5 +20,5 @@ set -euo pipefail
 [ -f slurm/body.sh ] || cd "$(dirname "$0")/.."
 [ -f slurm/body.sh ] || { echo "FAILED (2): submit this from the folder of the repository" >&2; exit 2; }
 
-export CONFIG=${CONFIG:-configs/dapo_qwen3_30b_a3b.yaml} NOTICE_S=${NOTICE_S:-7200}
+export CONFIG=${CONFIG:-configs/dapo_qwen3_30b_a3b.yaml} NOTICE_S=${NOTICE_S:-7200} TIME_LIMIT=${TIME_LIMIT:-24:00:00}
 exec bash slurm/body.sh "$@"

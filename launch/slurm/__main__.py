@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.command_line import parse, parser
 from launch.process_names import WAITING
+from launch.slurm.cost import JobCost
 from launch.slurm.node import run
 from launch.slurm.notice import notice_line
 from launch.slurm.outcome import NOT_REQUEUED, Facts, done_line, is_done, outcome
@@ -27,7 +28,6 @@ from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
 from megatron_dapo.first_look import first_look
 from megatron_dapo.forecast.dry_run import dry_run
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import make_server_key
@@ -60,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     end.add_argument("--asked-by", default="", metavar="SIGNAL")
     end.add_argument("--servers-ended", action="store_true")
     end.add_argument("--no-requeue", dest="may_requeue", action="store_false")
-    end.add_argument("--max-restarts", type=int, required=True)
     end.set_defaults(run=end_command)
     arguments = options_parser.parse_args(argv)
     return arguments.run(arguments)
@@ -72,7 +71,8 @@ def plan_command(argv: list[str]) -> int:
         "launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt."
     )
     options_parser.add_argument("--nodes", default="", metavar="A,B,...", help="the job's nodes; none: a dry run")
-    options_parser.add_argument("--max-restarts", type=int, default=20, metavar="N")
+    options_parser.add_argument("--max-restarts", type=int, metavar="N", help="1.25 times the planned jobs + 2, or 20")
+    options_parser.add_argument("--time-limit", metavar="TIME", help="of a job, as for sbatch; Slurm's, or 24:00:00")
     options_parser.add_argument("--min-bandwidth", type=float, metavar="GB/s", help="of the preflight's all-reduce")
     options_parser.add_argument(
         "--notice", type=int, metavar="S", help="seconds before the time limit at which Slurm signals"
@@ -80,7 +80,7 @@ def plan_command(argv: list[str]) -> int:
     arguments, overrides = parse(options_parser, argv)
     try:
         if not arguments.nodes:
-            check = partial(show_plan, min_bandwidth=arguments.min_bandwidth, notice_s=arguments.notice)
+            check = partial(show_plan, arguments=arguments)
             dry_run(arguments.config, overrides, show=False, check=check, look=first_look)
             return 0
         config = load_and_validate(arguments.config, overrides)
@@ -88,9 +88,10 @@ def plan_command(argv: list[str]) -> int:
             print(done_line(_run(config), config.trainer.total_training_steps), "already; nothing is left to do")
             return NOTHING_TO_DO_EXIT_CODE
         allocation = Allocation.of(os.environ, arguments.nodes.split(","))
-        plan = make_plan(config, allocation, progress(_run(config)), arguments.min_bandwidth)
-        if plan.restart_count > arguments.max_restarts:
-            reason = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {arguments.max_restarts}"
+        costs = JobCost.of(config, arguments, allocation.time_limit_s)
+        plan = make_plan(config, allocation, progress(_run(config)), arguments.min_bandwidth, costs.max_restarts)
+        if plan.restart_count > plan.max_restarts:
+            reason = f"requeued {plan.restart_count} times, but MAX_RESTARTS is {plan.max_restarts}"
             print(f"FAILED ({NOT_REQUEUED}): {reason}", flush=True)
             return NOT_REQUEUED
         if plan.server_nodes:
@@ -102,15 +103,16 @@ def plan_command(argv: list[str]) -> int:
         stream = sys.stdout if arguments.nodes else sys.stderr  # srun adds words of its own to the latter
         print(f"FAILED ({USER_ERROR_EXIT_CODE}): {error.sentences[0]}", file=stream, flush=True)
         return USER_ERROR_EXIT_CODE
-    write_attempt(plan, config)
-    print(plan.text(), *_notice(config, arguments.notice), process_plan(config), plan.logs, sep="\n", flush=True)
+    processes = costs.whole_plan(config)
+    write_attempt(plan, config, processes)
+    print(plan.text(), *_notice(config, arguments.notice), processes, plan.logs, sep="\n", flush=True)
     return 0
 
 
-def write_attempt(plan: JobPlan, config: Config) -> None:
+def write_attempt(plan: JobPlan, config: Config, processes: str) -> None:
     """Write the attempt's folder, logs/latest, and the list of servers, from which the last attempt's may be gone."""
     write_whole(plan.config_file, to_yaml(config))
-    write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{process_plan(config)}\n")
+    write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{processes}\n")
     plan.write()
     latest = Path(plan.logs).with_name("latest")
     link = latest.with_name(f".latest.{os.getpid()}")
@@ -125,10 +127,11 @@ def _notice(config: Config, notice_s: int | None) -> list[str]:
     return [f"notice: {line}"] if line else []
 
 
-def show_plan(config: Config, min_bandwidth: float | None, notice_s: int | None = None) -> None:
-    """Print nodes, processes and memory."""
-    plan = make_plan(config, Allocation.imagined(config), min_bandwidth=min_bandwidth)
-    print_line("\n".join([plan.text(), *_notice(config, notice_s), "", process_plan(config)]))
+def show_plan(config: Config, arguments: argparse.Namespace) -> None:
+    """Print nodes, processes, memory and time."""
+    costs = JobCost.of(config, arguments, None)
+    plan = make_plan(config, Allocation.imagined(config), min_bandwidth=arguments.min_bandwidth)
+    print_line("\n".join([plan.text(), *_notice(config, arguments.notice), "", costs.whole_plan(config)]))
 
 
 def wait_command(arguments: argparse.Namespace) -> int:
@@ -144,7 +147,7 @@ def wait_command(arguments: argparse.Namespace) -> int:
 
 
 def end_command(arguments: argparse.Namespace) -> int:
-    fields = ("phase", "exit_code", "asked_by", "servers_ended", "may_requeue", "max_restarts")
+    fields = ("phase", "exit_code", "asked_by", "servers_ended", "may_requeue")
     ended = outcome(arguments.plan, Facts(**{name: getattr(arguments, name) for name in fields}))
     print(ended.line, flush=True)
     return REQUEUE_EXIT_CODE if ended.requeue else ended.code

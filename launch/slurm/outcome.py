@@ -35,14 +35,13 @@ _NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed: (.*)$")
 @dataclass(frozen=True)
 class Facts:
     """What the body saw. phase: the role it was about. asked_by: the signal on which it asked the trainer to save.
-    servers_ended: the step of the servers ended by itself. may_requeue: REQUEUE=auto. max_restarts: MAX_RESTARTS."""
+    servers_ended: the step of the servers ended by itself. may_requeue: REQUEUE=auto."""
 
     phase: str
     exit_code: int
     asked_by: str = ""
     servers_ended: bool = False
     may_requeue: bool = True
-    max_restarts: int = 20
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,11 @@ def _saved(plan: JobPlan, facts: Facts) -> AttemptOutcome:
     if not (facts.asked_by and facts.may_requeue):
         return AttemptOutcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command goes on from there")
     restart = plan.restart_count + 1
-    if restart > facts.max_restarts:
+    if restart > plan.max_restarts:
         return _failed(
-            NOT_REQUEUED, f"requeued {plan.restart_count} times, and MAX_RESTARTS is {facts.max_restarts}; {saved}"
+            NOT_REQUEUED, f"requeued {plan.restart_count} times, and MAX_RESTARTS is {plan.max_restarts}; {saved}"
         )
-    words = f"SAVED: {saved}; requeued on {facts.asked_by}, restart {restart} of at most {facts.max_restarts}"
+    words = f"SAVED: {saved}; requeued on {facts.asked_by}, restart {restart} of at most {plan.max_restarts}"
     return AttemptOutcome(SAVED_EXIT_CODE, words, requeue=True)
 
 

@@ -14,6 +14,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.cost import LEAST_RESTARTS
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
 
@@ -32,21 +33,26 @@ _SERVER_GRACE_S = 60.0  # for those who start the servers, who can say more of o
 @dataclass(frozen=True)
 class Allocation:
     """What Slurm gave the job. nodes: as `scontrol show hostnames` lists them. gpus_per_node: None where Slurm counts
-    none (no GRES), so that nothing is known of them here. restart_count: how often the job was requeued."""
+    none (no GRES), so that nothing is known of them here. restart_count: how often the job was requeued. time_limit_s:
+    of this attempt; None where Slurm does not say."""
 
     job_id: int
     nodes: tuple[str, ...]
     restart_count: int = 0
     gpus_per_node: int | None = None
+    time_limit_s: int | None = None
 
     @classmethod
     def of(cls, environment: Mapping[str, str], nodes: Sequence[str]) -> "Allocation":
         gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+        times = [environment.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END")]
+        start, end = (int(time) if time.isdigit() else 0 for time in times)
         return cls(
             job_id=int(environment["SLURM_JOB_ID"]),
             nodes=tuple(nodes),
             restart_count=int(environment.get("SLURM_RESTART_COUNT") or 0),
             gpus_per_node=int(gpus) if gpus.isdigit() else None,
+            time_limit_s=end - start if 0 < start < end else None,
         )
 
     @classmethod
@@ -68,6 +74,7 @@ class JobPlan:
     finished groups of the next, and start_tokens: those of its other groups. server_timeout_s: how long the servers may
     take to become healthy. min_bandwidth: GB/s that the preflight asks of the all-reduce; None: what it thinks right.
     reward_model_node: the server node that serves the reward model too; none where the job starts no server of it.
+    max_restarts: how often the job may be requeued.
     """
 
     job_id: int
@@ -86,6 +93,7 @@ class JobPlan:
     server_key_file: str = ""
     min_bandwidth: float | None = None
     reward_model_node: str = ""
+    max_restarts: int = LEAST_RESTARTS
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -222,7 +230,11 @@ def num_nodes(config: Config) -> tuple[int, int]:
 
 
 def make_plan(
-    config: Config, allocation: Allocation, start: Progress = BEGINNING, min_bandwidth: float | None = None
+    config: Config,
+    allocation: Allocation,
+    start: Progress = BEGINNING,
+    min_bandwidth: float | None = None,
+    max_restarts: int = LEAST_RESTARTS,
 ) -> JobPlan:
     """Raise UserError where the config does not fit what Slurm gave."""
     num_trainers, num_servers = num_nodes(config)
@@ -248,6 +260,7 @@ def make_plan(
         server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
         min_bandwidth=min_bandwidth,
         reward_model_node=allocation.nodes[num_trainers] if starts_reward_model(config) else "",
+        max_restarts=max_restarts,
     )
 
 

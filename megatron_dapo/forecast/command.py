@@ -9,11 +9,12 @@ from typing import Any
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import replaces_groups, uses_servers
+from megatron_dapo.config.derived import replaces_groups
 from megatron_dapo.config.key_names import MEGATRON, WITHOUT_SERVERS
 from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.cost import JobLimit, limit_seconds
 from megatron_dapo.forecast.measured import MeasuredRun
 from megatron_dapo.forecast.report import time_plan
 from megatron_dapo.forecast.search import ConfigSource, search_report
@@ -29,8 +30,6 @@ from megatron_dapo.planner.shortage import shortage
 from megatron_dapo.planner.training_time import Efficiency
 from megatron_dapo.planner.validation import load_and_validate, validate
 
-PROMPT = 170
-ACCEPTANCE = 0.45
 HAND_OVER_US = HAND_OVER_S * 1e6
 STALENESS = (0, 1, 2)
 _EFFICIENCY = Efficiency()
@@ -46,6 +45,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--search", action="store_true", help="also the ten fastest layouts and splits of as many nodes"
+    )
+    parser.add_argument("--time-limit", metavar="TIME", default="24:00:00", help="of a job, as for sbatch; 24:00:00")
+    parser.add_argument(
+        "--notice", metavar="S", type=_positive, default=JobLimit().notice_s, help="seconds before it; 7200"
     )
     lengths = parser.add_argument_group("what the run will meet")
     lengths.add_argument("--mean-length", metavar="TOKENS", type=_positive, help="of responses; 0.3 of the longest")
@@ -84,12 +87,13 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     if arguments.config is None:
         raise UserError("plan needs a config: give --config FILE, or --config-name NAME.")
     hardware = hardware_of(arguments)
+    limit = JobLimit(limit_seconds(arguments.time_limit), arguments.notice)
     if arguments.hardware:  # the config's own value is of GPUs that it was written for
         overrides = [f"trainer.gpu_memory_gb={hardware.memory / GB:g}", *overrides]
     config = load_and_validate(arguments.config, overrides, check_files=False)
     name, model_json = model_of(config, arguments.model)
     validate(config, model_json, check_files=False)
-    if not uses_servers(config):
+    if config.trainer.replay or config.sft.enable:
         key, value = next((key, value) for key in WITHOUT_SERVERS if (value := value_of(config, key)))
         raise UserError(
             f"{key} is {show_text(value)}, whose batches no server samples, so there is no sampling to plan; leave it "
@@ -104,7 +108,8 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     assumed = assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})
-    print_line(time_plan(config, name, assumed, run_time(config, spec, assumed, staleness, critic)))
+    run = run_time(config, spec, assumed, staleness, critic)
+    print_line(time_plan(config, name, assumed, run, limit))
     if arguments.search:
         source = ConfigSource(Path(arguments.config), tuple(overrides), model_json, critic)
         print_line("\n" + search_report(source, config, assumed, staleness))
@@ -143,15 +148,16 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
 def assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardware) -> Assumptions:
     """Return what the options, or their defaults, say of the run. Raises UserError."""
     run = MeasuredRun.of(arguments.measured) if arguments.measured else None
+    usual = Assumptions.usual(config, hardware)
     acceptance = arguments.acceptance
     if acceptance is None:
-        acceptance = (run.acceptance() if run else ACCEPTANCE) if replaces_groups(config) else 1.0
+        acceptance = run.acceptance() if run and replaces_groups(config) else usual.acceptance
     if acceptance < 1 and not replaces_groups(config):
         raise UserError(f"--acceptance is {acceptance:g}, but the config replaces no groups; leave it out.")
     if acceptance < 1 and config.actor_rollout_ref.rollout.n < 2:
         raise UserError("actor_rollout_ref.rollout.n is 1: no group of one response carries signal; raise it.")
     efficiency = Efficiency(**{name: getattr(arguments, f"{name}_efficiency") for name in vars(_EFFICIENCY)})
-    prompt = arguments.prompt_length or (run.prompt() if run else PROMPT)
+    prompt = arguments.prompt_length or (run.prompt() if run else usual.prompt)
     return Assumptions(
         hardware,
         _lengths(config.data.max_response_length, arguments, run),

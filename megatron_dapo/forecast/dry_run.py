@@ -7,10 +7,19 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.cost import JobLimit, cost_lines, usual_run
+from megatron_dapo.forecast.report import labelled
+from megatron_dapo.forecast.step_time import RunTime
 from megatron_dapo.planner.model_checks import read_model_specs
 from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.planner.shortage import shortage
 from megatron_dapo.planner.validation import load_and_validate
+
+
+def whole_plan(config: Config, run: RunTime | None, limit: JobLimit) -> str:
+    """Return the process plan with what the run costs. run: its `usual_run`."""
+    cost = [] if run is None else labelled("time", list(cost_lines(config, run.steps[0], run.num_gpus, limit)))
+    return "\n".join([process_plan(config), *cost])
 
 
 def dry_run(
@@ -40,7 +49,7 @@ def dry_run(
     except UserError as error:
         mistakes += error.sentences
     if show:
-        print_line(f"{to_yaml(config)}\n{process_plan(config)}")
+        print_line(f"{to_yaml(config)}\n{whole_plan(config, usual_run(config), JobLimit())}")
     try:
         look(load_and_validate(path, overrides))
     except UserError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.schema import Config
 from megatron_dapo.forecast.step_time import (
@@ -212,6 +213,10 @@ def search_report(source: ConfigSource, config: Config, assumed: Assumptions, st
     """Return the best candidates as a table, and each as keys to paste. Raises UserError where there is nothing to
     divide."""
     server = config.actor_rollout_ref.rollout.server
+    if not uses_servers(config):
+        raise UserError(
+            "--search divides nodes between trainer and servers, but the run uses no servers; leave it out."
+        )
     if not server.nnodes:
         raise UserError(
             "--search divides nodes between trainer and servers, but actor_rollout_ref.rollout.server.nnodes is 0; set "

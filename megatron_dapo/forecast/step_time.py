@@ -13,13 +13,14 @@ from megatron_dapo.config.derived import (
     num_optimizer_steps_per_rollout_step,
     replaces_groups,
     uses_critic,
+    uses_servers,
     world_size,
 )
 from megatron_dapo.config.schema import Config
 from megatron_dapo.forecast.simulation import Machines, Recipe, Simulation, Speed, random_draws
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.planner.hardware import Hardware
-from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.planner.memory import server_memory
 from megatron_dapo.planner.server_time import ServerSpeed, mean_context, push_s, server_speed
 from megatron_dapo.planner.training_time import (
@@ -39,6 +40,10 @@ HAND_OVER_S = 0.040e-6
 SIMULATED_REQUESTS = 3000
 MEASURED_STEPS = 6
 SEED = 1
+PROMPT = 170
+"""Mean tokens of a prompt where nobody says so: DAPO-Math-17k's. Synthetic ones have MEAN_SHARE of the longest."""
+ACCEPTANCE = 0.45
+"""Groups with signal where nobody says so, if others are replaced."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,27 @@ class Assumptions:
     server_tokens_per_s: float | None = None
     hand_over_s: float = HAND_OVER_S
     factors: Factors = Factors()
+
+    @classmethod
+    def usual(cls, config: Config, hardware: Hardware) -> "Assumptions":
+        """Return what is assumed of a run that nobody says anything about."""
+        longest = config.data.max_response_length
+        return cls(
+            hardware,
+            Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest),
+            usual_prompt(config),
+            ACCEPTANCE if replaces_groups(config) and uses_servers(config) else 1.0,
+        )
+
+
+def usual_prompt(config: Config) -> int:
+    """Return the mean tokens of a prompt that nobody says anything about."""
+    longest = config.data.max_prompt_length
+    return round(
+        Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest).mean
+        if config.trainer.synthetic_batch
+        else min(PROMPT, longest)
+    )
 
 
 @dataclass(frozen=True)
@@ -149,13 +175,17 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
         reference=training.score if needs_reference(config) else 0.0,
         critic=critic_s,
         hand_over=work.num_tokens * assumed.hand_over_s * factors.hand_over,
-        push=push_s(spec, config.weight_sync.bucket_size_mb, hardware, efficiency) * factors.push,
+        push=push_s(spec, config.weight_sync.bucket_size_mb, hardware, efficiency) * factors.push
+        if uses_servers(config)
+        else 0.0,
         prefill_s=0.0 if config.weight_sync.pause_mode == "in_place" else speed.slots * context * speed.prefill_s,
     )
 
 
 def num_servers(config: Config) -> int:
     """Return how many servers a run has, as far as its config says."""
+    if not uses_servers(config):
+        return 0
     rollout = config.actor_rollout_ref.rollout
     return len(rollout.server_urls) or rollout.server.num_servers
 
@@ -223,15 +253,25 @@ def machines_of(parts: PhaseTimes, recipe: Recipe, push: float) -> Machines:
 
 def simulated(machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float) -> Speed:
     """Return the simulated speed, of a part of the servers with as large a part of the groups where all would take
-    long: servers do not know of each other, so a part behaves as the whole, but for the longest of fewer responses."""
-    requests = recipe.train_batch_size * recipe.n / acceptance
-    part = max(1, math.floor(machines.num_servers * min(1.0, SIMULATED_REQUESTS / requests)))
-    groups = max(1, round(recipe.train_batch_size * part / machines.num_servers))
-    gen_groups = max(groups, round(recipe.gen_batch_size * part / machines.num_servers))
-    reduced = replace(recipe, train_batch_size=groups, gen_batch_size=gen_groups)
+    long: servers do not know of each other, so a part behaves as the whole, but for the longest of fewer responses. Of
+    one server a part of the slots is taken, each of which then slows the others down by as much more."""
+    share = min(1.0, SIMULATED_REQUESTS / (recipe.train_batch_size * recipe.n / acceptance))
+    part = max(1, math.floor(machines.num_servers * share))
+    slots = machines.slots_per_server
+    if machines.num_servers * share < 1:
+        slots = max(1, round(slots * machines.num_servers * share))
+    share = part * slots / machines.num_slots
+    groups = max(1, round(recipe.train_batch_size * share))
+    reduced = replace(recipe, train_batch_size=groups, gen_batch_size=max(groups, round(recipe.gen_batch_size * share)))
     draws = random_draws(responses, acceptance, recipe.n, SEED)
     filter_reason = by_correctness("none" if acceptance == 1 else "strict")
-    return Simulation(replace(machines, num_servers=part), reduced, draws, filter_reason).run()
+    fewer = replace(
+        machines,
+        num_servers=part,
+        slots_per_server=slots,
+        token_s_per_request=machines.token_s_per_request * machines.slots_per_server / slots,
+    )
+    return Simulation(fewer, reduced, draws, filter_reason).run()
 
 
 @dataclass(frozen=True)
@@ -258,11 +298,16 @@ def run_time(
     staleness: Sequence[int],
     critic: ModelSpec | None = None,
 ) -> RunTime:
-    """Return how long a config's run takes at each max_staleness."""
+    """Return how long a config's run takes at each max_staleness; without servers at the config's own alone, which
+    then does nothing."""
     parts = phase_times(config, spec, assumed, critic)
-    steps = tuple(
-        step_time(parts, step_recipe(config, age), assumed.responses, assumed.acceptance) for age in staleness
-    )
+    if uses_servers(config):
+        steps = tuple(
+            step_time(parts, step_recipe(config, age), assumed.responses, assumed.acceptance) for age in staleness
+        )
+    else:
+        age = config.actor_rollout_ref.rollout.max_staleness
+        steps = (StepTime(age, parts.train_s, 0.0, None, 0.0, trainer_idle=0.0, servers_idle=0.0),)
     num_gpus = world_size(config) + parts.num_servers * parts.server_tp
     tokens = training_work(config, assumed.responses, assumed.prompt).num_tokens
     return RunTime(

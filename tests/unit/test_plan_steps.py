@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,9 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = Lengths(median=60, sigma=0.9, longest=280)
 RECIPE = Recipe(train_batch_size=16, gen_batch_size=48, n=4, max_staleness=0, num_steps=4, warm_up=3)
+
+
+RUNS = SimpleNamespace(run=lambda: None)
 
 
 def parts(update: float, num_servers: int = 4) -> PhaseTimes:
@@ -73,6 +77,26 @@ def test_a_part_of_the_servers_is_as_fast_as_all_with_all_groups(monkeypatch):
             monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", limit)
             speeds.append(simulated(machines, whole_recipe, LENGTHS, 0.5).steps_per_s)
         assert speeds[1] == pytest.approx(speeds[0], rel=0.1)
+
+
+def test_a_part_of_one_server_is_as_fast_as_all_of_it(monkeypatch):
+    machines = Machines(1, 128, 0.008, train_s=20.0, push_s=0.1, token_s_per_request=0.0004)
+    for age in (0, 2):
+        whole_recipe = Recipe(256, 256 * 3, 4, age, num_steps=4, warm_up=3)
+        speeds = []
+        for limit in (10**9, 512):
+            monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", limit)
+            speeds.append(simulated(machines, whole_recipe, LENGTHS, 0.5).steps_per_s)
+        assert speeds[1] == pytest.approx(speeds[0], rel=0.1)
+
+
+def test_one_server_is_simulated_with_as_few_requests_as_many_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(step_time, "Simulation", lambda machines, recipe, *_: asked.append((machines, recipe)) or RUNS)
+    simulated(Machines(1, 128, 0.008, 20.0, 0.1, 0.0004), Recipe(4096, 8192, 16, 0, 4, 3), LENGTHS, 0.5)
+    ((machines, recipe),) = asked
+    assert recipe.train_batch_size * recipe.n / 0.5 == pytest.approx(step_time.SIMULATED_REQUESTS, rel=0.2)
+    assert machines.slots_per_server * machines.token_s_per_request == pytest.approx(128 * 0.0004)
 
 
 def assumptions(acceptance: float = 0.45) -> Assumptions:

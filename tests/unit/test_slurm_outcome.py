@@ -150,7 +150,8 @@ def test_a_checkpoint_that_tells_of_no_groups_counts_by_its_step(attempt, conten
 def test_a_job_is_requeued_at_most_so_often(attempt):
     attempt.ended(TRAINER, t1=85)
     attempt.saved(9)
-    ended = attempt.outcome(TRAINER, 0, asked_by="USR1", max_restarts=1)
+    attempt.plan = replace(attempt.plan, max_restarts=1)
+    ended = attempt.outcome(TRAINER, 0, asked_by="USR1")
     assert (ended.code, ended.requeue) == (13, False) and "requeued 1 times, and MAX_RESTARTS is 1" in ended.line
 
 
