@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.metrics import Sums, token_mean
 from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH_ALL
+from megatron_dapo.config.schema import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -32,6 +33,13 @@ def checked(batch: MicroBatch, weight_version: int, with_stale: bool) -> Tensor:
     rollouts run ahead, a response is hardly ever of the newest weights, and another model's would pass unseen."""
     counts = compared(batch, weight_version)
     return counts | stale(batch, weight_version) if with_stale else counts
+
+
+def step_warnings(config: Config, metrics: Mapping[str, float]) -> list[str]:
+    """Return sentences for the log about a step; none of synthetic batches, which no server wrote."""
+    if config.trainer.synthetic_batch:
+        return []
+    return list(filter(None, (few_effective_tokens(metrics), mostly_rejected(metrics))))
 
 
 def few_effective_tokens(metrics: Mapping[str, float]) -> str | None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -33,10 +34,9 @@ from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import (
     Shares,
     difference_sums,
-    few_effective_tokens,
     mean_over_ranks,
-    mostly_rejected,
     shares_of,
+    step_warnings,
 )
 from megatron_dapo.training.optimizer import make_training_state, step_threads
 from megatron_dapo.training.schedule import Schedule, run_micro_batches
@@ -86,6 +86,7 @@ class Policy:
         self._records_experts = replay == "old"
         self._num_epochs = actor.ppo_epochs
         self._is_fine_tuning = config.sft.enable
+        self._warnings = partial(step_warnings, config)
 
     def weight_source(self) -> WeightSource:
         """Return the current weights of this rank's stage, under their Hugging Face names."""
@@ -167,7 +168,7 @@ class Policy:
         if self.model.spec.moe is not None:
             metrics |= expert_load_metrics(self.model, self._device)
         if self.layout.rank == 0:
-            for warning in filter(None, (few_effective_tokens(metrics), mostly_rejected(metrics))):
+            for warning in self._warnings(metrics):
                 log.warning("Step %d: %s", weight_version + 1, warning)
         return metrics
 

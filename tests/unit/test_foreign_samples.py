@@ -11,7 +11,13 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
 from megatron_dapo.job import foreign_samples
-from megatron_dapo.training.mismatch import all_mismatch_sums, difference_sums, few_effective_tokens, shares_of
+from megatron_dapo.training.mismatch import (
+    all_mismatch_sums,
+    difference_sums,
+    few_effective_tokens,
+    shares_of,
+    step_warnings,
+)
 from tests.synthetic import synthetic_groups, with_replayed
 
 pytestmark = pytest.mark.unit
@@ -123,6 +129,14 @@ def test_a_step_whose_tokens_are_worth_less_than_half_of_them_is_warned_of(metri
     warning = few_effective_tokens(metrics)
     assert (warning is None) == (percent is None) and (percent is None or percent in warning)
     assert warning is None or ("max_staleness" in warning) == ("actor/rollout_ess_all" in metrics)
+
+
+def test_a_run_on_synthetic_batches_is_not_warned_of_servers_that_are_not_there():
+    """Their log-probs are those of no model, and most tokens may be rejected for them."""
+    metrics = {"actor/rollout_ess": 0.01, "actor/rollout_rs_token_masked": 0.9}
+    assert len(step_warnings(load_config(None, []), metrics)) == 2
+    assert len(step_warnings(load_config(None, ["trainer.replay=/batches"]), metrics)) == 2
+    assert step_warnings(load_config(None, ["trainer.synthetic_batch=true"]), metrics) == []
 
 
 def test_of_many_servers_the_worst_are_named():
