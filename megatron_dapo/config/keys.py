@@ -2,7 +2,7 @@
 
 import reprlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
@@ -112,6 +112,18 @@ def value_of(config: Config, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Return a copy of a config with other values at these dotted keys; nothing is checked."""
+    for key, value in keys.items():
+        config = _with_key(config, key.split("."), value)
+    return config
+
+
+def _with_key(section: Any, names: Sequence[str], value: object) -> Any:
+    name, *rest = names
+    return section.model_copy(update={name: _with_key(getattr(section, name), rest, value) if rest else value})
 
 
 def canonical(name: str) -> str:

@@ -90,7 +90,8 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     limit = JobLimit(limit_seconds(arguments.time_limit), arguments.notice)
     if arguments.hardware:  # the config's own value is of GPUs that it was written for
         overrides = [f"trainer.gpu_memory_gb={hardware.memory / GB:g}", *overrides]
-    config = load_and_validate(arguments.config, overrides, check_files=False)
+    named = None if arguments.model is None else model_json_named(arguments.model)
+    config = load_and_validate(arguments.config, overrides, check_files=False, model_json=named)
     name, model_json = model_of(config, arguments.model)
     validate(config, model_json, check_files=False)
     if config.trainer.replay or config.sft.enable:

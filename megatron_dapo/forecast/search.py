@@ -11,6 +11,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
+from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.schema import Config
 from megatron_dapo.forecast.step_time import (
     Assumptions,
@@ -24,7 +25,7 @@ from megatron_dapo.forecast.step_time import (
 from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
 from megatron_dapo.planner.memory import server_memory, trainer_memory
 from megatron_dapo.planner.recompute import least_that_fits
-from megatron_dapo.planner.validation import load_and_validate, validate
+from megatron_dapo.planner.validation import load_and_validate
 
 NUM_SHOWN = 10
 SIZES = (1, 2, 4, 8)
@@ -41,18 +42,6 @@ class Candidate:
     parts: PhaseTimes
     max_staleness: int
     bound_s: float
-
-
-def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
-    """Return a copy of a config with other values at these dotted keys; nothing is checked."""
-    for key, value in keys.items():
-        config = _with_key(config, key.split("."), value)
-    return config
-
-
-def _with_key(section: Any, names: Sequence[str], value: object) -> Any:
-    name, *rest = names
-    return section.model_copy(update={name: _with_key(getattr(section, name), rest, value) if rest else value})
 
 
 @dataclass(frozen=True)
@@ -75,10 +64,12 @@ class ConfigSource:
     def accepts(self, config: Config, keys: Mapping[str, Any]) -> bool:
         """Return whether a run would accept these values: sizes that divide each other, rules of the keys."""
         try:
-            changed = load_and_validate(
-                self.path, [*self.overrides, *changed_overrides(config, keys)], check_files=False
+            load_and_validate(
+                self.path,
+                [*self.overrides, *changed_overrides(config, keys)],
+                check_files=False,
+                model_json=self.model_json,
             )
-            validate(changed, self.model_json, check_files=False)
         except UserError:
             return False
         return True

@@ -54,10 +54,14 @@ def validate(
 
 
 def load_and_validate(
-    path: str | Path | None, overrides: Sequence[str] = (), check_files: bool = True, num_processes: int | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    check_files: bool = True,
+    num_processes: int | None = None,
+    model_json: dict[str, Any] | None = None,
 ) -> Config:
     """Return the checked config of a file and its overrides, with what `auto` in it stands for, as far as the model is
-    here.
+    here. model_json: config.json of another model than the config's, for which `auto` is left as it is.
 
     Raises UserError with every mistake: unknown keys and refused values, and what contradicts the rest or this machine
     among the keys whose values are known.
@@ -65,14 +69,14 @@ def load_and_validate(
     reading = read_config(path, overrides)
     mistakes = _mistakes(
         reading.config,
-        read_model_json(reading.config),
+        model_json or read_model_json(reading.config),
         check_files,
         num_processes,
         either_kind="sft.enable" in reading.in_doubt,
         overridden=reading.overridden,
     )
     _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
-    specs = read_model_specs(reading.config)
+    specs = None if model_json else read_model_specs(reading.config)
     return settled(reading.config, *specs) if specs else reading.config
 
 

@@ -165,14 +165,14 @@ def alone(name: str, *overrides: str) -> str:
 def test_what_does_not_fit_is_said_with_its_largest_part_and_the_cure():
     hopeless = alone("dapo_32b.yaml", f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false")
     assert "for gradients, above the 74 GB that trainer.gpu_memory_gb 80 has beside 6 GB kept free" in hopeless
-    assert f"raise {MEGATRON}.tensor_model_parallel_size" in hopeless
+    assert f"these fit by the estimate: {MEGATRON}.tensor_model_parallel_size=" in hopeless
     long = alone("dapo_7b.yaml", f"{MEGATRON}.recompute_granularity=none", f"{MEGATRON}.sequence_parallel=false")
     assert "for activations" in long and "recompute_granularity=auto" in long
     assert "log_prob_chunk_size" in alone("dapo_7b.yaml", "actor_rollout_ref.actor.max_tokens_per_microbatch=400000",
                                           "actor_rollout_ref.actor.log_prob_chunk_size=400000")  # fmt: skip
     server = alone("dapo_32b.yaml", "actor_rollout_ref.rollout.server.tensor_model_parallel_size=1")
     assert "room for 275 tokens" in server
-    assert "raise actor_rollout_ref.rollout.server.tensor_model_parallel_size" in server
+    assert "set actor_rollout_ref.rollout.server.tensor_model_parallel_size to 2" in server
 
 
 def test_every_layout_cures_what_it_shares():
@@ -329,8 +329,8 @@ def test_a_stack_of_experts_is_gathered_while_the_two_before_it_are_under_way():
 @pytest.mark.parametrize(
     ("gigabytes", "mb", "cure"),
     [
-        (20, 256, "tensors are gathered whole, so that smaller buckets do not suffice; raise"),
-        (20, 8192, "tensors are gathered whole, so that smaller buckets do not suffice; raise"),
+        (20, 256, "tensors are gathered whole, so that smaller buckets do not suffice; "),
+        (20, 8192, "tensors are gathered whole, so that smaller buckets do not suffice; "),
         (34, 8192, "lower weight_sync.bucket_size_mb"),
         (34, 3900, "lower weight_sync.bucket_size_mb"),  # below the largest tensor, of 4050
     ],

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.__main__ import main
+from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.forecast import search, step_time
-from megatron_dapo.forecast.search import ConfigSource, candidates, changed_overrides, with_keys
+from megatron_dapo.forecast.search import ConfigSource, candidates, changed_overrides
 from megatron_dapo.forecast.simulation import Machines, Recipe
 from megatron_dapo.forecast.step_time import Assumptions, PhaseTimes, phase_times, run_time, simulated
 from megatron_dapo.huggingface.model_spec import model_spec
@@ -166,7 +167,7 @@ def test_the_search_takes_the_least_recomputation_that_fits(small_search):
     source, config = small_search
     layouts = [keys for _, keys in search._layouts(source, config, assumptions())]
     for keys in layouts:
-        fitting = search.with_keys(config, keys)
+        fitting = with_keys(config, keys)
         chosen = least_that_fits(fitting, source.actor)
         assert {f"{search.MEGATRON}.{name}": value for name, value in chosen.items()}.items() <= keys.items()
         assert not shortage(fitting, source.actor)

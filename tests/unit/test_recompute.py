@@ -6,9 +6,9 @@ import pytest
 
 from megatron_dapo.__main__ import main
 from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
-from megatron_dapo.forecast.search import with_keys
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.planner.memory import trainer_memory
 from megatron_dapo.planner.model_shapes import model_json_named

@@ -1,0 +1,152 @@
+"""What does not fit is told with advice that can be followed: the plan accepts what it asked for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.__main__ import main as slurm_main
+from megatron_dapo.__main__ import main
+from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.derived import parallel_sizes
+from megatron_dapo.config.keys import with_keys
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.forecast import step_time
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.planner.fitting import (
+    SERVER_TP,
+    least_server_memory,
+    node_counts,
+    smallest_server,
+    smallest_trainer,
+)
+from megatron_dapo.planner.memory import server_memory, trainer_memory
+from megatron_dapo.planner.model_shapes import MODEL_SHAPES
+from megatron_dapo.planner.shortage import shortage
+from megatron_dapo.planner.validation import validate
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[2]
+SERVER = "actor_rollout_ref.rollout.server"
+KEY = re.compile(r"\b(?:trainer|actor_rollout_ref)[\w.]+=\w+")
+SET = re.compile(r"(actor_rollout_ref\.rollout\.server\.\w+) to (\d+)")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 50)
+    monkeypatch.setattr(step_time, "MEASURED_STEPS", 1)
+
+
+def plan(capsys, *arguments: str) -> tuple[int, str]:
+    code = main(["plan", "--staleness", "0", *arguments])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "model"),
+    [
+        ("dapo_qwen3_235b_a22b", "glm-4.5"),
+        ("dapo_qwen3_235b_a22b", "glm-4.5-air"),
+        ("dapo_7b", "qwen2.5-72b"),
+        ("dapo_7b", "gpt-oss-120b"),
+        ("dapo_32b", "llama-3.1-70b"),
+        ("dapo_qwen3_30b_a3b", "qwen3-235b-a22b"),
+    ],
+)
+def test_the_advice_of_a_shortage_can_be_followed(recipe_name, model, capsys):
+    """As a reader would: every KEY=VALUE and `set KEY to VALUE` is pasted, and the GPU named after "such as" taken."""
+    arguments = ["--config", recipe(recipe_name), "--model", model]
+    code, told = plan(capsys, *arguments)
+    for _ in range(2):  # a server's GPU may change what the trainer needs
+        if code:
+            gpus = re.findall(r"such as (\w+)", told)
+            arguments += [*KEY.findall(told), *(f"{key}={value}" for key, value in SET.findall(told))]
+            arguments += ["--hardware", gpus[0]] if gpus else []
+            code, told = plan(capsys, *arguments)
+    assert code == 0, told
+
+
+def test_a_model_that_no_node_serves_is_said_to_be_that(capsys):
+    """DeepSeek-V3: 1342 GB in bfloat16 are 168 on each of 8 GPUs, of which SGLang takes 82 %; no GPU has 205 GB."""
+    code, told = plan(capsys, "--config", recipe("dapo_32b"), "--model", "deepseek-v3")
+    assert code == 2
+    assert re.search(
+        r"on the 8 GPUs of one this model needs GPUs of 20\d GB, which none of `plan --hardware` has", told
+    )
+    assert f"raise {SERVER}.tensor_model_parallel_size" not in told
+    assert "these fit by the estimate: trainer.nnodes=" in told  # its trainer does
+
+
+@pytest.mark.parametrize("model", sorted(MODEL_SHAPES))
+def test_what_is_said_to_fit_passes_all_checks(model):
+    spec = model_spec(MODEL_SHAPES[model])
+    lengths = ["data.max_response_length=8192", "actor_rollout_ref.actor.max_tokens_per_microbatch=16384"]
+    config = load_config(ROOT / "configs" / "dapo_32b.yaml", lengths)
+    keys = smallest_trainer(config, spec, None, node_counts(1))
+    assert keys is not None
+    tp = smallest_server(config, spec)
+    overrides = [*lengths, *(f"{key}={'null' if value is None else value}" for key, value in keys.items())]
+    if tp is not None:
+        overrides += [f"{SERVER}.tensor_model_parallel_size={tp}", f"{SERVER}.num_servers=8"]
+    else:
+        gigabytes = least_server_memory(config, spec) / GB
+        assert gigabytes > 80
+        overrides += [f"{SERVER}.tensor_model_parallel_size=8", f"{SERVER}.num_servers=8"]
+        overrides += [f"trainer.gpu_memory_gb={gigabytes + 0.01}"]
+    chosen = load_config(ROOT / "configs" / "dapo_32b.yaml", overrides)
+    validate(chosen, MODEL_SHAPES[model], check_files=False)
+    assert shortage(chosen, spec) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tensor_model_parallel_size=16", "num_servers=8"], "is 16, and each node has 1 server, but 8 GPUs"),
+        (["tensor_model_parallel_size=8", "num_servers=16"], "is 8, and each node has 2 servers, but 8 GPUs"),
+    ],
+)
+def test_a_server_beyond_a_node_is_refused_before_a_job_is_asked_for(overrides, words, capsys):
+    arguments = ["--config", recipe("dapo_32b"), *(f"{SERVER}.{text}" for text in overrides)]
+    arguments.append("actor_rollout_ref.model.path=models/Qwen2.5-72B")  # 64 heads, which 16 divides
+    code, told = plan(capsys, *arguments)
+    assert code == 2 and words in told
+    assert slurm_main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["train", "--dry-run", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_servers_of_one_process_each_may_share_a_cpu():
+    config = load_config(None, ["trainer.n_procs_per_node=2", f"{SERVER}.nnodes=1", f"{SERVER}.num_servers=8"])
+    assert shortage(config, model_spec(MODEL_SHAPES["qwen2.5-0.5b"])) == []
+
+
+def rows_of_the_page() -> list[list[str]]:
+    section = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("\n## Nodes that a model fits\n")[2]
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_says_which_models_fit_which_nodes():
+    config = load_config(ROOT / "configs" / "dapo_32b.yaml")
+    rows = rows_of_the_page()
+    families = {architecture for row in rows for architecture in MODEL_SHAPES[row[0]]["architectures"]}
+    assert families == {architecture for shape in MODEL_SHAPES.values() for architecture in shape["architectures"]}
+    for name, *cells in rows:
+        spec = model_spec(MODEL_SHAPES[name])
+        for gigabytes, cell in zip((80, 141, 180), cells[:3], strict=True):
+            node = with_keys(config, {"trainer.gpu_memory_gb": gigabytes})
+            tp = smallest_server(node, spec)
+            if tp is None:
+                assert cell == "no", name
+            else:
+                server = server_memory(with_keys(node, {SERVER_TP: tp}), spec)
+                assert cell == f"TP {tp}, {server.num_tokens // 22528}", name
+        keys = smallest_trainer(config, spec, None, node_counts(1))
+        trainer = with_keys(config, keys)
+        sizes = parallel_sizes(trainer)
+        total = round(trainer_memory(trainer, spec).total / GB)
+        assert [int(cell) for cell in cells[3:]] == [trainer.trainer.nnodes, sizes.tp, sizes.pp, sizes.ep, total], name
