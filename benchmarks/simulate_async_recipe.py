@@ -1,38 +1,43 @@
 """What K and the split of the nodes would do to the 32B recipe on its GPUs, by simulation alone (no GPU was measured).
 
-Nodes, servers, the requests that each takes (`max_concurrency`) and the sizes of groups and mini-batches are those of
-configs/dapo_32b_async.yaml. Assumed are speeds: a token of each of r requests on a server of 4 GPUs takes 9.85 + 0.15 r
-ms, which is 1100 tokens/s per GPU at 128 requests. Training on a step of 512 groups takes 64 GPUs 512 s (38 % MFU in
-the update, 45 % for log-probs), half of them twice as long. Lengths are log-normal, 6100 tokens on average. A push
-takes 8 s.
+Nodes, servers, the requests that each takes (`max_concurrency`), the layout of a trainer and the sizes of groups and
+mini-batches are those of configs/dapo_32b_async.yaml. Speeds and lengths are those that `python -m megatron_dapo plan`
+assumes of this config on H100, so that both say the same of it. The plan simulates a part of the servers for a few
+steps; here are all of them, for as long as the ages of tokens need to settle.
 
 python -m benchmarks.simulate_async_recipe [--quick] [--json FILE]
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from benchmarks.report import plain_table, written
+from megatron_dapo.config.key_names import ROLLOUT as ROLLOUT_KEY
+from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
-from megatron_dapo.forecast.simulation import Machines, Recipe, Simulation, mean_age, random_draws
-from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.config.schema import Config
+from megatron_dapo.forecast.simulation import Simulation, mean_age, random_draws
+from megatron_dapo.forecast.step_time import Assumptions, machines_of, phase_times, step_recipe
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.planner.hardware import HARDWARE
+from megatron_dapo.planner.model_shapes import model_json_named
 
+SERVER = f"{ROLLOUT_KEY}.server"
 CONFIG = load_config(recipe("dapo_32b_async"), [])
 ROLLOUT = CONFIG.actor_rollout_ref.rollout
 NUM_GPUS = (CONFIG.trainer.nnodes + ROLLOUT.server.nnodes) * CONFIG.trainer.n_procs_per_node
 SERVER_GPUS = ROLLOUT.server.tensor_model_parallel_size
 MINI_BATCH = CONFIG.actor_rollout_ref.actor.ppo_mini_batch_size  # groups per optimizer step
 
-TOKEN_S, TOKEN_S_PER_REQUEST = 0.00985, 0.00015
-TRAIN_GPU_S = 512.0 * 64 / 512  # GPU seconds per group
-PUSH_S = 8.0
-LENGTHS = Lengths(median=4400, sigma=0.9, longest=CONFIG.data.max_response_length)
+SPEC = model_spec(model_json_named("qwen2.5-32b"))
+USUAL = Assumptions.usual(CONFIG, HARDWARE["h100"])
+LENGTHS = USUAL.responses
 SEED = 1
 # Of the first versions, whose age does not show in the figures any more: four times as many as a token may be old, and
 # at least as many optimizer steps as 48 small steps take. The two halves of what is measured then have about one age.
@@ -50,14 +55,28 @@ class Case:
     num_steps: int
     warm_up: int
 
+    @property
+    def config(self) -> Config:
+        """Return the recipe with this split and these steps."""
+        nodes = self.trainer_gpus // CONFIG.trainer.n_procs_per_node
+        per_step = CONFIG.data.gen_batch_size / CONFIG.data.train_batch_size
+        split = {
+            "trainer.nnodes": nodes,
+            f"{SERVER}.nnodes": CONFIG.trainer.nnodes + ROLLOUT.server.nnodes - nodes,
+            f"{SERVER}.num_servers": (NUM_GPUS - self.trainer_gpus) // SERVER_GPUS,
+            "data.train_batch_size": self.train_batch_size,
+            "data.gen_batch_size": round(self.train_batch_size * per_step),
+            f"{ROLLOUT_KEY}.max_staleness": self.max_staleness,
+        }
+        return with_keys(CONFIG, split)
+
     def simulated(self) -> dict:
         """Return the case with its speed; seconds are per 512 groups, so that all lines compare."""
-        num_servers = (NUM_GPUS - self.trainer_gpus) // SERVER_GPUS
         size = self.train_batch_size
-        train_s = TRAIN_GPU_S * size / self.trainer_gpus
-        machines = Machines(num_servers, ROLLOUT.max_concurrency, TOKEN_S, train_s, PUSH_S, TOKEN_S_PER_REQUEST)
-        gen_batch_size = size * CONFIG.data.gen_batch_size // CONFIG.data.train_batch_size
-        steps = Recipe(size, gen_batch_size, ROLLOUT.n, self.max_staleness, self.num_steps, self.warm_up)
+        parts = phase_times(self.config, SPEC, replace(USUAL, acceptance=self.acceptance))
+        steps = replace(step_recipe(self.config, self.max_staleness), num_steps=self.num_steps, warm_up=self.warm_up)
+        push = parts.push + (parts.prefill_s if self.max_staleness else 0.0)
+        machines = machines_of(parts, steps, push)
         simulation = Simulation(machines, steps, random_draws(LENGTHS, self.acceptance, ROLLOUT.n, SEED))
         speed = simulation.run()
         ages = [
@@ -68,6 +87,9 @@ class Case:
         return {
             **asdict(self),
             **asdict(speed),
+            "train_s": parts.train_s,
+            "mfu": parts.training.mfu,
+            "server_tokens_per_s": parts.server.tokens_per_s,
             "seconds_per_512_groups": 512 / size / speed.steps_per_s,
             # in optimizer steps; the same of the first half of the measured steps, and of the second
             "mean_age": _mean(ages),
@@ -87,8 +109,8 @@ def cases(is_quick: bool) -> list[Case]:
     lines = [case(0.45, 512, K, 64) for K in (0, 1, 2)]
     lines += [case(0.45, 512, K, 32) for K in (1, 2)]
     lines += [case(0.45, 128, K, 32) for K in (4, 8)]
-    for acceptance, trainer_gpus in ((0.3, 24), (0.6, 40)):
-        lines += [case(acceptance, 512, 0, 64), case(acceptance, 128, 8, trainer_gpus)]
+    for acceptance in (0.3, 0.6):
+        lines += [case(acceptance, 512, 0, 64), case(acceptance, 128, 8, 32)]
     return lines
 
 

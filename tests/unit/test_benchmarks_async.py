@@ -13,6 +13,9 @@ import pytest
 
 from benchmarks import bench_async, simulate_async_recipe
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
+from megatron_dapo.config.derived import world_size
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.types import Group
 from megatron_dapo.forecast.simulation import (
     Draw,
@@ -24,9 +27,13 @@ from megatron_dapo.forecast.simulation import (
     mean_age,
     random_draws,
 )
+from megatron_dapo.forecast.step_time import Assumptions, run_time
 from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.planner.hardware import HARDWARE
 from megatron_dapo.planner.lengths import Lengths
 from megatron_dapo.planner.memory import server_memory
+from megatron_dapo.planner.model_shapes import model_json_named
+from megatron_dapo.planner.validation import validate
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.step_statistics import RolloutStep
 from tests.fake_rollout import WORDS
@@ -98,6 +105,39 @@ def test_the_figures_of_the_docs_are_the_committed_ones():
             f"{result['wait_share']:.0%} | {result['slots_used']:.0%} | {result['mean_age']:.0f} |"
         )
         assert shown in cluster, shown
+
+
+def test_the_page_and_the_plan_say_the_same_of_the_async_recipe():
+    """Both have the plan's speeds; the plan simulates fewer requests, and for fewer steps."""
+    config = load_config(recipe("dapo_32b_async"))
+    (of_config,) = [
+        result
+        for result in committed("async_recipe")["results"]
+        if result["acceptance"] == 0.45
+        and result["train_batch_size"] == config.data.train_batch_size
+        and result["max_staleness"] == config.actor_rollout_ref.rollout.max_staleness
+        and result["trainer_gpus"] == world_size(config)
+    ]
+    run = run_time(
+        config,
+        simulate_async_recipe.SPEC,
+        Assumptions.usual(config, HARDWARE["h100"]),
+        [config.actor_rollout_ref.rollout.max_staleness],
+    )
+    (step,) = run.steps
+    assert of_config["mfu"] == pytest.approx(run.parts.training.mfu)
+    assert of_config["seconds_per_512_groups"] * config.data.train_batch_size / 512 == pytest.approx(
+        step.step, rel=0.05
+    )
+    assert of_config["wait_share"] == pytest.approx(step.trainer_idle, abs=0.05)
+    assert of_config["slots_used"] == pytest.approx(1 - step.servers_idle, abs=0.1)
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_a_run_would_accept_every_split_of_the_table(number):
+    """The trainer's GPUs are whole copies of the model, which share a mini-batch evenly."""
+    case = simulate_async_recipe.cases(is_quick=False)[number]
+    validate(case.config, model_json_named("qwen2.5-32b"), check_files=False)
 
 
 def test_the_simulated_age_does_not_depend_on_how_long_the_run_had_gone_on():
