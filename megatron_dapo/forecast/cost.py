@@ -53,10 +53,9 @@ def limit_seconds(text: str, name: str = "--time-limit") -> float:
             f"{name} is {text[:40]}, but must be minutes, hours:minutes:seconds or days-hours, as for sbatch."
         )
     parts = [int(part) for part in match["parts"].split(":")]
-    if match["days"] is not None:
-        units = (HOUR, 60.0, 1.0)
-    else:
-        units = {1: (60.0,), 2: (60.0, 1.0), 3: (HOUR, 60.0, 1.0)}[len(parts)]
+    units: tuple[float, ...] = (HOUR, 60.0, 1.0)
+    if match["days"] is None:
+        units = units[3 - len(parts) :] if len(parts) > 1 else (60.0,)
     seconds = int(match["days"] or 0) * DAY + sum(part * unit for part, unit in zip(parts, units, strict=False))
     if not seconds:
         raise UserError(f"{name} is {text}, but must be above 0.")

@@ -16,10 +16,12 @@ from megatron_dapo.forecast import cost, step_time
 from megatron_dapo.forecast.cost import JobLimit, limit_seconds, usual_run
 from megatron_dapo.planner.model_shapes import model_json_named
 from tests.helpers import REPOSITORY
+from tests.tiny_models import CHAT_TEMPLATE, make_tokenizer
 
 pytestmark = pytest.mark.unit
 
 SERVER = "actor_rollout_ref.rollout.server"
+ROW = '{"prompt": "1+1=", "label": "2", "data_source": "math"}\n'
 COST = re.compile(
     r"([\d.]+) days on (\d+) GPUs like H100, (\d+) GPU-hours: (\d+) steps of (\d+) s\n +(\d+) jobs of 24 h"
 )
@@ -86,7 +88,7 @@ def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_th
     assert slurm_main(["plan", "--config", path, "--notice", "7200", "--time-limit", "24:00:00"]) == 2
     for text in (planned, dry, capsys.readouterr().out):
         days, gpus, hours, steps, step, jobs = cost_in(text)
-        assert (gpus, steps) == (128, 500) and 14 < days < 20
+        assert (gpus, steps) == (128, 500) and 13 < days < 22  # a small simulation is off by up to a fifth
         assert days == pytest.approx(steps * step / 86400, abs=0.06)
         assert hours == pytest.approx(steps * step * gpus / 3600, rel=1e-3)
         assert jobs == math.ceil(steps * step / (22 * 3600))
@@ -126,9 +128,11 @@ def test_a_plan_of_many_weight_versions_takes_no_longer(small, monkeypatch):
 def job(tmp_path, monkeypatch, small):
     """Plan an attempt of the 32B recipe with files that are there; its plan.json, and what was printed."""
     for name in ("train", "val"):
-        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+        (tmp_path / f"{name}.jsonl").write_text(ROW)
     model = tmp_path / "qwen"
-    model.mkdir()
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(model)
     (model / "config.json").write_text(json.dumps(model_json_named("qwen2.5-32b")))
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     nodes = ",".join(f"n{i}" for i in range(16))
@@ -166,7 +170,7 @@ def test_the_time_limit_that_slurm_gave_the_job_counts(job, capsys, monkeypatch)
 
 def test_a_short_run_may_be_requeued_for_preemptions_as_before(tmp_path, monkeypatch, small):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    (tmp_path / "prompts.jsonl").write_text("{}\n")
+    (tmp_path / "prompts.jsonl").write_text(ROW)
     words = ["trainer.nnodes=1", f"{SERVER}.nnodes=1", f"data.train_files=[{tmp_path}/prompts.jsonl]"]
     words += ["data.max_prompt_length=8", "data.max_response_length=40", f"trainer.run_dir={tmp_path}/run"]
     assert slurm_main(["plan", "--nodes", "a,b", *words, "actor_rollout_ref.model.path=examples/arithmetic/base"]) == 0
