@@ -6,6 +6,7 @@ Those that need a package or a sandbox: test_reasoning_gym.py, test_code_tests.p
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.unit
 VERL = Path(__file__).parent / "data" / "verl_math_dapo.tsv"
 """Verdicts of verl/utils/reward_score/math_dapo.py, of verl v0.7.0 (commit 00a10a8e of that file) and of verl 0.9.1."""
 PADDED = ("033", "34.0")  # verl compares them as they are written
-CALLS = [
+CALLS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in BUILT_IN_REWARDS.keys() - {"reasoning_gym", "code_tests"}),
     ("math_dapo", {"boxed_fallback": True}),
     ("exact_match", {"marker": "####"}),
