@@ -39,9 +39,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._num_left = 0
-        self.concat = self._joined  # of what a template, a macro or a block wrote
         self.filters = {name: self.bounded(name, function) for name, function in self.filters.items()}
-        self.filters |= {_TURNS: self._turns, _JOINED: self._joined}
+        self.filters |= {_TURNS: self._turns, _JOINED: self.concat}
 
     @contextmanager
     def one_rendering(self) -> Iterator[None]:
@@ -94,7 +93,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._step()
             yield value
 
-    def _joined(self, parts: Iterable) -> str:
+    def concat(self, parts: Iterable) -> str:
+        """Join what a template, a macro or a block wrote."""
         texts, size = [], 0
         for part in map(str, parts):
             texts.append(part)
@@ -156,5 +156,5 @@ class _Counted(NodeTransformer):
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)

@@ -297,10 +297,12 @@ def _is_token(token: Any, num_tokens: int) -> bool:
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Return name -> text; older files hold each token as an object. Raises UserError where one is no text."""
     tokens = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    for name, text in texts.items():
+    texts: dict[str, str] = {}
+    for name, token in tokens.items():
+        text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(text, str):
-            raise UserError(f"{_KEY}: `{name}` in tokenizer_config.json is no text ({tokens[name]!r:.40}); write text.")
+            raise UserError(f"{_KEY}: `{name}` in tokenizer_config.json is no text ({token!r:.40}); write text.")
+        texts[name] = text
     return texts
 
 

@@ -376,9 +376,9 @@ def read_model_spec(path: str | Path) -> ModelSpec:
 def read_vocab_size(path: str | Path) -> int:
     """Return how many tokens the model of a checkpoint folder knows. Raises UserError."""
     content, source = _read_config(path)
-    if not _is_size(size := content.get("vocab_size")):
+    if not _is_size(content.get("vocab_size")):
         raise UserError(f"actor_rollout_ref.model.path: {source} has no vocab_size; give a whole model.")
-    return size
+    return content["vocab_size"]
 
 
 def _read_config(path: str | Path, key: str = "actor_rollout_ref.model.path") -> tuple[dict, str]:
