@@ -174,6 +174,8 @@ class SGLangClient:
         answer = await self.post("/generate", request, timeout_s)
         try:
             generation = replace(generation_of(answer), server=self.url)
+            if len(generation.tokens) > sampling.max_new_tokens:
+                raise ValueError(f"{len(generation.tokens)} tokens where {sampling.max_new_tokens} were allowed")
             text = answer["meta_info"].pop("routed_experts", None)
             if experts is None or text is None or generation.finish_reason == "abort":
                 return generation

@@ -31,6 +31,7 @@ from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, sing
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.2  # before the first retry; doubled for each further one
+_LONGEST_PAUSE_S = 30.0
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -248,7 +249,8 @@ class Sampler:
                 raise RolloutError(f"a request for group {group.uid} failed {num_failures} times: {where}")
             log.warning("request for group %s failed on %s, sent again: %s", group.uid, server.url, reason)
             self.counts["retries"] += 1
-            await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (num_failures - 1))
+            num_doublings = min(num_failures - 1, 16)  # a float has no room for thousands
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_doublings, _LONGEST_PAUSE_S))
 
     def _fault(self, generation: Generation) -> str | None:
         """Return why an answer cannot be taken, whatever its weight version; None where it can.

@@ -102,6 +102,7 @@ def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_server_acts(
     ("content", "complaint"),
     [
         ({"text": "no tokens"}, "meta_info"),
+        (answer((7, 8, 9, 9, 5), (("3", 0, 5),)), "5 tokens where 4 were allowed"),
         (answer() | {"output_ids": [7, 8]}, "log-probs"),
         (answer() | {"output_ids": [7, 8, 6]}, "log-probs"),
         (answer(output_token_logprobs=None), "log-probs"),

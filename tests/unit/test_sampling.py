@@ -13,6 +13,7 @@ import pytest
 from megatron_dapo.data.types import Group
 from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
 from megatron_dapo.rollout.controller import Controller
+from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
 from megatron_dapo.rollout.server import Server
@@ -267,3 +268,28 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
     )
     asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), budget))
     assert server.client.num_requests == 2 and 9.2 < budget.seconds_left < 10.0
+
+
+def test_the_pause_between_retries_of_a_request_has_a_cap(monkeypatch):
+    """Thousands of retries, as a config may allow, neither wait for days nor overflow."""
+    pauses = []
+
+    class Client:
+        url = "url"
+
+        async def generate(self, *_):
+            raise ServerError("url", "/generate", 500, "scripted")
+
+    async def pause(seconds):
+        pauses.append(seconds)
+
+    @asynccontextmanager
+    async def slot(avoid, prefer):
+        yield Server(Client())
+
+    pool = SimpleNamespace(version=1, slot=slot, cache_salt=None)
+    sampler = Sampler(pool, None, None, RetryPolicy(60.0, max_retries=2000), 64)
+    monkeypatch.setattr("megatron_dapo.rollout.sampling.asyncio.sleep", pause)
+    with pytest.raises(RolloutError, match="failed 2001 times"):
+        asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), Budget()))
+    assert len(pauses) == 2000 and pauses[:3] == [0.2, 0.4, 0.8] and pauses[-1] == max(pauses) == 30.0
