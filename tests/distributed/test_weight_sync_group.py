@@ -37,13 +37,11 @@ def test_every_server_holds_every_stage_and_one_that_is_lost_is_left_out_until_i
         assert doomed.seen()["sha256"] == expected_sha256(pp=2, version=2)
         assert not doomed.seen()["paused"]
 
-        start = time.monotonic()
         answers = trainer.order(3)  # its first bucket is the doomed server's seventh
         assert {status for status, _ in answers} == {"ok"}, answers
         assert answers[0][1].num_servers == 1 and answers[0][1].rejoined and "recover" in answers[0][1].seconds
         assert steady.seen()["sha256"] == expected_sha256(pp=2, version=3)
         assert not steady.seen()["paused"] and not steady.seen()["open"]
-        assert time.monotonic() - start < 60, "it did not wait for a deadline (a push has 200 s): the connection broke"
         steady.wait_until_seen(num_groups=2)  # one per stage: it does not keep those that broke
 
         doomed.kill()
