@@ -31,6 +31,9 @@ REFUSED_OPTIONS = {
     "--max-total-tokens": f"set {ROLLOUT}.server.max_total_tokens",
     "--max-running-requests": f"set {ROLLOUT}.server.max_running_requests",
     "--mem-fraction-static": f"set {ROLLOUT}.server.mem_fraction_static",
+    **dict.fromkeys(
+        ("--enable-deterministic-inference", "--rl-on-policy-target"), f"set {ROLLOUT}.deterministic"
+    ),
     "--config": "a file of further options is not looked into; give the options themselves",
     **dict.fromkeys(("--tp-size", "--tensor-parallel-size"), f"set {ROLLOUT}.server.tensor_model_parallel_size"),
     **dict.fromkeys(
@@ -73,6 +76,16 @@ def sampling(config: Config) -> Iterator[Mistake]:
             (f"{ROLLOUT}.request_timeout_s", f"{ROLLOUT}.step_timeout_s"),
             f"{ROLLOUT}.request_timeout_s is {rollout.request_timeout_s:g}, longer than the whole step's "
             f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the second.",
+        )
+
+
+def deterministic(config: Config) -> Iterator[Mistake]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.deterministic and rollout.max_staleness:
+        yield Mistake(
+            (f"{ROLLOUT}.deterministic", f"{ROLLOUT}.max_staleness"),
+            f"{ROLLOUT}.deterministic is true, but with {ROLLOUT}.max_staleness {rollout.max_staleness} it depends on "
+            f"timing which weights write a token; set max_staleness to 0, or deterministic to false.",
         )
 
 
@@ -211,4 +224,4 @@ def own_host(config: Config) -> Iterator[Mistake]:
         )
 
 
-ROLLOUT_CHECKS = (sampling, multi_turn, server_urls, server_nodes, extra_args)
+ROLLOUT_CHECKS = (sampling, deterministic, multi_turn, server_urls, server_nodes, extra_args)

@@ -60,6 +60,7 @@ class Sample(TokenRecord):
     servers: tuple[str, ...] = ()  # URLs of those that wrote its turns
     reward_error: str | None = None  # why the verifier gave no answer, if it did not
     answer: str | None = None  # what it answers, for a vote among responses; None = nothing
+    number: int = 0  # among the responses to its prompt, from 0; the seeds of its requests derive from it
     # the servers', where the trainer is to replay them; empty = not asked for, or unknown
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
@@ -102,6 +103,7 @@ class PartialResponse(TokenRecord):
     log_probs: np.ndarray
     weight_versions: np.ndarray
     servers: tuple[str, ...]
+    number: int = 0  # of the response (`Sample.number`)
 
 
 @dataclass(frozen=True)

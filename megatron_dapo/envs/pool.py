@@ -70,8 +70,9 @@ class EnvironmentPool:
         await self._pool.start()
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator["EnvironmentSession"]:
-        """Lend an environment for one trajectory; wait until a worker is free.
+    async def session(self, seed: int = 0) -> AsyncIterator["EnvironmentSession"]:
+        """Lend an environment for one trajectory; wait until a worker is free. seed: of Python's and numpy's random
+        generators in its process, from `reset` on.
 
         At the end it is closed, or, where it is in the middle of an answer, killed and replaced; the caller does not
         wait for that.
@@ -80,7 +81,7 @@ class EnvironmentPool:
         """
         try:
             async with self._pool.worker() as worker:
-                yield EnvironmentSession(worker, self._step_timeout_s)
+                yield EnvironmentSession(worker, self._step_timeout_s, seed)
         except WorkerLost as error:
             self._log("crash", error)
             raise EnvironmentFailure("crash") from error
@@ -101,13 +102,14 @@ class EnvironmentPool:
 class EnvironmentSession:
     """The environment of one trajectory, in its worker. Calls raise EnvironmentFailure or WorkerLost."""
 
-    def __init__(self, worker: Worker, timeout_s: float) -> None:
+    def __init__(self, worker: Worker, timeout_s: float, seed: int) -> None:
         self._worker = worker
         self._timeout_s = timeout_s
+        self._seed = seed
 
     async def reset(self, task: Task) -> Observation:
         """Begin; return the environment's first words."""
-        return await self._ask({"reset": vars(task)})
+        return await self._ask({"reset": vars(task), "seed": self._seed})
 
     async def step(self, response: str) -> Observation:
         """Return the answer to a turn of the model."""

@@ -1,7 +1,7 @@
 """One environment process: `python -m megatron_dapo.envs.worker`. Started, watched and killed by the environment pool.
 
-The settings are answered by {} or {"user_error": ...}. Then per trajectory {"reset": task}, {"step": text} ..., each
-answered by an observation, and {"close": true}.
+The settings are answered by {} or {"user_error": ...}. Then per trajectory {"reset": task, "seed": of the random
+generators}, {"step": text} ..., each answered by an observation, and {"close": true}.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS
 from megatron_dapo.envs.registry import make
 from megatron_dapo.envs.types import Environment, Observation, Task
@@ -52,6 +53,7 @@ class EnvironmentHost:
             self._loop.run_until_complete(environment.close())
         if "reset" not in message:
             return {}
+        seed_generators(message["seed"])
         self._environment = make(self._name, self._kwargs)
         return _plain(self._loop.run_until_complete(self._environment.reset(Task(**message["reset"]))))
 

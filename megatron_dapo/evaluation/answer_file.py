@@ -49,13 +49,8 @@ class AnswerFile:
         self.records.append(record)
 
     def drop_failed(self) -> None:
-        """Remove the answers without a verdict, so that they are asked for again, and number those that stay anew."""
-        kept = [record for record in self.records if "reward_error" not in record]
-        numbers: Counter[int] = Counter()
-        for record in kept:
-            record["number"] = numbers[record["prompt_index"]]
-            numbers[record["prompt_index"]] += 1
-        self.records = kept
+        """Remove the answers without a verdict, so that they are asked for again."""
+        self.records = [record for record in self.records if "reward_error" not in record]
         self.close()
         self._write()
 

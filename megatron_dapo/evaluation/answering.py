@@ -28,6 +28,7 @@ from megatron_dapo.rollout.evaluation import sample_answers
 from megatron_dapo.rollout.records import answer_record
 from megatron_dapo.rollout.run_servers import RunServers
 from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.rollout.server_versions import require_deterministic
 from megatron_dapo.rollout.supervisor import POLL_INTERVAL_S
 from megatron_dapo.rollout.verdicts import TooFewVerdicts
 
@@ -78,19 +79,21 @@ async def answer(
         if environments is not None:
             await environments.start()
         await servers.start(config.actor_rollout_ref.rollout.server.startup_timeout_s)
+        if config.actor_rollout_ref.rollout.deterministic:
+            await require_deterministic([server.client for server in servers.servers])
         version = await _common_version(servers)
         on_start(version)
         await servers.expect(version)
         learned = step if step is not None else max(version, 0)
 
-        def keep(number: int, group: Group, sample: Sample) -> None:
-            answers.add(answer_record(learned, number, group, sample, tokenizer))
+        def keep(group: Group, sample: Sample) -> None:
+            answers.add(answer_record(learned, group, sample, tokenizer))
             work.num_tokens += sample.num_written_tokens
             on_answer()
 
         sampler = make_sampler(config, servers, rewards, tokenizer, environments, scorers, exact=True)
         began = time.monotonic()
-        await sample_answers(sampler, prompts, config, rewards, keep, answers.records)
+        await sample_answers(sampler, prompts, config, rewards, learned, keep, answers.records)
         work.seconds = time.monotonic() - began
         return work
     except NeedsSync as error:

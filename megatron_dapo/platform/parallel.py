@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_dapo.common.addresses import node_name
 from megatron_dapo.common.rank_coordinates import RankCoordinates
+from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.platform import nccl, stores
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.device import collective_backend, device, is_gpu, prepare_megatron
@@ -174,6 +175,7 @@ class ParallelLayout:
         agreement = Agreement(cpu_group, object_timeout.total_seconds())
         dp_ranks = agreement.gather(parallel_state.get_data_parallel_rank())
         replicas = [[i for i, dp_rank in enumerate(dp_ranks) if dp_rank == dp] for dp in range(max(dp_ranks) + 1)]
+        seed_generators(seed + dist.get_rank())
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         return cls(

@@ -42,6 +42,7 @@ class RewardPool:
         allow_unsandboxed: bool = False,
         max_concurrency: int = 256,
         batch_size: int = 64,
+        seed: int = 0,
     ) -> None:
         """Prepare the workers; `start` starts them.
 
@@ -56,6 +57,8 @@ class RewardPool:
             allow_unsandboxed: run programs of the model without a sandbox where none can be made.
             max_concurrency: calls of a coroutine that are under way at once, in all processes together.
             batch_size: responses per call of a function that takes a batch, at most.
+            seed: with it and its responses Python's and numpy's random generators are seeded before each call of a
+                function that is no coroutine.
         """
         self._function = function
         self._kwargs = kwargs
@@ -67,6 +70,7 @@ class RewardPool:
             "data_sources": [*data_sources],
             "timeout_s": timeout_s,
             "allow_unsandboxed": allow_unsandboxed,
+            "seed": seed,
         }
         variables = worker_environment(os.environ, pass_env, "reward.pass_env")
         self._pool = WorkerPool("megatron_dapo.rewards.worker", settings, variables, num_workers, _REQUESTS_PER_WORKER)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.seeds import seed_from, seed_generators
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
 from megatron_dapo.rewards.code.sandbox import SETTINGS
 from megatron_dapo.rewards.forms import RewardForm, RewardRequest, Scored
@@ -45,7 +46,9 @@ def get_ready(settings: Message) -> tuple[Message, Answer | AsyncAnswer]:
         greeting: Message = {"wrong_score": wrong_score, "scored": form.scored.name, "is_async": form.is_async}
     except UserError as error:
         greeting = {"user_error": error.sentences}
-    return greeting, partial(_answer_async if form.is_async else _answer, function, kwargs)
+    if form.is_async:
+        return greeting, partial(_answer_async, function, kwargs)
+    return greeting, partial(_answer, function, kwargs, settings["seed"])
 
 
 def _load_ahead(function: str) -> None:
@@ -65,7 +68,9 @@ def _checked_wrong_score(function: str, kwargs: dict[str, Any]) -> float:
     return float(getattr(load(function), "wrong_score", 0.0))
 
 
-def _answer(function: str, kwargs: dict[str, Any], message: Message) -> Message:
+def _answer(function: str, kwargs: dict[str, Any], seed: int, message: Message) -> Message:
+    # of the request: which worker gets it, and when, has no say in what a function draws
+    seed_generators(seed_from(seed, repr(message)))
     return _verdicts(score_responses(function, kwargs, _requests(message)))
 
 

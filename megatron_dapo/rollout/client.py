@@ -71,6 +71,9 @@ class KeyRefused(ServerError):
 class SamplingParams:
     """How a response is sampled. temperature 0 = greedy; top_k -1 = off.
 
+    sampling_seed: in [-2^63, 2^63); only a server with deterministic inference reads it, and there the tokens of a
+    response follow from it. Without one SGLang takes 42 for all requests.
+
     Every field is sent with each request, so that a server's own defaults never act.
     """
 
@@ -79,6 +82,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    sampling_seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ from megatron_dapo.rollout.scorers import Scorers, Weighed
 from megatron_dapo.rollout.server import ServerState
 from megatron_dapo.rollout.server_list import ServerList
 from megatron_dapo.rollout.server_pool import ServerPool
-from megatron_dapo.rollout.server_versions import require_in_flight_updates
+from megatron_dapo.rollout.server_versions import require_deterministic, require_in_flight_updates
 from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.step_statistics import RolloutStep
@@ -122,6 +122,8 @@ class Controller:
         await self._servers.start(self._rollout.server.startup_timeout_s)
         if self._rollout.max_staleness > 0:
             await require_in_flight_updates([server.client for server in self._servers.servers])
+        if self._rollout.deterministic:
+            await require_deterministic([server.client for server in self._servers.servers])
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
@@ -240,6 +242,9 @@ class Controller:
     async def _sample_group(
         self, group: Group, on_sample: Callable[[Sample], None], on_partial: Callable[[PartialResponse], None]
     ) -> Group:
+        if self._rollout.deterministic:
+            # it begins anew: a server that reads tokens in place of writing them adds up in another order
+            on_partial = discarded
         return await self._sampler.sample_group(
             group, self._rollout.n, self._params, self._shaping, on_sample, on_partial
         )
@@ -283,6 +288,10 @@ class Controller:
                 write_whole(self._folder.rollout(step), "\n".join(lines) + "\n")
             except OSError as error:  # no run ends for what people may read
                 log.warning("the samples of step %d cannot be written (%s)", step, error)
+
+
+def discarded(response: PartialResponse) -> None:
+    """Keep nothing of a response that is not finished."""
 
 
 def load_train_prompts(config: Config, tokenizer: Tokenizer, max_rows: int | None = None) -> PromptDataset:
@@ -361,6 +370,7 @@ def make_reward_pool(config: Config, prompts: Sequence[Prompt]) -> RewardPool:
         reward.allow_unsandboxed,
         reward.max_concurrency,
         reward.batch_size,
+        config.trainer.seed,
     )
 
 
@@ -382,7 +392,19 @@ def make_sampler(
     multi_turn: MultiTurn | None = None
     if environments is not None:
         multi_turn = MultiTurn(environments, tokenizer, config.data.apply_chat_template, turn_limits(config))
-    return Sampler(servers, rewards, tokenizer, retry, vocab_size, multi_turn, greedy_baseline, exact, scorers, routers)
+    return Sampler(
+        servers,
+        rewards,
+        tokenizer,
+        retry,
+        vocab_size,
+        multi_turn,
+        greedy_baseline,
+        exact,
+        scorers,
+        routers,
+        config.trainer.seed,
+    )
 
 
 def router_shape(config: Config) -> RouterShape:

@@ -1,6 +1,6 @@
 """Evaluation: several answers per prompt, scored by the raw reward, as records; and what the records say together."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from megatron_dapo.algorithms.answers import scores
@@ -20,7 +20,8 @@ async def sample_answers(
     prompts: Sequence[Prompt],
     config: Config,
     rewards: RewardPool,
-    on_answer: Callable[[int, Group, Sample], None],
+    step: int,
+    on_answer: Callable[[Group, Sample], None],
     done: Sequence[Mapping] = (),
     on_lost_weights: Callable[[NeedsSync], Awaitable[None]] | None = None,
 ) -> None:
@@ -32,8 +33,8 @@ async def sample_answers(
         sampler, rewards: of the run.
         prompts: to answer.
         config: of the run.
-        on_answer: called with each answer as soon as it is scored: its number among those to the prompt, the prompt as
-            a group, the answer.
+        step: rollout steps that the weights have learned from; the answers of each step have seeds of their own.
+        on_answer: called with each answer as soon as it is scored, and the prompt as a group.
         done: the records of answers that there are already; their verdicts count too.
         on_lost_weights: called where no server has the weights, before it is tried again; none = that is raised.
 
@@ -47,25 +48,27 @@ async def sample_answers(
         stop_token_ids=tuple(rollout.stop_token_ids),
     )
     verdicts = verdicts_of(done, config)
-    numbers = Counter(record["prompt_index"] for record in done)
+    numbers: dict[int, set[int]] = defaultdict(set)  # prompt -> its answers
+    for record in done:
+        numbers[record["prompt_index"]].add(record["number"])
     num_answers = 0
 
     async def sample(prompt: Prompt) -> None:
-        group = Group(uid=f"val-{prompt.index}", prompt=prompt)
+        group = Group(uid=f"val-{step}-{prompt.index}", prompt=prompt)
+        answered = numbers[prompt.index]
 
         def note(answer: Sample) -> None:
             nonlocal num_answers
-            number = numbers[prompt.index]
-            numbers[prompt.index] += 1
+            answered.add(answer.number)
             verdicts.count([answer])
             num_answers += 1
-            on_answer(number, group, answer)
+            on_answer(group, answer)
             if num_answers == _EARLY:
                 verdicts.check_all_failed(rewards.last_traceback)
 
-        while numbers[prompt.index] < rollout.val_n:
+        while not answered.issuperset(range(rollout.val_n)):
             try:
-                await sampler.sample_group(group, rollout.val_n - numbers[prompt.index], params, None, note)
+                await sampler.sample_group(group, rollout.val_n, params, None, note, elsewhere=answered)
             except NeedsSync as reason:
                 if on_lost_weights is None:
                     raise

@@ -195,7 +195,7 @@ class GroupQueue:
         weight_version: that the servers hold. replayed: the trajectory that the group borrows, if any.
         """
         uid = f"{self._num_drawn:08d}-{prompt.index}"
-        samples = (replace(replayed, uid=uid, exp_mask=True),) if replayed else ()
+        samples = (replace(replayed, uid=uid, exp_mask=True, number=0),) if replayed else ()
         self._open[uid] = Group(uid, prompt, samples, version=weight_version)
         self._num_drawn += 1
         return self._open[uid]

@@ -1,7 +1,7 @@
 """The verdicts on the responses to one prompt, where the reward function gives them all at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from megatron_dapo.rewards.types import RewardResult
 
@@ -10,21 +10,20 @@ class GroupVerdicts:
     """Responses wait here for the last one; then all are scored."""
 
     def __init__(
-        self, score: Callable[[Sequence[str]], Awaitable[list[RewardResult]]], texts: Sequence[str], num_new: int
+        self, score: Callable[[Sequence[str]], Awaitable[list[RewardResult]]], texts: Mapping[int, str], num_new: int
     ) -> None:
-        """score: of all texts. texts: of responses that have their verdict, but count in those of the others. num_new:
-        responses that will come."""
+        """score: of all texts, which it gets by the numbers of the responses, whichever came first. texts: by number,
+        of responses that have their verdict, but count in those of the others. num_new: responses that will come."""
         self._score = score
-        self._texts = [*texts]
+        self._texts = dict(texts)
         self._num_before = len(texts)
         self._num_missing = num_new
-        self._results: asyncio.Future[list[RewardResult]] = asyncio.get_running_loop().create_future()
+        self._results: asyncio.Future[dict[int, RewardResult]] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task | None = None
 
-    async def verdict(self, text: str) -> RewardResult:
+    async def verdict(self, number: int, text: str) -> RewardResult:
         """Return the verdict on a response when all are there. Raises the reason of `give_up`, and what score does."""
-        number = len(self._texts)
-        self._texts.append(text)
+        self._texts[number] = text
         self._note_one()
         return (await asyncio.shield(self._results))[number]
 
@@ -50,9 +49,10 @@ class GroupVerdicts:
 
     async def _score_all(self) -> None:
         try:
-            results = await self._score(self._texts)
+            numbers = sorted(self._texts)
+            results = await self._score([self._texts[number] for number in numbers])
         except Exception as error:
             self.give_up(error)
         else:
             if not self._results.done():
-                self._results.set_result(results)
+                self._results.set_result(dict(zip(numbers, results, strict=True)))

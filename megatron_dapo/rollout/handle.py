@@ -20,6 +20,7 @@ from megatron_dapo.common import ends
 from megatron_dapo.common.ends import EndFolder, EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
+from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.common.signals import SignalReceiver, ignore_signals
 from megatron_dapo.config.schema import Config
 from megatron_dapo.data.flat_pickle import receive, send
@@ -218,6 +219,7 @@ def _main(config: Config, connection: Connection, log_file: str) -> None:
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    seed_generators(config.trainer.seed)
     ends.begin("controller", ends.own_folder() or EndFolder(RunFolder.of(config.trainer).ends, start=""))
     try:
         asyncio.run(_serve(config, connection, log_file))

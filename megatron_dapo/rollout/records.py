@@ -21,15 +21,15 @@ def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
     }
 
 
-def answer_record(step: int, number: int, group: Group, sample: Sample, tokenizer: Tokenizer) -> dict:
-    """Return the line of one answer of an evaluation. number: of the answer, among those to the prompt, from 0."""
+def answer_record(step: int, group: Group, sample: Sample, tokenizer: Tokenizer) -> dict:
+    """Return the line of one answer of an evaluation."""
     prompt = group.prompt
     return {
         "step": step,
         "data_source": prompt.data_source,
         "prompt_index": prompt.index,
         "prompt_key": prompt.key,
-        "number": number,
+        "number": sample.number,
         "prompt": prompt.text,
         "ground_truth": prompt.ground_truth,
         **_response(sample, group, tokenizer),

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.seeds import seed_from
 from megatron_dapo.config.key_names import ROUTER_REPLAY
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.token_arrays import TOKEN, TokenIds, token_array
@@ -63,7 +65,8 @@ class Sampler:
     prompt beside its samples, whose shaped reward is the group's baseline. exact: every token has to be written by the
     weight version that the server pool expects; else by that of the group's draw or a later one, so that a response may
     go on while weights are pushed. scorers: of responses, beside the rewards; none = they alone do. routers: of the
-    model, where the samples are to have the experts that the servers chose.
+    model, where the samples are to have the experts that the servers chose. seed: the run's; the seed of each request
+    derives from it, the group, the number of the response and the turn.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Sampler:
         exact: bool = False,
         scorers: Scorers | None = None,
         routers: RouterShape | None = None,
+        seed: int = 0,
     ) -> None:
         self._servers = servers
         self._rewards = rewards
@@ -89,6 +93,7 @@ class Sampler:
         self._exact = exact
         self._scorers = scorers
         self._routers = routers
+        self._seed = seed
         # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
         # cache put back, "cached_tokens": of prompts that were still in the cache
         self.counts: Counter[str] = Counter()
@@ -102,18 +107,20 @@ class Sampler:
         shaping: OverlongShaping | None,
         on_sample: Callable[[Sample], None] = lambda sample: None,
         on_partial: Callable[[PartialResponse], None] = lambda partial: None,
+        elsewhere: Collection[int] = (),
     ) -> Group:
-        """Return the group with n responses: those that it has, and new ones, of which the first go on with partial
-        ones.
+        """Return the group with the responses 0 to n - 1, by number: those that it has, and new ones, some of which go
+        on with partial ones.
 
         Args:
             group: as it was drawn, with what is finished of it: a replayed response too, if there is one.
             n: responses, those that it has included.
-            params: how the new ones are sampled.
+            params: how the new ones are sampled; each request gets a seed of its own.
             shaping: of their rewards; None leaves them as they are.
             on_sample: called with each new response as soon as it is finished, whatever becomes of the others.
             on_partial: called with what there is of a response of one turn that is not finished: the pool's
                 `abort_requests` ended it, it waited for its reward, or it had begun before and did not go on.
+            elsewhere: numbers of responses that the caller has; they are not sampled.
 
         Raises NeedsSync or RolloutError where the servers do not answer, Aborted where requests were aborted. The
         first and the last of these are raised when the other responses are finished, or aborted too.
@@ -129,53 +136,67 @@ class Sampler:
                     together.give_up(reason)
                 return None
 
-        async def sample(begun: PartialResponse | None) -> Sample:
-            finished = await self._sample(group, params, shaping, begun, on_partial, together)
+        async def sample(number: int) -> Sample:
+            finished = await self._sample(group, number, params, shaping, begun.get(number), on_partial, together)
             on_sample(finished)
             return finished
 
         greedy = replace(params, temperature=0.0, top_p=1.0, top_k=-1)
-        num_new = n - len(group.samples)
-        together = self._verdicts_together(group, num_new)
-        begun = (*group.partials, *[None] * num_new)[:num_new]
-        baseline = [partial(self._sample, group, greedy, shaping)] if self._greedy_baseline else []
+        numbers = sorted({*range(n)} - {sample.number for sample in group.samples} - {*elsewhere})
+        together = self._verdicts_together(group, len(numbers))
+        begun = {response.number: response for response in group.partials}
+        baseline = [partial(self._sample, group, n, greedy, shaping)] if self._greedy_baseline else []
         try:
-            samples = await run_all(map(unless_ended, [*(partial(sample, one) for one in begun), *baseline]))
+            samples = await run_all(map(unless_ended, [*(partial(sample, number) for number in numbers), *baseline]))
         finally:
             if together is not None:
                 together.close()
         if reasons:
             raise reasons[0]
         baseline_reward = samples.pop().reward if self._greedy_baseline else None
-        return replace(group, samples=(*group.samples, *samples), baseline_reward=baseline_reward, partials=())
+        by_number = sorted((*group.samples, *samples), key=lambda sample: sample.number)
+        return replace(group, samples=tuple(by_number), baseline_reward=baseline_reward, partials=())
 
     async def _sample(
         self,
         group: Group,
+        number: int,
         params: SamplingParams,
         shaping: OverlongShaping | None,
         begun: PartialResponse | None = None,
         on_partial: Callable[[PartialResponse], None] = lambda partial: None,
         together: GroupVerdicts | None = None,
     ) -> Sample:
-        generate = partial(self._generate, group)
+        turns = count()
+
+        def generate(tokens: TokenIds, params: SamplingParams, budget: Budget) -> Awaitable[Generation]:
+            # SGLang mixes the position of a token into the seed: a response that goes on with a partial one, in the
+            # same turn, gets the tokens that it would have got without the break
+            seed = seed_from(self._seed, group.uid, number, next(turns))
+            return self._generate(group, tokens, replace(params, sampling_seed=seed), budget)
+
+        def note_partial(response: PartialResponse) -> None:
+            on_partial(replace(response, number=number))
+
         with self.reward_wait.writing():
             if self._multi_turn is not None:
-                trajectory = await self._multi_turn.play(group.prompt, params, generate)
+                trajectory = await self._multi_turn.play(
+                    group.prompt, params, generate, seed_from(self._seed, group.uid, number)
+                )
             else:
-                trajectory = await single_turn(group.prompt, params, generate, begun, on_partial)
+                trajectory = await single_turn(group.prompt, params, generate, begun, note_partial)
         text = self._tokenizer.decode(trajectory.tokens)
         try:
             with self.reward_wait.scoring():
-                verdict = await self._verdict(group, trajectory, text, together)
+                verdict = await self._verdict(group, number, trajectory, text, together)
         except BaseException:  # most often it is cancelled: a stop does not wait for a slow reward function
             if self._multi_turn is None:
-                on_partial(trajectory.partial())
+                note_partial(trajectory.partial())
             raise
-        return _to_sample(group.uid, trajectory, text, verdict, shaping)
+        return _to_sample(group.uid, number, trajectory, text, verdict, shaping)
 
     async def _verdict(
-        self, group: Group, trajectory: Trajectory, text: str, together: GroupVerdicts | None
+        self, group: Group, number: int, trajectory: Trajectory, text: str, together: GroupVerdicts | None
     ) -> RewardResult:
         if trajectory.verdict is not None:
             if together is not None:
@@ -183,7 +204,7 @@ class Sampler:
             return trajectory.verdict
         prompt = group.prompt
         if together is not None:
-            verdict = await together.verdict(text)
+            verdict = await together.verdict(number, text)
         else:
             verdict = await self._rewards.score(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
         return verdict if self._scorers is None else await self._scorers.combined(verdict, prompt, text)
@@ -197,7 +218,7 @@ class Sampler:
         async def score(texts: Sequence[str]) -> list[RewardResult]:
             return await self._rewards.score_group(prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
 
-        return GroupVerdicts(score, [sample.response_text for sample in group.samples], num_new)
+        return GroupVerdicts(score, {sample.number: sample.response_text for sample in group.samples}, num_new)
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
         """Return what follows the tokens, by the server that the budget names where that one can take it.
@@ -285,7 +306,7 @@ def _require_experts(generation: Generation) -> None:
 
 
 def _to_sample(
-    uid: str, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: OverlongShaping | None
+    uid: str, number: int, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: OverlongShaping | None
 ) -> Sample:
     """Return a finished trajectory as a sample, with its reward shaped."""
     is_terminated = trajectory.finish_reason == "stop"
@@ -309,4 +330,5 @@ def _to_sample(
         reward_error=verdict.error,
         answer=verdict.answer,
         routed_experts=trajectory.routed_experts,
+        number=number,
     )

@@ -1,4 +1,4 @@
-"""The SGLang versions that servers run, where what a run asks of them takes a certain one."""
+"""What servers say of themselves, where a run needs a certain SGLang version or setting."""
 
 import re
 from collections.abc import Sequence
@@ -22,4 +22,14 @@ async def require_in_flight_updates(clients: Sequence[SGLangClient]) -> None:
             raise UserError(
                 f"actor_rollout_ref.rollout.max_staleness > 0 pushes weights while servers generate, for which the "
                 f"SGLang {version} of {client.url} is too old; install {oldest} or newer there, or set the key to 0."
+            )
+
+
+async def require_deterministic(clients: Sequence[SGLangClient]) -> None:
+    """Raise UserError naming a server without deterministic inference, ServerError where one does not answer."""
+    for client in clients:
+        if (await client.server_info()).get("enable_deterministic_inference") is not True:
+            raise UserError(
+                f"actor_rollout_ref.rollout.deterministic is true, but server {client.url} samples at random; start it "
+                f"with --enable-deterministic-inference, or set the key to false."
             )

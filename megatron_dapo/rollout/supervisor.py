@@ -296,6 +296,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     ]
     if replays_servers_experts(config):
         arguments.append("--enable-return-routed-experts")
+    if rollout.deterministic:
+        arguments.append("--enable-deterministic-inference")
     model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
     if model_json.get("n_shared_experts"):
         # else a GPU server keeps the shared expert as one more of the others: under names that are not compared
@@ -320,6 +322,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
 
         environment = sglang_cpu.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
         arguments += sglang_cpu.server_arguments(settings.max_total_tokens, settings.max_running_requests)
+        if rollout.deterministic:
+            arguments += sglang_cpu.WHOLE_PROMPTS
     program = ("-m", "megatron_dapo.rollout.keyed_sglang", str(server_key_file(config)))
     command = (sys.executable, *program, *arguments, *settings.extra_args)
     environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)

@@ -199,14 +199,15 @@ class MultiTurn:
     apply_chat_template: bool
     limits: TurnLimits
 
-    async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate) -> Trajectory:
+    async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate, seed: int = 0) -> Trajectory:
         """Return a whole trajectory. A failure of its environment ends it and stands in its verdict.
 
-        Raises UserError where the chat template refuses the environment's messages, and what `generate` raises.
+        seed: of the random generators of the environment's process. Raises UserError where the chat template refuses
+        the environment's messages, and what `generate` raises.
         """
         trajectory = Trajectory(prompt.tokens)
         try:
-            async with self.environments.session() as environment:
+            async with self.environments.session(seed) as environment:
                 trajectory.finish_reason = await self._play(trajectory, prompt, environment, params, generate)
         except EnvironmentFailure as failure:
             trajectory.fail(failure.reason)

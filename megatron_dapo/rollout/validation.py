@@ -91,11 +91,11 @@ class Validation:
     async def _answers(self, step: int, weight_version: int) -> dict[str, float]:
         await self._servers.expect(weight_version)
 
-        def keep(number: int, group: Group, sample: Sample) -> None:
-            self._records.append(answer_record(step, number, group, sample, self._tokenizer))
+        def keep(group: Group, sample: Sample) -> None:
+            self._records.append(answer_record(step, group, sample, self._tokenizer))
 
         await sample_answers(
-            self._sampler, self._prompts, self._config, self._rewards, keep, self._records, self._wait_for_weights
+            self._sampler, self._prompts, self._config, self._rewards, step, keep, self._records, self._wait_for_weights
         )
         seconds = time.monotonic() - self._began
         records = self._records

@@ -23,20 +23,20 @@ def test_all_are_scored_when_the_last_is_there_those_of_before_with_them():
         return [RewardResult(float(len(text)), True) for text in texts]
 
     async def scenario():
-        together = GroupVerdicts(score, ["before"], num_new=3)
-        first = asyncio.create_task(together.verdict("a"))
+        together = GroupVerdicts(score, {1: "before"}, num_new=3)
+        first = asyncio.create_task(together.verdict(3, "a"))
         await asyncio.sleep(0)
         together.leave_out()  # the environment gave it a reward
         assert not asked
-        return (await together.verdict("bb")).score, (await first).score
+        return (await together.verdict(0, "bb")).score, (await first).score
 
-    assert asyncio.run(scenario()) == (2.0, 1.0) and asked == [["before", "a", "bb"]]
+    assert asyncio.run(scenario()) == (2.0, 1.0) and asked == [["bb", "before", "a"]]
 
 
 def test_who_waits_is_told_why_another_does_not_come_and_a_cancelled_one_cancels_no_other():
     async def scenario():
-        together = GroupVerdicts(AllRight().score, [], num_new=3)
-        first, second = (asyncio.create_task(together.verdict(text)) for text in "ab")
+        together = GroupVerdicts(AllRight().score, {}, num_new=3)
+        first, second = (asyncio.create_task(together.verdict(number, text)) for number, text in enumerate("ab"))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)

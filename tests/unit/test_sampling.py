@@ -216,6 +216,16 @@ def test_a_turn_whose_server_fails_is_sent_to_another_one_with_all_its_tokens(fo
     assert batch.metrics["rollout/num_retries"] == len(broken)
 
 
+def test_each_turn_has_a_seed_of_its_own_which_a_repeated_request_keeps(folder):
+    async def use(controller, servers):
+        servers[0].failures = [500] * 100
+        await controller.next_batch(1, 1)
+        return [[r["sampling_params"]["sampling_seed"] for r in server.requests] for server in servers]
+
+    broken, whole = with_two_servers(folder, use)
+    assert len(whole) == len(set(whole)) == 16 and broken and set(broken) <= set(whole)
+
+
 def test_held_out_prompts_are_played_with_the_environment_too(folder):
     async def use(controller, servers):
         return await controller.evaluate(1, 1)
@@ -246,15 +256,19 @@ def test_an_environments_first_words_count_as_prompt():
     assert metrics["prompt_length/mean"] == len(group.prompt.tokens) + 3
 
 
-def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
+def test_what_a_server_that_fails_took_costs_the_trajectory_nothing(monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("megatron_dapo.rollout.trajectory.time", clock)
+
     class Client:
         url, num_requests = "url", 0
 
         async def generate(self, *_):
             self.num_requests += 1
             if self.num_requests == 1:
-                await asyncio.sleep(1.0)
+                clock.now += 4.0
                 raise ServerError("url", "/generate", 500, "scripted")
+            clock.now += 1.0
             return Generation((1,), (0.0,), "stop", (1,))
 
     server, budget = Server(Client()), Budget(10.0)
@@ -267,7 +281,7 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing():
         SimpleNamespace(version=1, slot=slot, cache_salt=None), None, None, RetryPolicy(60.0, max_retries=1), 64
     )
     asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), budget))
-    assert server.client.num_requests == 2 and 9.2 < budget.seconds_left < 10.0
+    assert server.client.num_requests == 2 and budget.seconds_left == 9.0
 
 
 def test_the_pause_between_retries_of_a_request_has_a_cap(monkeypatch):

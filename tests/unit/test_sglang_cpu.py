@@ -212,7 +212,15 @@ def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["attention_sinks", "batched_decode", "batched_extend", "forked_processes", "prompt_end", "sleep_when_paused"],
+    [
+        "attention_sinks",
+        "batch_invariant",
+        "batched_decode",
+        "batched_extend",
+        "forked_processes",
+        "prompt_end",
+        "sleep_when_paused",
+    ],
 )
 def test_a_server_whose_code_moved_stops_and_names_it(monkeypatch, name):
     monkeypatch.syspath_prepend(sglang_cpu.SITE)

@@ -74,7 +74,7 @@ def sample(length: int) -> Sample:
 
 
 def sample_of(played: Trajectory) -> Sample:
-    return _to_sample("uid", played, "word " * len(played.tokens), RewardResult(1.0, True), None)
+    return _to_sample("uid", 0, played, "word " * len(played.tokens), RewardResult(1.0, True), None)
 
 
 def of_trajectory(played: Trajectory) -> Group:

@@ -48,7 +48,7 @@ class Turn:
         self.answers, self.opening, self.seen, self.tasks = list(answers), opening or Observation(), [], []
 
     @asynccontextmanager
-    async def session(self):
+    async def session(self, seed):
         yield self
 
     async def reset(self, task):

@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from megatron_dapo.checkpointing.torch_dist.reading import PickledObject
+from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.platform.device import is_gpu
 
 # numpy's state holds an array; it is read as a record of its bytes, since numpy's own classes take more than numbers
@@ -53,7 +54,6 @@ def reseed(seed: int, rank: int) -> None:
 
     Megatron derives the tensor- and pipeline-parallel ones from the one seed.
     """
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
+    seed_generators(seed + rank)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

@@ -261,6 +261,10 @@ class RolloutConfig(Section):
     """Nucleus sampling of held-out evaluation; the published AIME figures use 0.7."""
     val_n: MayChangeOnResume[NumResponses] = 1
     """Responses per held-out prompt."""
+    deterministic: MayChangeOnResume[bool] = False
+    """Servers sample each token from the seed of its request, by kernels whose results do not depend on what else is in
+    the batch (SGLang's deterministic inference), so that two runs get the same responses (docs/rollout.md); slower.
+    Needs max_staleness 0."""
     dump_samples: MayChangeOnResume[NonNegativeInt] = 8
     """Groups written to rollouts/step_NNNNNN.jsonl per step; 0 = none."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()

@@ -212,7 +212,8 @@ class TrainerConfig(Section):
     ]
     """Where metrics go."""
     seed: int = 1
-    """Seed of mini-batches and samplers."""
+    """Seed of mini-batches, of the generators of ranks, reward functions and environments, and, with
+    `rollout.deterministic`, of responses."""
     save_interval: MayChangeOnResume[BoundedInt] = -1
     """Rollout steps between checkpoints, with one after the last step; -1 = only when the run is asked to stop."""
     keep_last: MayChangeOnResume[PositiveInt | None] = None

@@ -8,6 +8,8 @@ What is adapted, all of it in `site/`, which stands first on the PYTHONPATH of t
     torchvision (stand-in package)          imported for image models; beside a CPU torch the real one fails to load
     attention_sinks (plug-in, found through torch_native takes no attention sinks, and SGLang refuses it for gpt-oss;
       the dist-info, SGLang's public way)     the next two compute with them
+    batch_invariant (plug-in)               SGLang has operators whose results do not depend on the batch, which its
+                                              deterministic inference needs, for GPUs alone
     batched_decode (plug-in)                torch_native decodes request by request in Python: 4 to 5 times slower
                                               with 64 requests in flight
     batched_extend (plug-in)                the same for prompts: a call per request and layer
@@ -41,6 +43,10 @@ KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": 
 # else what SGLang decorates with torch.compile (Gemma 3's rotary embedding, routers) is compiled by g++, at the start
 # of gpt-oss or at the first request of others: 20 to 30 s, on machines that otherwise need no compiler
 NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+
+# for deterministic inference: else the batch says where a long prompt is cut. SGLang guesses the share of memory from
+# the size of a chunk, and finds none; the cache is bounded by --max-total-tokens
+WHOLE_PROMPTS = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.8")
 
 MAX_TOTAL_TOKENS = 16384
 MAX_RUNNING_REQUESTS = 64

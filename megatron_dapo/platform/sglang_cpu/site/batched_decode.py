@@ -5,6 +5,10 @@ import torch
 TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
 
 
+length_multiple = 1
+"""Of the length that a batch is filled up to. `batch_invariant` sets another: the order of sums depends on a length."""
+
+
 class _CacheRows:
     """Where the keys and values of a batch lie in the caches, kept from the first layer for the others of its kind."""
 
@@ -27,11 +31,11 @@ def cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads, window):
     all (None). Scores past a request's end become -inf."""
     first_B = torch.zeros_like(seq_lens) if window is None else (seq_lens - 1 - window).clamp(min=0)
     num_B = seq_lens - first_B
-    places_BL = first_B[:, None] + torch.arange(int(num_B.max()), device=seq_lens.device)
+    length = -(-int(num_B.max()) // length_multiple) * length_multiple
+    places_BL = first_B[:, None] + torch.arange(length, device=seq_lens.device)
     exists_BL = places_BL < seq_lens[:, None]
-    slots_BL = req_to_token[req_pool_indices[:, None], places_BL].long()
     # Past a request's end stand slots of others, whose values may be no numbers, and 0 * nan is nan: read its first.
-    slots_BL = torch.where(exists_BL, slots_BL, slots_BL[:, :1])
+    slots_BL = req_to_token[req_pool_indices[:, None], torch.where(exists_BL, places_BL, first_B[:, None])].long()
     heads = torch.arange(num_kv_heads, device=slots_BL.device)
     rows_BHL = slots_BL[:, None, :] * num_kv_heads + heads[:, None]
     bias_BL = torch.zeros(exists_BL.shape, device=slots_BL.device).masked_fill_(~exists_BL, float("-inf"))

@@ -1,0 +1,94 @@
+"""Deterministic inference on the CPU: no row of a result depends on the batch, and tokens are drawn by the hash that
+SGLang's GPU kernel has."""
+
+import random
+import struct
+
+import pytest
+import torch
+
+from tests.sglang_cpu_cases import in_server_process
+
+pytestmark = pytest.mark.unit
+
+
+def murmur3(content: bytes) -> int:
+    """The oracle: MurmurHash3_x86_32 of whole words with seed 0, as its author published it."""
+    mask, hashed = 0xFFFFFFFF, 0
+    for (word,) in struct.iter_unpack("<I", content):
+        word = word * 0xCC9E2D51 & mask
+        word = (word << 15 | word >> 17) & mask
+        hashed ^= word * 0x1B873593 & mask
+        hashed = (hashed << 13 | hashed >> 19) & mask
+        hashed = hashed * 5 + 0xE6546B64 & mask
+    hashed ^= len(content)
+    hashed = (hashed ^ hashed >> 16) * 0x85EBCA6B & mask
+    hashed = (hashed ^ hashed >> 13) * 0xC2B2AE35 & mask
+    return hashed ^ hashed >> 16
+
+
+HASH = """
+import sys, torch
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+seeds, positions, columns = torch.load(sys.argv[1])
+print(murmur_hash32(seeds.to(torch.uint64), positions, columns).tolist())
+"""
+
+ROWS = """
+import torch
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
+from tests.sglang_cpu_cases import decode_inputs
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+torch.set_num_threads(1)
+backend = object.__new__(Backend)
+
+def changed():
+    generator = torch.Generator().manual_seed(1)
+    found = set()
+    for size, width in ((64, 192), (96, 40), (896, 300)):
+        weights, bias = torch.randn(width, size, generator=generator), torch.randn(width, generator=generator)
+        rows = torch.randn(70, size, generator=generator)
+        for name, product in {
+            "mm": lambda some: some @ weights.T,
+            "linear": lambda some: torch.nn.functional.linear(some, weights, bias),
+        }.items():
+            whole = product(rows)
+            found |= {name for n in (1, 2, 3, 4, 5, 33) if not torch.equal(product(rows[7:7 + n]), whole[7:7 + n])}
+    for heads, kv_heads, head_dim in ((4, 2, 16), (4, 4, 32), (2, 2, 8)):
+        inputs = decode_inputs(list(range(1, 50)), heads, kv_heads, head_dim, seed=2)
+        whole = backend._run_sdpa_forward_decode(**inputs).clone()
+        for n in (1, 2, 5, 17, 40):
+            some = {name: inputs[name][:n].clone() for name in ("query", "output", "req_pool_indices", "seq_lens")}
+            if not torch.equal(backend._run_sdpa_forward_decode(**inputs | some), whole[:n]):
+                found.add("decode")
+    return sorted(found)
+
+print(changed())
+enable_batch_invariant_mode()
+print(changed())
+"""
+
+
+def test_the_hash_that_draws_tokens_is_murmur3(tmp_path):
+    draw = random.Random(3)
+    seeds = [0, 42, 2**32, 2**63 - 1, *(draw.randrange(2**63) for _ in range(20))]
+    positions, columns = [draw.randrange(2**17) for _ in seeds], [0, 1, 2**17 - 1, 99]
+    torch.save(tuple(map(torch.tensor, (seeds, positions, columns))), tmp_path / "inputs.pt")
+    done = in_server_process(HASH, str(tmp_path / "inputs.pt"))
+    expected = [
+        [murmur3(struct.pack("<QII", seed, position, column)) for column in columns]
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    assert done.stdout.strip().endswith(str(expected)), done.stderr[-2000:]
+    assert murmur3(b"test") == 0xBA6BD213  # a published value
+
+
+def test_no_row_of_a_product_or_an_attention_depends_on_what_else_is_in_the_batch():
+    """Without the plug-in's operators some do: else there would be nothing to show."""
+    done = in_server_process(ROWS)
+    before, after = done.stdout.strip().splitlines()[-2:] if done.stdout else ("", done.stderr[-2000:])
+    assert "mm" in before and after == "[]", (before, after, done.stderr[-2000:])
