@@ -15,6 +15,7 @@ import pytest
 
 from megatron_dapo.__main__ import main
 from megatron_dapo.common.ends import End, EndFolder, EndKind
+from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.bounded_process import run_bounded
 from tests.report_runs import START, write_run, write_validation
@@ -390,6 +391,12 @@ def test_a_damaged_folder_ends_in_a_page_or_a_sentence(run, what, monkeypatch):
         assert run.path.name in ended.error and not page.exists()
     elif what != "metrics: empty":
         check_page(page.read_text())
+
+
+def test_an_archive_that_would_unpack_to_gigabytes_is_not_unpacked(run, monkeypatch):
+    bomb(run)
+    monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", lambda *_: pytest.fail("it was unpacked"))
+    assert TokenDump.read(tokens(run)) is None
 
 
 def test_the_check_of_a_page_sees_a_value_that_no_browser_reads(run):
