@@ -36,8 +36,10 @@ class JobCost:
         limit = JobLimit(time_limit_s, arguments.notice if arguments.notice is not None else 0.0)
         run = usual_run(config)
         planned = limit.planned_restarts(run_seconds(config, run.steps[0])) if run else None
-        given = arguments.max_restarts
-        return cls(limit, run, max(LEAST_RESTARTS, planned or 0) if given is None else given, planned)
+        allowed = arguments.max_restarts
+        if allowed is None:
+            allowed = max(LEAST_RESTARTS, planned or 0)
+        return cls(limit, run, allowed, planned)
 
     def whole_plan(self, config: Config) -> str:
         """Return the process plan, the run's time, and a sentence where too few restarts are allowed."""

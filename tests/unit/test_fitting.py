@@ -1,4 +1,4 @@
-"""What does not fit is told with advice that can be followed: the plan accepts what it asked for."""
+"""What does not fit is printed with advice that can be followed: the plan accepts what it asked for."""
 
 import re
 from pathlib import Path
@@ -59,25 +59,25 @@ def plan(capsys, *arguments: str) -> tuple[int, str]:
 def test_the_advice_of_a_shortage_can_be_followed(recipe_name, model, capsys):
     """As a reader would: every KEY=VALUE and `set KEY to VALUE` is pasted, and the GPU named after "such as" taken."""
     arguments = ["--config", recipe(recipe_name), "--model", model]
-    code, told = plan(capsys, *arguments)
+    code, printed = plan(capsys, *arguments)
     for _ in range(2):  # a server's GPU may change what the trainer needs
         if code:
-            gpus = re.findall(r"such as (\w+)", told)
-            arguments += [*KEY.findall(told), *(f"{key}={value}" for key, value in SET.findall(told))]
+            gpus = re.findall(r"such as (\w+)", printed)
+            arguments += [*KEY.findall(printed), *(f"{key}={value}" for key, value in SET.findall(printed))]
             arguments += ["--hardware", gpus[0]] if gpus else []
-            code, told = plan(capsys, *arguments)
-    assert code == 0, told
+            code, printed = plan(capsys, *arguments)
+    assert code == 0, printed
 
 
 def test_a_model_that_no_node_serves_is_said_to_be_that(capsys):
     """DeepSeek-V3: 1342 GB in bfloat16 are 168 on each of 8 GPUs, of which SGLang takes 82 %; no GPU has 205 GB."""
-    code, told = plan(capsys, "--config", recipe("dapo_32b"), "--model", "deepseek-v3")
+    code, printed = plan(capsys, "--config", recipe("dapo_32b"), "--model", "deepseek-v3")
     assert code == 2
     assert re.search(
-        r"on the 8 GPUs of one this model needs GPUs of 20\d GB, which none of `plan --hardware` has", told
+        r"on the 8 GPUs of one this model needs GPUs of 20\d GB, which none of `plan --hardware` has", printed
     )
-    assert f"raise {SERVER}.tensor_model_parallel_size" not in told
-    assert "these fit by the estimate: trainer.nnodes=" in told  # its trainer does
+    assert f"raise {SERVER}.tensor_model_parallel_size" not in printed
+    assert "these fit by the estimate: trainer.nnodes=" in printed  # its trainer does
 
 
 @pytest.mark.parametrize("model", sorted(MODEL_SHAPES))
@@ -111,8 +111,8 @@ def test_what_is_said_to_fit_passes_all_checks(model):
 def test_a_server_beyond_a_node_is_refused_before_a_job_is_asked_for(overrides, words, capsys):
     arguments = ["--config", recipe("dapo_32b"), *(f"{SERVER}.{text}" for text in overrides)]
     arguments.append("actor_rollout_ref.model.path=models/Qwen2.5-72B")  # 64 heads, which 16 divides
-    code, told = plan(capsys, *arguments)
-    assert code == 2 and words in told
+    code, printed = plan(capsys, *arguments)
+    assert code == 2 and words in printed
     assert slurm_main(["plan", *arguments]) == 2
     assert words in capsys.readouterr().err
     assert main(["train", "--dry-run", *arguments]) == 2

@@ -309,8 +309,8 @@ def test_a_dry_run_on_a_laptop_estimates_memory_by_the_published_shape(capsys):
 def test_a_dry_run_names_the_mistakes_of_job_files_model_and_memory_together(capsys):
     wrong = ("trainer.gpu_memory_gb=20", f"{SERVER}.nnodes=0", "data.val_files=[]", "trainer.test_freq=-1")
     assert main(dry_run_of("dapo_32b", *wrong)) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("5 mistakes to correct:")
+    printed = capsys.readouterr().err
+    assert printed.startswith("5 mistakes to correct:")
     for words in (
         "in a Slurm job the servers have nodes of their own",
         "data.train_files holds",
@@ -318,7 +318,7 @@ def test_a_dry_run_names_the_mistakes_of_job_files_model_and_memory_together(cap
         "A trainer GPU would need",
         "A server GPU would have",
     ):
-        assert words in told
+        assert words in printed
     assert main(dry_run_of("dapo_32b", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=16")) == 2
     assert "tensor_model_parallel_size is 16, but does not divide the model's num_attention_heads 40" in (
         capsys.readouterr().err
