@@ -172,7 +172,8 @@ def test_a_short_run_may_be_requeued_for_preemptions_as_before(tmp_path, monkeyp
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     (tmp_path / "prompts.jsonl").write_text(ROW)
     words = ["trainer.nnodes=1", f"{SERVER}.nnodes=1", f"data.train_files=[{tmp_path}/prompts.jsonl]"]
-    words += ["data.max_prompt_length=8", "data.max_response_length=40", f"trainer.run_dir={tmp_path}/run"]
+    words += ["data.max_prompt_length=8", "data.max_response_length=40", "data.apply_chat_template=false"]
+    words.append(f"trainer.run_dir={tmp_path}/run")
     assert slurm_main(["plan", "--nodes", "a,b", *words, "actor_rollout_ref.model.path=examples/arithmetic/base"]) == 0
     plan = json.loads((tmp_path / "run" / "logs" / "attempt-5-0" / "plan.json").read_text())
     assert plan["max_restarts"] == 20
