@@ -216,11 +216,11 @@ def test_draws_are_answered_in_their_order_and_only_those_with_signal_have_a_wro
 
 
 def test_a_push_stops_a_stand_in_and_what_it_writes_then_has_the_new_version():
-    """50 tokens of 10 ms; a pause of 0.3 s after 0.2 s."""
+    """500 tokens of 10 ms; a pause of 0.3 s after 0.2 s, or later on a busy machine."""
 
     async def scenario() -> tuple[dict, float, list[int]]:
         counts: list[int] = []
-        server = SleepingServer(Answers(lambda number: Draw((50,), False), n=1), token_s=0.01, count=counts.append)
+        server = SleepingServer(Answers(lambda number: Draw((500,), False), n=1), token_s=0.01, count=counts.append)
         await server.start()
         loop = asyncio.get_running_loop()
         try:
@@ -239,7 +239,7 @@ def test_a_push_stops_a_stand_in_and_what_it_writes_then_has_the_new_version():
 
     answer, seconds, counts = asyncio.run(scenario())
     old, new = answer["meta_info"]["weight_versions"]
-    assert (old["version"], old["start"], new["version"], new["end"]) == ("0", 0, "1", 50)
-    assert old["end"] == new["start"] and 5 <= old["end"] <= 30
-    assert seconds >= 0.8
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("0", 0, "1", 500)
+    assert old["end"] == new["start"] and 0 < old["end"] < 500
+    assert seconds >= 5.3
     assert counts == [+1, -1]
