@@ -252,14 +252,15 @@ def test_the_process_plan_shows_it(tmp_path):
 def test_a_dry_run_of_a_hopeless_layout_says_so_in_one_sentence(tmp_path, capsys):
     overrides = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false")
     write_files(tmp_path, num_prompts=1, num_val=1)
-    files = [f"trainer.run_dir={tmp_path / 'run'}", "data.apply_chat_template=false"]
+    run = tmp_path.with_name(f"{tmp_path.name}-run")  # beside the model's folder
+    files = [f"trainer.run_dir={run}", "data.apply_chat_template=false"]
     files += [f"data.{name}_files=[{tmp_path / name}.jsonl]" for name in ("train", "val")]
     arguments = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN2_5_32B), *overrides, *files]
     assert main(["train", "--dry-run", *arguments]) == 2
     printed = capsys.readouterr()
     assert "DO NOT FIT" in printed.out
     assert printed.err.startswith("1 mistake to correct:\nA trainer GPU would need about 135 GB")
-    assert not (tmp_path / "run").exists()
+    assert not run.exists()
 
 
 def experts(num_experts: int = 8) -> ModelSpec:
