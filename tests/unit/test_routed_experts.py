@@ -201,7 +201,7 @@ def test_servers_are_told_to_return_experts_where_the_trainer_replays_them_and_t
         config = load_config(None, [*keys, f"reward.model.path={classifier}"])
         commands = [sglang_command(each, "h", 1, []).command for each in (config, _of_reward_model(config))]
         assert ["--enable-return-routed-experts" in command for command in commands] == [asked, False]
-        lines = [line for line in process_plan(config).splitlines() if "routed experts" in line]
+        lines = [line for line in process_plan(config).splitlines() if "routed experts: " in line]
         assert bool(lines) == asked
     # 1 layer x 2 experts of a byte
     lengths = config.data.max_prompt_length + config.data.max_response_length
