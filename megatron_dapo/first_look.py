@@ -4,7 +4,9 @@ go on from the checkpoint, a loss of the user's own that returns something else.
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 from megatron_dapo.checkpointing.resume import likely_start
 from megatron_dapo.common.errors import UserError
@@ -73,20 +75,16 @@ def _loss(config: Config) -> None:
     if actor.loss_function is None:
         return
     options = [*_if(has_reference_for_own_loss(config), "--reference"), *_if(actor.calculate_entropy, "--entropy")]
-    command = [sys.executable, "-m", "megatron_dapo.planner.loss_trial", actor.loss_function, *options]
-    try:
-        trial = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
-    except subprocess.TimeoutExpired:  # it may wait for what only a run has
-        return
-    if trial.returncode == 0 and (sentences := _sentences(trial.stdout)):
-        raise UserError(sentences)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "sentences.json"  # not its output: the function may print, at its end too
+        command = [sys.executable, "-m", "megatron_dapo.planner.loss_trial", actor.loss_function, str(answer), *options]
+        try:
+            trial = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
+        except subprocess.TimeoutExpired:  # it may wait for what only a run has
+            return
+        if trial.returncode == 0 and (sentences := json.loads(answer.read_text(encoding="utf-8"))):
+            raise UserError(sentences)
 
 
 def _if(condition: bool, option: str) -> Iterable[str]:
     return [option] if condition else []
-
-
-def _sentences(output: bytes) -> list[str]:
-    """Return what the trial says in its last line; the function may print above it."""
-    lines = output.splitlines()
-    return [str(text) for text in json.loads(lines[-1])] if lines else []

@@ -2,7 +2,8 @@
 
 Jinja's sandbox keeps a template from the machine, and a range from more than 100 000 numbers, but not two such loops
 from running for hours, or a text from doubling until the memory is full. Here turns of loops, calls and operators cost
-steps, and a text that would get too long is refused before it is made.
+steps, and so do texts: those that are read, by slices and comparisons too, and those that are made. A text that would
+get too long is refused before it is made.
 """
 
 import re
@@ -18,12 +19,14 @@ from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000  # of one rendering; a conversation of 1000 messages takes some 10 000
 MAX_TEXT = 8_000_000  # characters
-_TEXT_PER_STEP = 1000  # characters that a call reads
+_TEXT_PER_STEP = 1000  # characters that are read
+_MADE_PER_STEP = 250  # characters that are made, which may all be kept
+_MAX_BITS = 4096  # of an integer
 _MAX_NUMBER = 10**6  # as an argument: a width, an indent, a count
 _MAX_FORMAT = 10_000  # characters
 _WIDE = re.compile(r"\{[^{}]*:[^{}]*(\d{7,}|\{)|%[-+ #0]*\d*\.?(\d{7,}|\*)")  # of a format: a width to be refused
 _FORMATS = ("format", "format_map")
-_TURNS, _JOINED = "_turns", "_joined"
+_TURNS, _JOINED, _READ = "_turns", "_joined", "_read"
 _Sequence = str | list | tuple
 
 
@@ -34,13 +37,15 @@ class TooMuchWork(jinja2.TemplateRuntimeError):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Renders within MAX_STEPS and MAX_TEXT, one text at a time."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))  # Jinja would else compute them when it compiles, too
+    intercepted_binops = frozenset(
+        ("+", "-", "*", "/", "//", "**", "%")
+    )  # Jinja would else compute them when it compiles, too
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._num_left = 0
         self.filters = {name: self.bounded(name, function) for name, function in self.filters.items()}
-        self.filters |= {_TURNS: self._turns, _JOINED: self.concat}
+        self.filters |= {_TURNS: self._turns, _JOINED: self.concat, _READ: self._read}
 
     @contextmanager
     def one_rendering(self) -> Iterator[None]:
@@ -93,6 +98,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._step()
             yield value
 
+    def _read(self, value: Any) -> Any:
+        """Take the steps of a slice, a comparison or a test of this value."""
+        if isinstance(value, _Sequence):
+            self._step(len(value) // _TEXT_PER_STEP)
+        return value
+
     def concat(self, parts: Iterable) -> str:
         """Join what a template, a macro or a block wrote."""
         texts, size = [], 0
@@ -101,6 +112,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             size += len(part)
             if size > MAX_TEXT:
                 raise TooMuchWork(f"the text gets longer than {MAX_TEXT} characters")
+        self._step(size // _MADE_PER_STEP)
         return "".join(texts)
 
     def _charge(self, name: str, values: tuple) -> None:
@@ -126,6 +138,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _checked(self, value: Any) -> Any:
         if isinstance(value, _Sequence) and len(value) > MAX_TEXT:
             raise TooMuchWork(f"a text gets longer than {MAX_TEXT} characters")
+        if isinstance(value, _Sequence):
+            self._step(len(value) // _MADE_PER_STEP)
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise TooMuchWork("a number is too large")
         return value
 
 
@@ -144,7 +160,7 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 class _Counted(NodeTransformer):
-    """Sends loops and joined texts through filters that count them."""
+    """Sends loops, joined texts and what is compared, tested or sliced through filters that count them."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -154,6 +170,24 @@ class _Counted(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        node.expr = _filtered(node.expr, _READ)
+        for operand in node.ops:
+            operand.expr = _filtered(operand.expr, _READ)
+        return node
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Test:
+        self.generic_visit(node)
+        node.node = _filtered(node.node, _READ)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _filtered(node.node, _READ)
+        return node
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:

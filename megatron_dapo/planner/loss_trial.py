@@ -1,13 +1,13 @@
-"""A loss of the user's own, asked once with made-up sequences: python -m megatron_dapo.planner.loss_trial PATH.
+"""A loss of the user's own, asked once with made-up sequences: python -m megatron_dapo.planner.loss_trial PATH ANSWER.
 
-The last line of standard output is a JSON list of sentences, empty where the answer is one that a run takes. An
+The file ANSWER becomes a JSON list of sentences, empty where the answer is one that a run takes. An
 exception of the function is no verdict: it may need what only a run has, such as process groups or a GPU.
 """
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -24,9 +24,10 @@ _LENGTHS = (3, 5)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what is wrong with the function."""
+    """Write what is wrong with the function, as sentences."""
     parser = argparse.ArgumentParser(prog="python -m megatron_dapo.planner.loss_trial")
     parser.add_argument("path")
+    parser.add_argument("answer", type=Path)
     parser.add_argument("--reference", action="store_true", help="there are log-probs of a reference model")
     parser.add_argument("--entropy", action="store_true", help="there is the entropy")
     arguments = parser.parse_args(argv)
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try_loss(load_loss_function(LOSS_FUNCTION, arguments.path), arguments.reference, arguments.entropy)
     except UserError as error:
         sentences = error.sentences
-    sys.stdout.write(f"\n{json.dumps(sentences)}\n")
+    arguments.answer.write_text(json.dumps(sentences), encoding="utf-8")
 
 
 def try_loss(function: SequenceLossFunction, with_reference: bool, with_entropy: bool) -> None:

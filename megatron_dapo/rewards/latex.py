@@ -2,7 +2,6 @@ r"""What math-verify reads as something else: LaTeX, equations, digits with a ba
 
 import re
 from collections.abc import Iterable
-from fractions import Fraction
 
 from megatron_dapo.rewards.exact import exact_number
 
@@ -26,6 +25,7 @@ _CHANGES_MEANING = re.compile(
     r"\\(?:to|(?:long|left)?rightarrow|mapsto|iff|Leftrightarrow|neg|lnot|land|lor|wedge|vee)(?![A-Za-z])"
     "|[\u2192\u21a6\u00ac\u2227\u2228]"
 )
+_UNDER_LIMIT = re.compile(r"(?<=\\lim)\s*_\s*\{[^{}]*\}")  # x \to 0
 _IS_NOT = re.compile(r"[^,;()\\]*(?:\\neq?(?![A-Za-z])|\\not\s*=|\u2260)[^,;]*")
 _RELATION = re.compile(r"[<>!:]=")
 _NAME = re.compile(r"\|?(?!\\pi)(?:\\?[A-Za-z]+)(?:_\{?\w{1,9}\}?)?(?:\([^()]{0,30}\))?\|?")
@@ -55,6 +55,7 @@ def conclusion(answer: str) -> str:
 
 def means_something_else(answer: str, truth: str) -> bool:
     """Return whether the answer has a mapping, a limit or a negation, and the truth has not."""
+    answer, truth = (_UNDER_LIMIT.sub("", text) for text in (answer, truth))
     marks = {*_CHANGES_MEANING.findall(answer)} - {*_CHANGES_MEANING.findall(truth)}
     return bool(marks) or (_IS_NOT.fullmatch(answer) is not None and _IS_NOT.fullmatch(truth) is None)
 
@@ -70,10 +71,10 @@ def is_same_with_base(answer: str, truth: str) -> bool:
     A truth in another base than ten is asked for in that base: the answer must have it.
     """
     said, wanted = _base_and_digits(answer), _base_and_digits(truth)
-    if said is None or (wanted is not None and wanted[0] != 10):
+    if wanted is not None and wanted[0] != 10:
         return said == wanted
-    value = _integer(*said)
-    return value is not None and Fraction(value) == (exact_number(truth) if wanted is None else _integer(*wanted))
+    value = exact_number(answer) if said is None else _integer(*said)
+    return value is not None and value == (exact_number(truth) if wanted is None else _integer(*wanted))
 
 
 def _base_and_digits(answer: str) -> tuple[int, str] | None:

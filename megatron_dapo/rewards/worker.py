@@ -69,7 +69,7 @@ def _checked_wrong_score(function: str, kwargs: dict[str, Any]) -> float:
 
 
 def _answer(function: str, kwargs: dict[str, Any], seed: int, message: Message) -> Message:
-    # of the request: which worker gets it, and when, has no say in what a function draws
+    # of the request: which worker gets it has no say in what a function draws
     seed_generators(seed_from(seed, repr(message)))
     return _verdicts(score_responses(function, kwargs, _requests(message)))
 

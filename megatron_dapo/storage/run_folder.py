@@ -89,7 +89,7 @@ class RunFolder:
     def written(self) -> tuple[Path, ...]:
         """Return the folders in which a run replaces, moves or deletes what is there."""
         parts = (self.tensorboard, self.rollouts, self.batches, self.validation(0).parent, self.checkpoints)
-        return (*parts, self.model, self.adapter, self.ends, self.logs)
+        return (*parts, self.model, self.adapter, self.ends, self.path / "logs")
 
     @property
     def logs(self) -> Path:

@@ -172,15 +172,22 @@ def paid_without_answer(share: float | None) -> str | None:
     )
 
 
-def mostly_cut(metrics: dict[str, float]) -> str | None:
+def mostly_cut(share: float) -> str | None:
     """Return a sentence where most of the sampled responses, or of the held-out answers, are cut; else None."""
-    share = metrics.get("dapo/truncation_ratio", metrics.get("val/truncation_ratio", 0.0))
     if share <= MAX_CUT:
         return None
     return (
         f"{share:.0%} of the responses are cut, most of them before their answer: raise data.max_response_length, or "
         f"have the model answer in fewer tokens."
     )
+
+
+WARNINGS: tuple[tuple[str, Callable[[float], str | None]], ...] = (
+    ("dapo/truncation_ratio", mostly_cut),
+    ("val/truncation_ratio", mostly_cut),
+    ("reward/truncated_correct", paid_without_answer),
+)
+"""Metric -> what is said of it, once, until it is cured."""
 
 
 def progress(total: int, what: str = "steps", has_left: bool = True):

@@ -18,11 +18,10 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import COLUMNS as STEP_COLUMNS
 from megatron_dapo.telemetry.console import (
     SFT_COLUMNS,
+    WARNINGS,
     Column,
     RunLine,
     StepTable,
-    mostly_cut,
-    paid_without_answer,
     progress,
     validation_line,
 )
@@ -57,7 +56,7 @@ class Console:
     def __init__(self, total_steps: int, columns: Sequence[Column] = STEP_COLUMNS) -> None:
         self._table = StepTable(total_steps, columns)
         self._run_line = RunLine()
-        self._told: set[str] = set()  # what `_warn` says of the last records
+        self._told: set[str] = set()  # metrics of which `_warn` has said something
         # none: closed by whoever started us
         has_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._progress = progress(total_steps, has_left=False) if has_terminal else None
@@ -75,14 +74,14 @@ class Console:
 
     def _warn(self, record: Record) -> None:
         """Say what is wrong with the responses: once, until it is cured."""
-        sentences = {"cut": mostly_cut(record.metrics)}
-        if not record.is_validation:
-            sentences["paid"] = paid_without_answer(record.metrics.get("reward/truncated_correct"))
-        for kind, words in sentences.items():
+        for metric, words_of in WARNINGS:
+            if metric not in record.metrics:
+                continue
+            words = words_of(record.metrics[metric])
             if words is None:
-                self._told.discard(kind)
-            elif kind not in self._told:
-                self._told.add(kind)
+                self._told.discard(metric)
+            elif metric not in self._told:
+                self._told.add(metric)
                 self._print(f"{'held out' if record.is_validation else f'step {record.step}'}: {words}")
 
     def close(self) -> None:

@@ -71,7 +71,10 @@ def step_threads(megatron: MegatronConfig, layout: ParallelLayout) -> int:
     More than one are the user's own wish.
     """
     threads = torch.get_num_threads()
-    return layout.share_of_cores() if megatron.optimizer_offload_fraction and threads == 1 else threads
+    if not megatron.optimizer_offload_fraction:
+        return threads
+    share = layout.share_of_cores()  # asked by all ranks, whatever the threads of each
+    return share if threads == 1 else threads
 
 
 def make_training_state(

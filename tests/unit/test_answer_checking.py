@@ -207,3 +207,18 @@ def test_acc_of_a_verdict_decides_correctness_as_in_verl(score, verdict, correct
 def test_an_acc_that_is_no_number_is_no_verdict(accuracy):
     with pytest.raises(ValueError):
         score_response(f"{__name__}:with_acc", {}, "", "1", "", {"acc": accuracy})
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("13", "13_{10}", True),
+        ("14", "13_{10}", False),
+        ("12", "1100_2", False),
+        (r"\lim_{x\to 0} \frac{\sin x}{x} = 1", "1", True),
+        (r"\lim_{x\to 0} \frac{\sin x}{x} = 2", "1", False),
+        (r"12 \to 13", "12", False),
+    ],
+)
+def test_a_base_of_ten_and_the_variable_of_a_limit_change_no_answer(answer, truth, right):
+    assert math_verify("", f"\\boxed{{{answer}}}", truth, {}, time_limit_s=60)["correct"] == right

@@ -162,7 +162,8 @@ RANK_DEFAULTS = {
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", COMPILERS: "1"}),
     ],
 )
-def test_a_rank_gets_defaults_for_its_gpu_and_keeps_what_the_user_set(user_set, expected):
+def test_a_rank_gets_defaults_for_its_gpu_and_keeps_what_the_user_set(user_set, expected, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])  # no package with a cuDNN, which a CUDA build of torch brings
     environment = dict(user_set)
     set_rank_defaults(environment)
     assert environment == user_set | expected

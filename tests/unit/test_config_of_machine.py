@@ -152,6 +152,7 @@ BESIDE_INPUTS = {
     "a model that was set aside": ("run", {"actor_rollout_ref.model.path": "run/earlier_1/model"}),
     "data in a folder of the run's": ("run", {"data.train_files": "[run/prompts/train.jsonl]"}),
     "a name that begins alike": ("model2", {}),
+    "logs beside the data": ("run", {"trainer.log_dir": "."}),
 }
 
 

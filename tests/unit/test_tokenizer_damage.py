@@ -141,6 +141,13 @@ HOSTILE = {
     "a text that grows by a method": (
         "{% set n = namespace(s='xx') %}" + LOOP + "{% set n.s = n.s.join(n.s) %}{% endfor %}"
     ),
+    "a search in a long text": "{% set s = 'ab' * 4000000 %}" + LOOP + "{% if 'aab' in s %}x{% endif %}{% endfor %}",
+    "slices of a long text": "{% set s = 'ab' * 4000000 %}" + LOOP + "{% set t = s[::-1] %}{% endfor %}",
+    "long texts that are kept": (
+        "{% set n = namespace(s=[]) %}" + LOOP + "{% set n.s = [n.s, 'ab' * 4000000] %}{% endfor %}"
+    ),
+    "a quotient of long numbers": "{{ ('f' * 700000) | int(base=16) // ('e' * 350000) | int(base=16) }}",
+    "a difference of long numbers": "{{ ('9' * 4000) | int - 1 }}",
     "a long product": "{{ 'x' * 10000000000 }}",
     "a long product of a list": "{{ [1] * 1000000000 }}",
     "a power of powers": "{{ 9 ** (9 ** 9) }}",
