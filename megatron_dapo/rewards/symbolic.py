@@ -50,6 +50,9 @@ _SEVERAL_NUMBERS = re.compile(r"-?\d+(?:\s+-?\d+)+")  # math-verify adds them up
 _LIST_WITH_DOTS = re.compile(r"\d\s*,\s*(?:\\[lc]?dots|\.{3}|\u2026)")  # math-verify takes one of its numbers
 # a run of letters that is no command, no function and no "or": a sentence, out of which math-verify takes the number
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|or|and)\b)[A-Za-z]{2,}")
+_EMPTY_GROUP = re.compile(
+    r"(?<![\\A-Za-z}])\{(?:\s|\{\s*\})*\}"
+)  # invisible; math-verify reads the empty set
 _COMMENT = re.compile(r" \((?!or\b|and\b|mod\b)[A-Za-z]{2,}[ ,][^()]*\)[.\s]*")
 _TEXT = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .,]*\})?")
 
@@ -127,7 +130,7 @@ def _is_equal(kind: str, answer: str, truth: str) -> bool:
         return number == wanted
     if number is None and wanted is None and as_written(answer) == as_written(truth):
         return True
-    if not answer.strip("{} "):  # LaTeX shows nothing, math-verify reads the empty set
+    if not answer.strip("{} "):
         return False
     if is_words(truth):
         return words(answer) == words(truth)
@@ -160,7 +163,7 @@ def _is_equal_to_sympy(text: str, truth: str) -> bool:
     if is_too_expensive(text):
         return False
     gold = _parse_truth(truth)
-    parsed = _with_imaginary_unit(sympy_verify.parse(text, parsing_timeout=None))
+    parsed = _with_imaginary_unit(sympy_verify.parse(_EMPTY_GROUP.sub("", text), parsing_timeout=None))
     rounding = _decimal_places(exact_number(truth))
     # x > 2 is (2, oo), whichever of the two is the truth
     return sympy_verify.verify(

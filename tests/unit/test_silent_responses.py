@@ -37,6 +37,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 @example("0.5", "")
 @example("square", "Answer: \\text{}")
 @example("\\emptyset", "Answer: {}")
+@example("\\{\\}", "$$\n{}\n$$")
 def test_silence_is_never_right(truth, response):
     for function, kwargs in CALLS:
         if function == "exact_match" and response.strip().casefold() == truth.strip().casefold():
