@@ -50,9 +50,7 @@ _SEVERAL_NUMBERS = re.compile(r"-?\d+(?:\s+-?\d+)+")  # math-verify adds them up
 _LIST_WITH_DOTS = re.compile(r"\d\s*,\s*(?:\\[lc]?dots|\.{3}|\u2026)")  # math-verify takes one of its numbers
 # a run of letters that is no command, no function and no "or": a sentence, out of which math-verify takes the number
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|or|and)\b)[A-Za-z]{2,}")
-_EMPTY_GROUP = re.compile(
-    r"(?<![\\A-Za-z}])\{(?:\s|\{\s*\})*\}"
-)  # invisible; math-verify reads the empty set
+_EMPTY_GROUP = re.compile(r"(?<![\\A-Za-z}])\{(?:\s|\{\s*\})*\}")  # invisible; math-verify reads the empty set
 _COMMENT = re.compile(r" \((?!or\b|and\b|mod\b)[A-Za-z]{2,}[ ,][^()]*\)[.\s]*")
 _TEXT = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .,]*\})?")
 
