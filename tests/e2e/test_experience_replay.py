@@ -65,7 +65,7 @@ def test_half_of_the_groups_borrow_a_trajectory_as_it_was_written(batches):
         for group in groups:
             assert len(group.samples) == N and {sample.uid for sample in group.samples} == {group.uid}
             for sample in replayed(group):
-                origins = [each for each in written if replace(each, uid=sample.uid, exp_mask=True) == sample]
+                origins = [each for each in written if replace(each, uid=sample.uid, exp_mask=True, number=0) == sample]
                 assert origins and sample.correct and max(sample.weight_versions) < number
                 assert all(log_prob <= 0.0 for log_prob in sample.rollout_log_probs)
             fresh = [sample for sample in group.samples if not sample.exp_mask]
