@@ -28,7 +28,7 @@ def math_dapo(
         return {"score": -1.0, "correct": False, "pred": None}
     said = normalize(answer)
     correct = said in (normalize(ground_truth), _as_integer(ground_truth))
-    if not said:  # the normal form of "square" and of "degrees" is empty, too
+    if not any(map(str.isalnum, said)):  # the normal form of "square" is empty, too, and of "a ," a comma
         correct = correct and as_written(answer) == as_written(ground_truth)
     return {"score": 1.0 if correct else -1.0, "correct": correct, "pred": said}
 

@@ -36,6 +36,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 @example("\\frac{1}{2}", "I have no idea.")
 @example("0.5", "")
 @example("square", "Answer: \\text{}")
+@example("a ,", "Answer: ,")
 @example("\\emptyset", "Answer: {}")
 @example("\\{\\}", "$$\n{}\n$$")
 def test_silence_is_never_right(truth, response):
