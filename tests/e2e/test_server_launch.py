@@ -37,6 +37,7 @@ def overrides(tmp_path: Path) -> list[str]:
         "data.max_prompt_length=16",
         "data.max_response_length=16",
         "data.apply_chat_template=false",
+        "reward.function=exact_match",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         f"actor_rollout_ref.model.path={make_tiny(tmp_path / 'model', 'qwen2')}",
         f"{SERVER}.max_total_tokens=2048",
