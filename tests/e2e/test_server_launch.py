@@ -131,7 +131,7 @@ def test_after_kill_9_and_after_ctrl_c_nothing_is_left_running_and_the_same_comm
     again.send_signal(signal.SIGINT)
     output, error = again.communicate(timeout=300)
     assert again.returncode == SAVED_EXIT_CODE, error
-    assert "SIGINT: the trainer saves, at the latest when its step ends, then all stops; a second signal" in error
+    assert "Ctrl-C: the trainer saves, at the latest when its step ends, then all stops; a second signal" in error
     assert len(family) >= 5 and not [process for process in family if is_alive(process)]
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) and "Resumed after step" in output
