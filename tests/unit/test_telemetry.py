@@ -434,7 +434,7 @@ def test_the_console_says_once_that_most_responses_are_cut(capsys):
         console.write(Record(step, {f"{kind}/truncation_ratio": share}, is_validation=kind == "val"))
     console.write(Record(5, {}, is_validation=False))
     said = [line.partition(" of the responses are cut") for line in capsys.readouterr().out.splitlines()]
-    assert [first for first, found, _ in said if found] == ["held out: 75%", "step 1: 90%", "step 3: 51%"]
+    assert [first for first, words, _ in said if words] == ["held out: 75%", "step 1: 90%", "step 3: 51%"]
 
 
 def test_the_header_comes_again():
