@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.conftest import converted
 from tests.helpers import REPOSITORY
 from tests.model_json import MODEL_JSON
-from tests.tiny_models import make_tiny
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny, make_tokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -36,6 +36,9 @@ def test_from_a_download_to_a_model_that_can_be_served(tmp_path):
         pq.write_table(pa.Table.from_pylist(rows), downloads / f"{name}.parquet")
     (models / "Qwen2.5-7B").mkdir(parents=True)
     (models / "Qwen2.5-7B" / "config.json").write_text(json.dumps({**MODEL_JSON, "max_position_embeddings": 32768}))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(models / "Qwen2.5-7B")
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     tiny = make_tiny(tmp_path / "tiny", "qwen2", layers=2)
     (tmp_path / "runs" / "NAME" / "checkpoints").mkdir(parents=True)
