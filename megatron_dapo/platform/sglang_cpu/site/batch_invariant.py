@@ -5,7 +5,8 @@ by a hash in a CUDA kernel. Here torch_native is one of these backends, and what
 
     what                       depends on                                  cure
     -------------------------  ------------------------------------------  ------------------------------------------
-    a product of rows (sgemm)  whether there are fewer than 4 rows         rows of zeros are added
+    a product of rows (sgemm)  the number of rows: few have other          blocks of 32 rows, the last filled up with
+                               kernels; how few, the CPU says              zeros: products of one shape alone
     attention of a decode      the longest request in the batch            `batched_decode` rounds its length up
     attention of a prompt      what is in the cache, the cuts of chunks    SGLang then keeps no prefixes; the servers'
                                                                              arguments cut no prompt
@@ -17,7 +18,9 @@ import torch
 TARGET = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 CHOICES = "sglang.srt.server_args.add_deterministic_attention_backend_choices"
 
-MIN_ROWS = 4
+BLOCK = 32
+"""Rows of one product. Intel's library takes other kernels below 4 to 16 rows, by the sizes and the CPU."""
+
 MULTIPLE = 64
 """Of a decode's length. Below 400 products a matrix torch has a loop of its own."""
 
@@ -28,10 +31,11 @@ _libraries = []  # a library's operators go with it
 def mm(left, right):
     """Return left [M, K] @ right [K, N], a row of which does not depend on M."""
     num_rows = left.shape[0]
-    if num_rows < MIN_ROWS:
-        left = torch.cat((left, left.new_zeros(MIN_ROWS - num_rows, left.shape[1])))
+    if missing := -num_rows % BLOCK:
+        left = torch.cat((left, left.new_zeros(missing, left.shape[1])))
     product = left.new_empty(left.shape[0], right.shape[1])
-    torch.mm(left, right, out=product)  # an operator of its own, which stays torch's
+    for rows, products in zip(left.split(BLOCK), product.split(BLOCK), strict=True):
+        torch.mm(rows, right, out=products)  # an operator of its own, which stays torch's
     return product[:num_rows]
 
 
