@@ -1,7 +1,7 @@
 """What sampling while the trainer trains gains: steps per second at `max_staleness` K = 0, 1 and 2, in one layout.
 
 The controller is the program's own; servers and trainer sleep for as long as their work would take. Beside each figure
-is what a simulation of the same numbers predicts (`megatron_dapo/forecast/simulation.py`).
+is what a simulation of the same numbers predicts (`megatron_dapo/commands/plan/simulation.py`).
 
 python -m benchmarks.bench_async [--quick] [--staleness 0,1,2] [--steps N] [--json FILE]
 """
@@ -21,9 +21,9 @@ from rich.console import Console
 
 from benchmarks.report import plain_table, written
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.config.schema import Config
-from megatron_dapo.forecast.simulation import Draws, Machines, Recipe, Simulation, Speed, random_draws
-from megatron_dapo.planner.lengths import Lengths
+from megatron_dapo.commands.plan.simulation import Draws, Machines, Recipe, Simulation, Speed, random_draws
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import make_config, write_files
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks.report import plain_table, written
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 
 STALENESS, SEEDS = (0, 1, 2, 4), (1, 2, 3)
 ALL_STEPS = ["trainer.total_training_steps=40"]

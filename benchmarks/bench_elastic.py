@@ -17,11 +17,11 @@ from rich.console import Console
 from benchmarks.report import plain_table, written
 from examples.arithmetic.problems import BASE, write_files
 from examples.demo_run import config_path, prompt_files
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.checks.run_checks import load_and_validate
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
+from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_metrics
 from tests.elastic import Kills, check_accounts, train
 
 FIRST_KILL_AFTER = 3  # steps that all servers serve, to compare with

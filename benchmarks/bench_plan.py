@@ -5,7 +5,7 @@ python -m benchmarks.bench_plan [--quick] [--runs FOLDER] [--json FILE]
 Lengths and acceptance are inputs of a plan, so each run's own are given. What is foretold are the seconds of a step: by
 the run's own speeds (whether the parts are put together rightly), and by those of the demo as it is. Before that the
 demo's server answers batches of requests: what it takes for a token, for a request and for both. The plans of this run
-take these figures; at its end they are printed as `megatron_dapo/planner/hardware.py` is to have them.
+take these figures; at its end they are printed as `megatron_dapo/checks/hardware.py` is to have them.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from rich.console import Console
 
 from benchmarks import server_seconds
 from benchmarks.report import plain_table, written
+from megatron_dapo.checks.hardware import Hardware, hardware_named
+from megatron_dapo.commands.plan.measured import MeasuredRun
+from megatron_dapo.commands.plan.step_time import Assumptions, Factors, run_time
+from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.config.derived import replaces_groups
-from megatron_dapo.forecast.measured import MeasuredRun
-from megatron_dapo.forecast.step_time import Assumptions, Factors, run_time
 from megatron_dapo.huggingface.model_spec import read_model_spec
-from megatron_dapo.planner.hardware import Hardware, hardware_named
-from megatron_dapo.planner.training_time import Efficiency
 from megatron_dapo.storage.run_folder import RunFolder
 
 # The first one is the demo as it is. All of max_staleness 0: with more, trainer and server would share the two cores.
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hardware = hardware_of(fit)
         rows = measured(options.runs or Path(temporary), QUICK_STEPS if options.quick else STEPS, hardware)
     Console(highlight=False, width=120).print(table(rows))
-    print(f"\na server's own work, to {fit['largest_error']:.0%}, for megatron_dapo/planner/hardware.py:")
+    print(f"\na server's own work, to {fit['largest_error']:.0%}, for megatron_dapo/checks/hardware.py:")
     for name in ("host_token_s", "host_request_token_s", "host_request_s"):
         print(f"    {name}={getattr(hardware, name):.3g},")
     written("plan", torch.device("cpu"), rows, options.json, server={"batches": batches, "fit": fit})

@@ -26,12 +26,12 @@ from rich.console import Console
 
 from benchmarks.report import plain_table, written
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Prompt
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Prompt
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import make_scorers
-from megatron_dapo.rollout.run_servers import RunServers
+from megatron_dapo.servers.run_servers import RunServers
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny, make_tiny_classifier
 
 GROUP_SIZE = 8

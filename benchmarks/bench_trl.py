@@ -31,7 +31,7 @@ from benchmarks.synthetic_model import ModelSize, write_model
 from examples.arithmetic.problems import BASE, write_files
 from examples.cache import ROOT
 from megatron_dapo.common.child_environment import ONE_THREAD
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 
 CLIP_LOW, CLIP_HIGH, LR = 0.2, 0.28, 2e-4
 NUM_LAST = 5  # steps over which the last reward is a mean

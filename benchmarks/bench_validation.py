@@ -24,7 +24,7 @@ from rich.console import Console
 from benchmarks.bench_async import ACCEPTANCE, LENGTHS, SEED, SlotCount, bench_config
 from benchmarks.report import plain_table, written
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.forecast.simulation import Machines, Recipe, random_draws
+from megatron_dapo.commands.plan.simulation import Machines, Recipe, random_draws
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.fake_rollout import write_files

@@ -37,11 +37,11 @@ from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.platform import nccl
 from megatron_dapo.platform.device import collective_backend, device, is_gpu
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.rollout.client import SGLangClient
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.client import SGLangClient
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup
-from megatron_dapo.weight_sync.plan import plan_for
+from megatron_dapo.weight_sync.buckets import plan_for
 from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed import weight_sync_server
 from tests.helpers import be_rank_of_another_host, free_port

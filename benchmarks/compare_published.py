@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from benchmarks.report import plain_table
-from megatron_dapo.forecast.published import RUNS, planned
+from megatron_dapo.commands.plan.published import RUNS, planned
 
 
 def comparison() -> Iterator[tuple[str, str, float, float]]:

@@ -64,7 +64,7 @@ class Answers:
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Build the groups; return what they cost."""
-        from megatron_dapo.data.types import Group, Prompt
+        from megatron_dapo.data.samples import Group, Prompt
 
         bodies = [self._body(random.Random(seed)) for seed in range(NUM_DISTINCT)]
         self._sample("", bodies[0], (1,))  # what is imported the first time
@@ -88,13 +88,13 @@ class Answers:
 
     def next_batch(self, step: int, weight_version: int) -> object:
         """Return the groups as a step."""
-        from megatron_dapo.data.types import RolloutBatch
+        from megatron_dapo.data.samples import RolloutBatch
 
         return RolloutBatch(self._groups, {})
 
     def state_dict(self, with_samples: bool = True) -> dict:
         """Return the groups as waiting ones."""
-        from megatron_dapo.rollout.plain_data import group_to_plain
+        from megatron_dapo.queue.plain_data import group_to_plain
 
         return {"queue": {"kept": [group_to_plain(group) for group in self._groups]}} if with_samples else {}
 
@@ -110,9 +110,10 @@ class Answers:
         return json.dumps({"output_ids": tokens, "meta_info": meta}).encode()
 
     def _sample(self, uid: str, body: bytes, prompt: tuple[int, ...]) -> object:
-        from megatron_dapo.rewards.types import RewardResult
-        from megatron_dapo.rollout import client, sampling
+        from megatron_dapo.rewards.reward_result import RewardResult
+        from megatron_dapo.rollout import sampling
         from megatron_dapo.rollout.trajectory import Trajectory
+        from megatron_dapo.servers import client
 
         parse: Callable = getattr(client, "orjson", json).loads
         trajectory = Trajectory(prompt)

@@ -1,5 +1,5 @@
 """What a server of the demo takes for its requests, by their number and length: seconds that hide behind no kernel on a
-CPU, for `megatron_dapo/planner/hardware.py`."""
+CPU, for `megatron_dapo/checks/hardware.py`."""
 
 import asyncio
 import time
@@ -13,8 +13,8 @@ from examples.arithmetic.problems import split
 from examples.character_model import VOCABULARY
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
-from megatron_dapo.rollout.client import SGLangClient
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.client import SGLangClient
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 
 NUM_REQUESTS = (8, 16, 32, 64, 128)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from megatron_dapo.forecast.simulation import Draws
+from megatron_dapo.commands.plan.simulation import Draws
 from tests.fake_rollout import WORDS, FakeServer, Script
 
 NUM_PROMPTS = sum(word.startswith("p") for word in WORDS)  # of the vocabulary: p0, p1, ...

@@ -22,8 +22,8 @@ from checkpoints_tools.command_line import exit_code, no_space, progress, rank, 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import whole_file
 from megatron_dapo.common.standard_streams import print_line
+from megatron_dapo.data.prompt_dataset import Columns, content_key
 from megatron_dapo.data.prompt_files import rows_of
-from megatron_dapo.data.prompts import Columns, content_key
 from megatron_dapo.storage.file_lock import FileLock
 
 BATCH_ROWS = 8192  # read at once, and of a row group written

@@ -15,15 +15,15 @@ import pyarrow.parquet
 
 from checkpoints_tools.command_line import exit_code, signals_as_exit
 from megatron_dapo.__main__ import main as program
+from megatron_dapo.commands.evaluation.answer_file import read_answers
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import whole_file
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.prompt_dataset import Columns, content_key
 from megatron_dapo.data.prompt_files import read_rows
-from megatron_dapo.data.prompts import Columns, content_key
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.evaluation.answer_file import read_answers
 from megatron_dapo.rollout.controller import load_dataset
 from megatron_dapo.storage.model_folder import ModelFolder
 

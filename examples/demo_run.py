@@ -10,13 +10,13 @@ from pathlib import Path
 from examples.cache import ROOT, cache_folder
 from launch.command_line import checked_config
 from launch.local import run_local
+from megatron_dapo.commands.report.command import write_report
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.schema import Config
-from megatron_dapo.report.command import write_report
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
+from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_metrics
 
 
 @dataclass(frozen=True)

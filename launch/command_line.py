@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.config.schema.config import Config
 
 # Ctrl-C, an end that is asked for, a closed terminal, what schedulers send before a time limit
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -71,7 +71,7 @@ def show_log(log_file: Path | None) -> Iterator[None]:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
         handlers[1].setFormatter(timed)
-    loggers = [logging.getLogger(name) for name in ("launch", "megatron_dapo.rollout")]
+    loggers = [logging.getLogger(name) for name in ("launch", "megatron_dapo.servers")]
     for logger in loggers:
         logger.setLevel(logging.INFO)
         for handler in handlers:

@@ -21,6 +21,8 @@ from launch.command_line import (
 )
 from launch.process_names import LAUNCHER
 from megatron_dapo.checkpointing.run_lock import RunLock
+from megatron_dapo.commands.plan.dry_run import dry_run
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.child_environment import COMMON
 from megatron_dapo.common.ends import End, EndFolder, EndKind, end_of_code
 from megatron_dapo.common.errors import UserError
@@ -30,10 +32,8 @@ from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
 from megatron_dapo.config.derived import starts_reward_model, starts_servers
 from megatron_dapo.config.loader import to_yaml
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.first_look import first_look
-from megatron_dapo.forecast.dry_run import dry_run
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger("launch")
@@ -78,8 +78,8 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     time: its controller waits for them. When this returns, nothing that it started is left.
     """
     from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
-    from megatron_dapo.rollout.run_servers import RunServers
-    from megatron_dapo.rollout.supervisor import ServerFailure
+    from megatron_dapo.servers.run_servers import RunServers
+    from megatron_dapo.servers.supervisor import ServerFailure
 
     open_standard_streams()
     run = RunFolder.of(config.trainer).create()
@@ -164,7 +164,7 @@ def _words(received: signal.Signals) -> str:
 def _check(servers) -> bool:
     """Look at the servers; return False where the last server is lost for good: the trainer, which waits for one, then
     saves and fails by itself. Raises ServerFailure where training cannot have begun."""
-    from megatron_dapo.rollout.supervisor import ServerFailure
+    from megatron_dapo.servers.supervisor import ServerFailure
 
     try:
         servers.check()

@@ -17,7 +17,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder, make_folder
 
 log = logging.getLogger("launch")
@@ -73,8 +73,8 @@ def serve(
 
     node: where several nodes share log_dir. which: a key of SERVE.
     """
-    from megatron_dapo.rollout.run_servers import RunServers  # these import torch: after the config was checked
-    from megatron_dapo.rollout.supervisor import ServerFailure
+    from megatron_dapo.servers.run_servers import RunServers  # these import torch: after the config was checked
+    from megatron_dapo.servers.supervisor import ServerFailure
 
     if "reward_model" in SERVE[which] and not config.reward.model.path:
         raise UserError(f"reward.model.path is null, so that --serve {which} has no reward model to serve; give it.")

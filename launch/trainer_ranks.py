@@ -11,10 +11,10 @@ from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.child_environment import COMMON, places_to_write
 from megatron_dapo.common.ends import EndFolder, end_of_code
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, shell_exit_code
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.device import is_gpu
-from megatron_dapo.rollout.child_process import ChildProcess
-from megatron_dapo.rollout.supervisor import ReservedPort, visible_gpus
+from megatron_dapo.servers.child_process import ChildProcess
+from megatron_dapo.servers.supervisor import ReservedPort, visible_gpus
 from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger("launch")

@@ -8,6 +8,11 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from megatron_dapo.checks.run_checks import load_and_validate
+from megatron_dapo.commands.evaluation.command import add_eval_arguments, evaluate
+from megatron_dapo.commands.plan.command import add_plan_arguments, plan
+from megatron_dapo.commands.plan.dry_run import dry_run
+from megatron_dapo.commands.report.command import add_report_arguments, report
 from megatron_dapo.common import ends
 from megatron_dapo.common.child_environment import COMMON, set_rank_defaults
 from megatron_dapo.common.ends import EndKind
@@ -17,15 +22,10 @@ from megatron_dapo.common.large_imports import large_imports
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
 from megatron_dapo.config.derived import starts_servers
+from megatron_dapo.config.key_reference import config_reference
 from megatron_dapo.config.recipes import add_config_arguments
-from megatron_dapo.config.reference import config_reference
-from megatron_dapo.config.schema import Config
-from megatron_dapo.evaluation.command import add_eval_arguments, evaluate
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.first_look import first_look
-from megatron_dapo.forecast.command import add_plan_arguments, plan
-from megatron_dapo.forecast.dry_run import dry_run
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.report.command import add_report_arguments, report
 from megatron_dapo.storage.run_folder import RunFolder
 
 # launchers end all ranks when the first one fails: that should be the one that says why
@@ -141,7 +141,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     set_rank_defaults(os.environ)
     with large_imports():  # here, because a dry run must not wait for torch
-        from megatron_dapo.rollout.errors import RolloutError
+        from megatron_dapo.common.rollout_errors import RolloutError
         from megatron_dapo.sft import fine_tune
         from megatron_dapo.trainer import train
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from megatron_dapo.checkpointing.resume import likely_start
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import has_reference_for_own_loss, uses_servers
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dapo.rewards.registry import check_ground_truths, check_reward
+from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -77,7 +77,7 @@ def _loss(config: Config) -> None:
     options = [*_if(has_reference_for_own_loss(config), "--reference"), *_if(actor.calculate_entropy, "--entropy")]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "sentences.json"  # not its output: the function may print, at its end too
-        command = [sys.executable, "-m", "megatron_dapo.planner.loss_trial", actor.loss_function, str(answer), *options]
+        command = [sys.executable, "-m", "megatron_dapo.checks.loss_trial", actor.loss_function, str(answer), *options]
         try:
             trial = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
         except subprocess.TimeoutExpired:  # it may wait for what only a run has

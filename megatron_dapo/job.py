@@ -11,23 +11,20 @@ from megatron_dapo.algorithms.kl import KL_CONTROLLERS
 from megatron_dapo.checkpointing.model_weights import load_weights, weight_loader
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained
+from megatron_dapo.checks.flops import forward_flops, training_flops
+from megatron_dapo.checks.hardware import peak_flops
 from megatron_dapo.common.errors import JobError, RunStopped, UserError
+from megatron_dapo.common.rollout_errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Group, drop_experts
-from megatron_dapo.planner.flops import forward_flops, training_flops
-from megatron_dapo.planner.hardware import peak_flops
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Group, drop_experts
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import device, is_gpu, peak_memory
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.rollout.client import SGLangClient
-from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
 from megatron_dapo.rollout.follower import RolloutFollower
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.no_servers import NoServerRollout
-from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.start import start_rollout
 from megatron_dapo.run_setup import (
     HANG_MARGIN_S,
@@ -37,12 +34,15 @@ from megatron_dapo.run_setup import (
     save_model,
     trained_model,
 )
+from megatron_dapo.servers.client import SGLangClient
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_watch import report_unresponsive
 from megatron_dapo.storage.model_folder import CRITIC, MEGATRON
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
+from megatron_dapo.telemetry.closing_table import has_validation
 from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
-from megatron_dapo.telemetry.report import has_validation
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.distribute import StepDistributor, StepShard

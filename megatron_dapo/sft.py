@@ -1,7 +1,7 @@
 """The loop of supervised fine-tuning: draw conversations, update, report. Every rank runs it."""
 
 from megatron_dapo.config.derived import is_validation_step
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.sft_job import running_sft_job
 
 

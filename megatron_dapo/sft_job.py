@@ -8,7 +8,7 @@ from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained
 from megatron_dapo.common.errors import JobError, RunStopped
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.conversations import ConversationSet
 from megatron_dapo.data.packing import MicroBatch
@@ -18,8 +18,8 @@ from megatron_dapo.platform.device import is_gpu, peak_memory
 from megatron_dapo.run_setup import JoinedRanks, joined_ranks, locked_start, open_telemetry, save_model, trained_model
 from megatron_dapo.storage.model_folder import MEGATRON, ModelFolder
 from megatron_dapo.telemetry import performance
+from megatron_dapo.telemetry.closing_table import has_validation
 from megatron_dapo.telemetry.performance import RankPeak
-from megatron_dapo.telemetry.report import has_validation
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.training.conversation_batches import ConversationDistributor, ConversationDraws
 from megatron_dapo.training.in_use import in_use

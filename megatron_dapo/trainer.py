@@ -1,7 +1,7 @@
 """The loop: sample, score, update, send the weights, report. Every rank runs it; rank 0 also talks to the rollout."""
 
 from megatron_dapo.config.derived import is_validation_step
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.job import running_job
 
 

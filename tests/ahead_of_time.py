@@ -28,8 +28,8 @@ from triton.runtime.jit import JITFunction
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
 from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.statistics import Merged
+from megatron_dapo.kernels.triton_ops.loss_kernel import token_loss
 from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_gradient, row_statistics
-from megatron_dapo.kernels.triton_ops.token_loss import token_loss
 from tests.token_loss_oracle import BYPASS, EVERYTHING
 
 TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"

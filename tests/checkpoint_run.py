@@ -10,7 +10,7 @@ from megatron_dapo.checkpointing.config_changes import config_to_plain
 from megatron_dapo.checkpointing.folders import remove_leftovers
 from megatron_dapo.checkpointing.resume import find_start
 from megatron_dapo.checkpointing.saver import Retention, Saver
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.agreement import SingleRank
 
 NUM_FILES, FILE_BYTES = 5, 40_000

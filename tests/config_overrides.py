@@ -1,8 +1,8 @@
 """Overrides of a config with short names for long keys, and the mistakes that the checks find in it."""
 
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.validation import validate
 from tests.model_json import MODEL_JSON
 
 SOUND = ["data.train_files=[train.jsonl]", "data.val_files=[val.jsonl]", "actor_rollout_ref.model.path=model"]

@@ -16,11 +16,11 @@ from launch.trainer_ranks import TrainerRanks, trainer_command
 from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import make_server_key
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.forked_ranks import fork_server
 from tests.helpers import free_port
 

@@ -17,8 +17,8 @@ from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import RolloutBatch, Sample
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import RolloutBatch, Sample
 from megatron_dapo.rollout.controller import Controller
 
 EOS = "<eos>"

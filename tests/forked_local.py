@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from launch.local import main
-from megatron_dapo.rollout import child_process
+from megatron_dapo.servers import child_process
 from tests import forked_servers
 from tests.forked_commands import ForkedPopen
 

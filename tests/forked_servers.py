@@ -18,10 +18,10 @@ from functools import cache
 from typing import IO, Any
 from unittest import mock
 
-from megatron_dapo.rollout import child_process
+from megatron_dapo.servers import child_process
 from tests.helpers import REPOSITORY
 
-COMMAND = [sys.executable, "-m", "megatron_dapo.rollout.keyed_sglang"]
+COMMAND = [sys.executable, "-m", "megatron_dapo.servers.keyed_sglang"]
 OF_ONE_SERVER = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST")
 """Variables that differ. All others have to be those that SGLang was imported with, since its modules read them."""
 

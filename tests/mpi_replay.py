@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY

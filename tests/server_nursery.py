@@ -14,7 +14,7 @@ import setproctitle
 
 from megatron_dapo.common.large_imports import large_imports
 from megatron_dapo.common.parent_death import end_with_parent
-from megatron_dapo.rollout import keyed_sglang
+from megatron_dapo.servers import keyed_sglang
 
 
 def import_sglang() -> None:

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from megatron_dapo.platform import sglang_cpu
+from megatron_dapo.platform.sglang_cpu import cpu_server
 
 
 def decode_inputs(lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int, seed: int) -> dict:
@@ -46,5 +46,5 @@ def extend_inputs(lengths: list[tuple[int, int]], num_heads: int, num_kv_heads: 
 
 def in_server_process(code: str, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", code, *arguments]
-    environment = sglang_cpu.server_environment()
+    environment = cpu_server.server_environment()
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -4,7 +4,7 @@ import os
 
 from examples.calculator.environment import Calculator
 from examples.calculator.problems import split
-from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.envs.environment import Observation, Task
 
 
 class StuckCalculator(Calculator):

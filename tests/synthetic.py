@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_dapo.data.routed_experts import RouterShape
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.samples import Group, Prompt, Sample
 
 
 def synthetic_groups(

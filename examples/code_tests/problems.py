@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_dapo.rewards.registry import score_response
+from megatron_dapo.rewards.reward_registry import score_response
 
 PROBLEMS = {
     "Read integers from one line and print their sum.": {"inputs": ["1 2 3\n", "-4 4\n"], "outputs": ["6\n", "0\n"]},

@@ -25,10 +25,10 @@ from launch.command_line import checked_config
 from launch.local import run_local
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.schema import Config
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 
 REPLAY = "exp_manager.experience_replay"
 ARMS = {

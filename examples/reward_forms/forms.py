@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_result import RewardResult
 
 TRUTH = "12"
 RESPONSES = ("12", "6 + 6 = 12", "twelve", "13")

@@ -68,8 +68,8 @@ def chat_prompts(model: Path) -> list[list[int]]:
 
 async def sampled(model: Path, log_dir: Path, prompts: Sequence[Sequence[int]]) -> list:
     """Start a server and return one answer to each prompt."""
-    from megatron_dapo.rollout.client import SamplingParams, SGLangClient
-    from megatron_dapo.rollout.supervisor import ServerSupervisor
+    from megatron_dapo.servers.client import SamplingParams, SGLangClient
+    from megatron_dapo.servers.supervisor import ServerSupervisor
 
     server = "actor_rollout_ref.rollout.server"
     run = f"trainer.run_dir={log_dir}"

@@ -6,8 +6,8 @@ A game is made from a seed, the same everywhere; it can always be won.
 import random
 from dataclasses import dataclass, field
 
+from megatron_dapo.envs.environment import Task
 from megatron_dapo.envs.text_game import Scene, TextGameEnvironment
-from megatron_dapo.envs.types import Task
 
 INSTRUCTIONS = (
     "You are in a household and have a task. In every turn think about what to do next, then write one of the "

@@ -106,7 +106,7 @@ def _num_gpus() -> int:
         )
     if not are_expected():
         return 0
-    from megatron_dapo.rollout.supervisor import visible_gpus
+    from megatron_dapo.servers.supervisor import visible_gpus
 
     return len(visible_gpus())
 

@@ -10,7 +10,7 @@ from launch.acceptance.server_kills import ServerKills
 from launch.acceptance.sizes import MIN_GPU_BANDWIDTH, SYNTHETIC
 from launch.preflight.machine import REPOSITORY
 from megatron_dapo.checkpointing.folders import newest_first
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"

@@ -15,7 +15,7 @@ from launch.acceptance.sizes import Sizes
 from launch.preflight.machine import REPOSITORY
 from megatron_dapo.common.exit_codes import exit_phrase
 from megatron_dapo.common.signals import StopSignals
-from megatron_dapo.rollout.child_process import ChildProcess
+from megatron_dapo.servers.child_process import ChildProcess
 from megatron_dapo.storage.run_folder import RunFolder
 
 _POLL_S = 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.acceptance.rung import Red, kill_family
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 
 _JOINED_A_GROUP = "init custom process group"
 """What SGLang logs when it joins a group of a push, just before the first broadcast in it."""

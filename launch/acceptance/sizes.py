@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 
 _MEGATRON = "actor_rollout_ref.actor.megatron"
 _SERVER = "actor_rollout_ref.rollout.server"
@@ -13,7 +13,7 @@ SYNTHETIC = "trainer.synthetic_batch=true"
 MIN_GPU_BANDWIDTH = 150.0
 """GB/s of bus bandwidth that the all-reduce of one node's GPUs must reach, without --min-bandwidth. It needs NVLink:
 PCIe 5.0 x16, over which NCCL goes on where NVLink is broken, carries 64 GB/s in a direction at most (PCI-SIG). It is
-half of what an A100's NVLink carries in a direction and a third of an H100's (`megatron_dapo.planner.hardware`)."""
+half of what an A100's NVLink carries in a direction and a third of an H100's (`megatron_dapo.checks.hardware`)."""
 
 _MEASURED_PROMPTS = 64
 

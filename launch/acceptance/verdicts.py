@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from launch.acceptance.rung import Red, RungVerdict
 from launch.acceptance.server_kills import StartedServer, was_left_out
 from megatron_dapo.checkpointing.folders import newest_first, step_of
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 
 COMPARED = ("actor/rollout_kl", "actor/entropy", "actor/grad_norm", "actor/loss", "actor/ppo_kl")
 """Of a step: the mean log-prob (a synthetic batch's own log-probs are one number), the mean entropy, gradients; and of

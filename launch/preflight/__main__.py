@@ -24,8 +24,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import servers_per_node, starts_servers, uses_servers
-from megatron_dapo.config.schema import Config
-from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 

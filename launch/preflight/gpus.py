@@ -16,7 +16,7 @@ from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.key_names import MEGATRON
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.transformer_engine import EngineHere
 
 NVML_PACKAGE = "nvidia-ml-py"
@@ -76,7 +76,7 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return Result("no driver", f"the GPU driver does not answer ({error}); take the node out of the job.")
-    from megatron_dapo.rollout.supervisor import visible_gpus
+    from megatron_dapo.servers.supervisor import visible_gpus
 
     faults = [fault for gpu in visible_gpus()[:count] for fault in _gpu_faults(pynvml, gpu)]
     name = pynvml.nvmlDeviceGetName(_handle(pynvml, visible_gpus()[0])) if not faults else "GPU"

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from megatron_dapo.common.server_health import http_get
+from megatron_dapo.servers.server_health import http_get
 from megatron_dapo.storage.server_key import CURE, key_header
 
 PATIENCE_S = 15.0

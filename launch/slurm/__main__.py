@@ -18,6 +18,8 @@ from launch.slurm.outcome import NOT_REQUEUED, Facts, done_line, is_done, outcom
 from launch.slurm.plan import ROLES, Allocation, JobPlan, make_plan, own_overrides
 from launch.slurm.progress import progress
 from launch.slurm.servers import wait_for_servers
+from megatron_dapo.checks.run_checks import load_and_validate
+from megatron_dapo.commands.plan.dry_run import dry_run
 from megatron_dapo.common.ends import End, EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
@@ -25,10 +27,8 @@ from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.signals import ignore_signals
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.loader import to_yaml
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.first_look import first_look
-from megatron_dapo.forecast.dry_run import dry_run
-from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import make_server_key
 

@@ -3,8 +3,7 @@
 import argparse
 from dataclasses import dataclass
 
-from megatron_dapo.config.schema import Config
-from megatron_dapo.forecast.cost import (
+from megatron_dapo.commands.plan.cost import (
     LEAST_RESTARTS,
     JobLimit,
     limit_seconds,
@@ -12,9 +11,10 @@ from megatron_dapo.forecast.cost import (
     run_seconds,
     usual_run,
 )
-from megatron_dapo.forecast.dry_run import whole_plan
-from megatron_dapo.forecast.report import labelled
-from megatron_dapo.forecast.step_time import RunTime
+from megatron_dapo.commands.plan.dry_run import whole_plan
+from megatron_dapo.commands.plan.plan_text import labelled
+from megatron_dapo.commands.plan.step_time import RunTime
+from megatron_dapo.config.schema.config import Config
 
 
 @dataclass(frozen=True)

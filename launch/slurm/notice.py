@@ -1,5 +1,8 @@
 """Whether Slurm's notice before the time limit is long enough for what a run still does once it is asked to save."""
 
+from megatron_dapo.checks.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.checks.hardware import HARDWARE
+from megatron_dapo.checks.model_checks import read_model_specs
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.derived import (
     critic_batching,
@@ -10,10 +13,7 @@ from megatron_dapo.config.derived import (
     uses_critic,
     world_size,
 )
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.flops import TRAINING_PASSES, forward_flops
-from megatron_dapo.planner.hardware import HARDWARE
-from megatron_dapo.planner.model_checks import read_model_specs
+from megatron_dapo.config.schema.config import Config
 
 _FLOPS = 0.3 * HARDWARE["h100"].flops  # of a GPU: 30 % of its bfloat16 peak
 _SAVE_S = 600.0  # the last checkpoint, which is waited for, on slow storage

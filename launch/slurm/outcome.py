@@ -16,7 +16,7 @@ from launch.slurm.progress import Progress, progress
 from megatron_dapo.common.ends import PEER_IS_GONE, End, EndKind, rank_name
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE, exit_phrase
 from megatron_dapo.common.log_lines import last_error, read_lines
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
 
 DONE = 0

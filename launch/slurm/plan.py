@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.slurm.progress import BEGINNING, Progress
+from megatron_dapo.commands.plan.cost import LEAST_RESTARTS
 from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
-from megatron_dapo.config.schema import Config
-from megatron_dapo.forecast.cost import LEAST_RESTARTS
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from launch.slurm.node import ends
 from launch.slurm.plan import SERVERS, JobPlan
-from megatron_dapo.common.server_health import HealthCheck, is_healthy
+from megatron_dapo.servers.server_health import HealthCheck, is_healthy
 from megatron_dapo.storage.server_key import key_header, read_server_key
 
 POLL_INTERVAL_S = 1.0

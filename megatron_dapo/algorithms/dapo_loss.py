@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.kl import FULL_KL, kl_penalty
 from megatron_dapo.algorithms.metrics import Sums, token_mean
-from megatron_dapo.algorithms.mismatch import mismatch_sums
+from megatron_dapo.algorithms.mismatch_sums import mismatch_sums
 from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy, policy_loss
 from megatron_dapo.algorithms.rollout_correction import RatioBounds, token_importance
 

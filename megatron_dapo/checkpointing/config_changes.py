@@ -9,7 +9,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic, uses_kl_in_reward
 from megatron_dapo.config.key_names import ACTOR
 from megatron_dapo.config.keys import known_keys, may_change_on_resume
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 
 _STEPS = "trainer.total_training_steps"
 

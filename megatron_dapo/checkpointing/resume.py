@@ -9,7 +9,7 @@ from megatron_dapo.checkpointing.folders import TRAINER_STATE, newest_first, rea
 from megatron_dapo.checkpointing.manifest import Verdict, compare_contents, compare_sizes, read_manifest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 
 if TYPE_CHECKING:  # it imports torch, and `likely_start` is asked before a run starts
     from megatron_dapo.platform.agreement import Agreement

@@ -17,7 +17,7 @@ from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.hf_io import copy_model_files, export_hf
 from megatron_dapo.models.peft_folder import export_adapters

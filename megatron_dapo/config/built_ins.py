@@ -7,7 +7,7 @@ BUILT_IN_REWARDS = {
     "math_dapo": "megatron_dapo.rewards.text:math_dapo",
     "math_verify": "megatron_dapo.rewards.symbolic:math_verify",
     "exact_match": "megatron_dapo.rewards.text:exact_match",
-    "reasoning_gym": "megatron_dapo.rewards.reasoning_gym:reasoning_gym",
+    "reasoning_gym": "megatron_dapo.rewards.reasoning_gym_reward:reasoning_gym",
     "code_tests": "megatron_dapo.rewards.code.reward:code_tests",
     "environment": "megatron_dapo.rewards.text:environment",
     "none": "megatron_dapo.rewards.text:none",

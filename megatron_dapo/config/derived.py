@@ -5,14 +5,14 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.common.sizes import round_up
-from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.config.schema.config import Config
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
     """Parallel sizes of the trainer; `dp` is what TP, PP and CP leave of the world. ep, etp: of the TP x CP x DP ranks
-    of a stage. pipeline_layers: of each chunk, where the config says it; planner/pipeline.py reads it."""
+    of a stage. pipeline_layers: of each chunk, where the config says it; checks/pipeline.py reads it."""
 
     tp: int
     pp: int

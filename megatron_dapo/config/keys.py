@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.schema import Config
 from megatron_dapo.config.schema.base import Section
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.rules import ActsIf, OnResume
 
 _TYPE_WORDS = {

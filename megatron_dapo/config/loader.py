@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show
 from megatron_dapo.config.mistake import Mistake
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
 
 NEAREST_CUTOFF = 0.6

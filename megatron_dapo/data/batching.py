@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS
+from megatron_dapo.algorithms.estimators import GROUP_ESTIMATORS
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
+from megatron_dapo.data.samples import Group, Sample
 from megatron_dapo.data.token_arrays import (
     EXPERT,
     LOG_PROB,
@@ -26,7 +27,6 @@ from megatron_dapo.data.token_arrays import (
     joined,
     nothing,
 )
-from megatron_dapo.data.types import Group, Sample
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import TrainSample
+from megatron_dapo.data.prompt_dataset import MAX_PROMPT_BYTES
 from megatron_dapo.data.prompt_files import read_rows
-from megatron_dapo.data.prompts import MAX_PROMPT_BYTES
 from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION
 from megatron_dapo.data.tokenizer import ASSISTANT, Messages, Tokenizer
 

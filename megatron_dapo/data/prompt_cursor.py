@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import DataConfig
-from megatron_dapo.data.prompts import PromptDataset
-from megatron_dapo.data.types import Prompt
+from megatron_dapo.data.prompt_dataset import PromptDataset
+from megatron_dapo.data.samples import Prompt
 
 Item = TypeVar("Item")
 

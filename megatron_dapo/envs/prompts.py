@@ -13,7 +13,7 @@ from typing import Any
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.rewards import reasoning_gym
+from megatron_dapo.rewards import reasoning_gym_reward as reasoning_gym
 
 _HOW_TO_ANSWER = "\n\nGive the final answer, and nothing else, between <answer> and </answer>."
 

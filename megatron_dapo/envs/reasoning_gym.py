@@ -1,7 +1,7 @@
 """Any task of reasoning-gym over several turns: a wrong answer is told, and may be corrected."""
 
-from megatron_dapo.envs.types import Observation, Task
-from megatron_dapo.rewards import reasoning_gym
+from megatron_dapo.envs.environment import Observation, Task
+from megatron_dapo.rewards import reasoning_gym_reward as reasoning_gym
 
 
 class ReasoningGym:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.envs.environment import Observation, Task
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 

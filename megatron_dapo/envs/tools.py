@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.envs.environment import Observation, Task
 
 Tool = Callable[..., str]
 

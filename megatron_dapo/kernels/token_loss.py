@@ -45,7 +45,7 @@ def token_loss(
     bring the count.
     """
     if runs_on_triton(log_probs_N) and not config.is_over_sequences:
-        from megatron_dapo.kernels.triton_ops import token_loss as triton_ops
+        from megatron_dapo.kernels.triton_ops import loss_kernel as triton_ops
 
         return triton_ops.token_loss(log_probs_N, entropy_N, tokens, config, kl_N)
     with torch.enable_grad():

@@ -17,9 +17,11 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_dapo.checks.hardware import lack_of_fp8
+from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
-from megatron_dapo.config.lora import LoraSettings
+from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.models.chunk import ModelChunk
@@ -43,8 +45,6 @@ from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.user_buffers import make_user_buffers
 from megatron_dapo.models.value_head import ValueHead
 from megatron_dapo.models.weight_map import expert_parameters
-from megatron_dapo.planner.hardware import lack_of_fp8
-from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.platform import transformer_engine
 from megatron_dapo.platform.device import device, is_gpu, model_dtype
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -260,7 +260,7 @@ def _windows(spec: ModelSpec) -> dict:
 
 
 def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
-    assert megatron.recompute_granularity != "auto", "planner/recompute.py says what it stands for"
+    assert megatron.recompute_granularity != "auto", "checks/recompute.py says what it stands for"
     if megatron.recompute_granularity == "full":
         return dict(
             recompute_granularity="full",

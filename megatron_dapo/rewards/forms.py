@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from megatron_dapo.rewards.answers import ANSWER_CHARS, answer_of
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rewards.reward_result import RewardResult
 
 
 class Scored(Enum):

@@ -32,7 +32,7 @@ from megatron_dapo.rewards.latex import (
     same_point,
     values_of_equation,
 )
-from megatron_dapo.rewards.types import Verdict
+from megatron_dapo.rewards.reward_result import Verdict
 
 _TAIL_CHARS = 32768  # searched for the final answer
 _SYMPY_CHARS = 1000  # given to sympy

@@ -4,7 +4,7 @@ import re
 
 from megatron_dapo.rewards.answers import last_answer_line, last_boxed, normalize
 from megatron_dapo.rewards.exact import as_written, exact_number
-from megatron_dapo.rewards.types import Verdict
+from megatron_dapo.rewards.reward_result import Verdict
 
 _PADDED_INTEGER = re.compile(r"-?\d+(?:\.0*)?")
 _MINERVA_TAIL_CHARS = 300  # the longest answer of MATH-500 has 159

@@ -24,7 +24,7 @@ _ERROR_CHARS = 300
 _TRACEBACK_CHARS = 4000
 _MAX_FRAMES = 20
 _MAX_LINE_BYTES = 1 << 28
-_OUR_MODULES = (__name__, "__main__", "megatron_dapo.rewards.registry", "functools", "asyncio.tasks")
+_OUR_MODULES = (__name__, "__main__", "megatron_dapo.rewards.reward_registry", "functools", "asyncio.tasks")
 # before the code that it runs can replace them: the protocol is not that code's business
 _dumps = json.dumps
 _loads = json.loads

@@ -1,1 +1,1 @@
-"""Rollout: the SGLang client, the supervisor of servers, the controller that fills steps, the trainer's handle."""
+"""Rollout: the controller that fills steps with groups, and the trainer's handle of it."""

@@ -10,8 +10,8 @@ import numpy as np
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import whole_file
 from megatron_dapo.data.routed_experts import as_text
-from megatron_dapo.data.types import Group, RolloutBatch
-from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
+from megatron_dapo.data.samples import Group, RolloutBatch
+from megatron_dapo.queue.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.storage.run_folder import batch_file, batch_steps
 
 FORMAT_VERSION = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.rollout.no_servers import NoServerRollout
 from megatron_dapo.rollout.token_checks import find_sample_fault

@@ -13,46 +13,46 @@ from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
+from megatron_dapo.common.rollout_errors import NeedsSync, RolloutError
 from megatron_dapo.config.derived import (
     has_given_servers,
     replays_servers_experts,
     uses_dynamic_sampling,
     uses_overlong_shaping,
 )
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.routed_experts import RouterShape
+from megatron_dapo.data.samples import Group, PartialResponse, Prompt, RolloutBatch, Sample
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dapo.data.types import Group, PartialResponse, Prompt, RolloutBatch, Sample
-from megatron_dapo.envs.pool import EnvironmentPool
+from megatron_dapo.envs.environment_pool import EnvironmentPool
 from megatron_dapo.huggingface.model_spec import read_model_spec, read_vocab_size
 from megatron_dapo.huggingface.reward_model import architecture_of
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.registry import check_ground_truths, check_reward
+from megatron_dapo.queue.experience_replay import replay_metrics
+from megatron_dapo.queue.group_filter import filter_in_words
+from megatron_dapo.queue.step_statistics import RolloutStep
+from megatron_dapo.rewards.judge import Judge
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
+from megatron_dapo.rewards.scorers import Scorers, Weighed
 from megatron_dapo.rewards.shaping import OverlongShaping
+from megatron_dapo.rollout.answer_records import group_record
 from megatron_dapo.rollout.batch_files import write_batch
-from megatron_dapo.rollout.client import SamplingParams, SGLangClient
 from megatron_dapo.rollout.deadlines import unless, within
 from megatron_dapo.rollout.drawing import Drawing
-from megatron_dapo.rollout.errors import NeedsSync, RolloutError
-from megatron_dapo.rollout.experience_replay import replay_metrics
 from megatron_dapo.rollout.filling import Filling
-from megatron_dapo.rollout.group_filter import filter_in_words
-from megatron_dapo.rollout.judge import Judge
-from megatron_dapo.rollout.records import group_record
-from megatron_dapo.rollout.reward_model import RewardModel
+from megatron_dapo.rollout.held_out_evaluation import Validation
+from megatron_dapo.rollout.reward_model_client import RewardModel
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
-from megatron_dapo.rollout.scorers import Scorers, Weighed
-from megatron_dapo.rollout.server import ServerState
-from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool
-from megatron_dapo.rollout.server_versions import require_deterministic, require_in_flight_updates
-from megatron_dapo.rollout.server_watch import report_unresponsive
 from megatron_dapo.rollout.step_metrics import step_metrics
-from megatron_dapo.rollout.step_statistics import RolloutStep
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
-from megatron_dapo.rollout.validation import Validation
+from megatron_dapo.servers.client import SamplingParams, SGLangClient
+from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
+from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates
+from megatron_dapo.servers.server_watch import report_unresponsive
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key, read_server_key

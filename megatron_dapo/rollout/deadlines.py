@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from megatron_dapo.rollout.errors import Interrupted, RolloutError
+from megatron_dapo.common.rollout_errors import Interrupted, RolloutError
 
 
 async def unless(event: asyncio.Event, work: Coroutine, message: str) -> None:

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Callable
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_cursor import make_cursor
-from megatron_dapo.data.prompts import PromptDataset
-from megatron_dapo.data.types import Prompt, Sample
-from megatron_dapo.rollout.experience_replay import make_pool
-from megatron_dapo.rollout.group_filter import make_queue
-from megatron_dapo.rollout.prompt_draws import PromptDraws
-from megatron_dapo.rollout.step_statistics import RolloutStep
+from megatron_dapo.data.prompt_dataset import PromptDataset
+from megatron_dapo.data.samples import Prompt, Sample
+from megatron_dapo.queue.experience_replay import make_pool
+from megatron_dapo.queue.group_filter import make_queue
+from megatron_dapo.queue.prompt_draws import PromptDraws
+from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rollout.verdicts import VerdictCheck
 
 log = logging.getLogger(__name__)

@@ -3,14 +3,14 @@
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from megatron_dapo.algorithms.answers import scores
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Group, Prompt, Sample
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rollout.client import SamplingParams
-from megatron_dapo.rollout.errors import NeedsSync
+from megatron_dapo.algorithms.answer_metrics import scores
+from megatron_dapo.common.rollout_errors import NeedsSync
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Group, Prompt, Sample
+from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rollout.sampling import Sampler, run_all
 from megatron_dapo.rollout.verdicts import VerdictCheck
+from megatron_dapo.servers.client import SamplingParams
 
 _EARLY = 32  # answers: a reward function that failed on so many, and on all, is not asked about the others
 

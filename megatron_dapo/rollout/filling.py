@@ -5,12 +5,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from megatron_dapo.data.types import Group, PartialResponse, Sample
+from megatron_dapo.common.rollout_errors import Aborted, NeedsSync
+from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.rollout.drawing import Drawing
-from megatron_dapo.rollout.errors import Aborted, NeedsSync
-from megatron_dapo.rollout.server import ServerState
-from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.time_spent import TimeSpent
+from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_pool import ServerPool
 
 log = logging.getLogger(__name__)
 

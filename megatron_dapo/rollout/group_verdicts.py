@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rewards.reward_result import RewardResult
 
 
 class GroupVerdicts:

@@ -20,13 +20,13 @@ from megatron_dapo.common import ends
 from megatron_dapo.common.ends import EndFolder, EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
+from megatron_dapo.common.rollout_errors import RolloutError
 from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.common.signals import SignalReceiver, ignore_signals
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.flat_pickle import receive, send
-from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)

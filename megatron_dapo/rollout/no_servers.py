@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from megatron_dapo.data.types import RolloutBatch
+from megatron_dapo.data.samples import RolloutBatch
 
 
 class NoServerRollout:

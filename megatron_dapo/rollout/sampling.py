@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.common.seeds import seed_from
 from megatron_dapo.config.key_names import ROUTER_REPLAY
 from megatron_dapo.data.routed_experts import RouterShape
+from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.data.token_arrays import TOKEN, TokenIds, token_array
 from megatron_dapo.data.tokenizer import Tokenizer
-from megatron_dapo.data.types import Group, PartialResponse, Sample
-from megatron_dapo.rewards.pool import RewardPool
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.rewards.scorers import Scorers
 from megatron_dapo.rewards.shaping import OverlongShaping, shape
-from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.client import ExpertQuestion, Generation, SamplingParams, ServerError
-from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
-from megatron_dapo.rollout.scorers import Scorers
-from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
+from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, ServerError
+from megatron_dapo.servers.server_pool import ServerPool
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Chooses where a run's batches come from."""
 
 from megatron_dapo.config.derived import uses_experience_replay
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.model_spec import read_vocab_size
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.handle import RolloutHandle

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from megatron_dapo.data.types import Group
-from megatron_dapo.rollout.step_statistics import RolloutStep
+from megatron_dapo.data.samples import Group
+from megatron_dapo.queue.step_statistics import RolloutStep
 
 
 def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, seconds: float) -> dict[str, float]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.data.samples import Group, Prompt, RolloutBatch, Sample
 from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, repeated
-from megatron_dapo.data.types import Group, Prompt, RolloutBatch, Sample
-from megatron_dapo.planner.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.queue.step_statistics import StepStatistics
 from megatron_dapo.rollout.no_servers import NoServerRollout
-from megatron_dapo.rollout.step_statistics import StepStatistics
 
 SOURCE = "synthetic batches"
 

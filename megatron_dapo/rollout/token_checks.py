@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from megatron_dapo.data.types import Sample
+from megatron_dapo.data.samples import Sample
 
 HIGHEST_LOG_PROB = 2.0**-10
 """x - logsumexp(x) is 0 or below but for rounding: the sum is rounded by at most 2^-11 where it is below 2^13, which

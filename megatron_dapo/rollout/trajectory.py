@@ -15,14 +15,14 @@ from functools import partial
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.data.samples import PartialResponse, Prompt
 from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing, repeated
 from megatron_dapo.data.tokenizer import Tokenizer
-from megatron_dapo.data.types import PartialResponse, Prompt
-from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
-from megatron_dapo.envs.types import Observation, Task
-from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.client import Generation, SamplingParams
-from megatron_dapo.rollout.errors import Aborted
+from megatron_dapo.envs.environment import Observation, Task
+from megatron_dapo.envs.environment_pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
+from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.servers.client import Generation, SamplingParams
 
 _TEMPLATE_CURE = "use another actor_rollout_ref.rollout.multi_turn.environment, its role, or a model with another one"
 

@@ -7,7 +7,7 @@ from copy import copy
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import RewardConfig
-from megatron_dapo.data.types import Group, Sample
+from megatron_dapo.data.samples import Group, Sample
 
 _SLOW_CURE = ", or give it more reward.timeout_s and load at import what takes long"
 _SHOWN_CHARS = 200

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder, make_folder
 
 KEY = "actor_rollout_ref.rollout.server_api_key_file"

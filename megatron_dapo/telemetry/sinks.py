@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.standard_streams import mute, print_line
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import COLUMNS as STEP_COLUMNS
 from megatron_dapo.telemetry.console import (
@@ -26,7 +26,7 @@ from megatron_dapo.telemetry.console import (
     validation_line,
 )
 from megatron_dapo.telemetry.metrics_file import MetricsFile
-from megatron_dapo.telemetry.samples import COLUMNS, SampleTable
+from megatron_dapo.telemetry.sample_table import COLUMNS, SampleTable
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Group
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Group
 from megatron_dapo.platform import watchdog
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.samples import sample_table
+from megatron_dapo.telemetry.sample_table import sample_table
 from megatron_dapo.telemetry.sinks import SINKS, Record, Sink
 from megatron_dapo.telemetry.timers import PhaseTimers
 

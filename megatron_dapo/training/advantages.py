@@ -14,7 +14,7 @@ from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, last_co
 from megatron_dapo.algorithms.kl import FULL_KL, FixedKLController, kl_penalty
 from megatron_dapo.algorithms.whitening import mean_and_variance, moments, whiten
 from megatron_dapo.config.derived import uses_kl_in_reward
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import group_estimates
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.platform.device import device

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.common.garbage import collection_paused
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.conversations import ConversationSet

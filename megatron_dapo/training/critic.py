@@ -10,7 +10,7 @@ from megatron_dapo.algorithms.aggregation import token_weights
 from megatron_dapo.algorithms.metrics import stack_sums
 from megatron_dapo.algorithms.value_loss import explained_variance_sums, value_loss
 from megatron_dapo.config.derived import critic_batching, critic_path
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import read_critic_spec
 from megatron_dapo.models.build import build_model

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_dapo.config.derived import tokens_multiple
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import CostModel, TrainSample
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate, schedule, schedule_shards

@@ -9,16 +9,16 @@ import numpy as np
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.common.garbage import collection_paused
 from megatron_dapo.config.derived import critic_batching, uses_critic, uses_kl_in_reward
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import SampleReward, TrainSample, assemble, mini_batches
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch
-from megatron_dapo.data.types import Group
+from megatron_dapo.data.samples import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.cutting import Cutter
-from megatron_dapo.training.router_replay import ExpertCut
+from megatron_dapo.training.expert_cut import ExpertCut
 
 
 @dataclass(frozen=True)

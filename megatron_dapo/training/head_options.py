@@ -4,7 +4,7 @@ import functools
 import logging
 
 from megatron_dapo.config.derived import log_prob_chunk_size, needs_old_log_probs, uses_full_kl
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.kernels.self_check import Check, largest_errors
 from megatron_dapo.platform.agreement import Agreement

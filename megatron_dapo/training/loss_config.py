@@ -7,7 +7,7 @@ from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
 from megatron_dapo.algorithms.rollout_correction import RatioBounds, RolloutCorrection
 from megatron_dapo.config.derived import effective_clip, needs_old_log_probs, uses_experience_replay, uses_kl_loss
 from megatron_dapo.config.ratio_bounds import ratio_bounds, rejection_bounds
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 
 
 def loss_config(config: Config) -> LossConfig:

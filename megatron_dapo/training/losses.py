@@ -19,7 +19,7 @@ from megatron_dapo.algorithms.dapo_loss import (
     metric_names,
 )
 from megatron_dapo.algorithms.metrics import DERIVED, Sums, stack_maxima, stack_sums, token_mean
-from megatron_dapo.algorithms.mismatch import mismatch_sums
+from megatron_dapo.algorithms.mismatch_sums import mismatch_sums
 from megatron_dapo.algorithms.rollout_correction import Segments
 from megatron_dapo.algorithms.sequence_loss import (
     LossSequence,
@@ -29,12 +29,12 @@ from megatron_dapo.algorithms.sequence_loss import (
 )
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import LOSS_FUNCTION
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import HeadLoss
 from megatron_dapo.kernels.row_plan import to_device
 from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask, at_rows
-from megatron_dapo.training.expert_load import LOAD_METRICS
+from megatron_dapo.training.expert_load_metrics import LOAD_METRICS
 from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import all_mismatch_sums, compared, stale
 from megatron_dapo.training.schedule import kl_reference

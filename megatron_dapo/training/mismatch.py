@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithms.metrics import Sums, token_mean
-from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH_ALL
-from megatron_dapo.config.schema import Config
+from megatron_dapo.algorithms.mismatch_sums import MEAN_MISMATCH_ALL
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.platform.parallel import ParallelLayout
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.algorithms.metrics import stack_sums, token_mean
-from megatron_dapo.algorithms.mismatch import MEAN_MISMATCH, MEAN_MISMATCH_ALL
+from megatron_dapo.algorithms.mismatch_sums import MEAN_MISMATCH, MEAN_MISMATCH_ALL
 from megatron_dapo.algorithms.policy_loss import EXP_MASK_RATIO, OFF_POLICY_LOSS
 from megatron_dapo.algorithms.rollout_correction import RolloutCorrection, rollout_correction
 from megatron_dapo.config.derived import needs_old_log_probs, tokens_multiple, uses_full_kl_in_reward
-from megatron_dapo.config.lora import lora_settings
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.lora_settings import lora_settings
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model
@@ -26,7 +26,7 @@ from megatron_dapo.models.peft_folder import load_adapters
 from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.training.expert_load import expert_load_metrics
+from megatron_dapo.training.expert_load_metrics import expert_load_metrics
 from megatron_dapo.training.head_options import head_options
 from megatron_dapo.training.loss_config import correction_per_step, loss_config
 from megatron_dapo.training.losses import MicroBatchLoss, make_loss

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple, uses_full_kl
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
 from megatron_dapo.models.build import build_model

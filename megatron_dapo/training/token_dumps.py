@@ -9,12 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from megatron_dapo.config.derived import uses_servers
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.packing import MicroBatch
+from megatron_dapo.data.samples import Group, Sample
 from megatron_dapo.data.token_dump import TokenDump, TokenTexts
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.data.types import Group, Sample
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder

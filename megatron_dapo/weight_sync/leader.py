@@ -7,7 +7,6 @@ from functools import partial
 
 from megatron_dapo.config.schema.run import PauseMode
 from megatron_dapo.platform.agreement import Deadline
-from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.servers import (
     BACKGROUND_S,
     Call,
@@ -18,6 +17,7 @@ from megatron_dapo.weight_sync.servers import (
     pause,
     resume,
 )
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 log = logging.getLogger(__name__)
 

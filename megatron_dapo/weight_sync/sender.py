@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.weight_sync.broadcast_group import BroadcastGroup, address_towards
-from megatron_dapo.weight_sync.errors import WeightSyncError
-from megatron_dapo.weight_sync.plan import Bucket, Plan
+from megatron_dapo.weight_sync.buckets import Bucket, Plan
 from megatron_dapo.weight_sync.servers import (
     BACKGROUND_S,
     PROBE_S,
@@ -22,6 +21,7 @@ from megatron_dapo.weight_sync.servers import (
     culprits,
     reason,
 )
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 BUCKETS_IN_FLIGHT = 2
 """Buckets that are sent and not yet answered. One is received while the servers have the next one's request; a third

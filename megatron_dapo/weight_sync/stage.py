@@ -15,10 +15,10 @@ from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.platform.parallel import ParallelLayout
+from megatron_dapo.weight_sync.buckets import Plan, Source
 from megatron_dapo.weight_sync.checksum import accepted_tensors, checksum, server_parameters
-from megatron_dapo.weight_sync.errors import WeightSyncError
-from megatron_dapo.weight_sync.plan import Plan, Source
 from megatron_dapo.weight_sync.sender import BUCKETS_IN_FLIGHT, Sender, Transfer
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 Checksums = Mapping[str, Sequence[Mapping[str, str]]]
 """URL -> of each tensor-parallel rank of the server, parameter name -> checksum."""

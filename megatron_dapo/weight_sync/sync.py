@@ -9,12 +9,12 @@ import torch
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.platform.agreement import Agreement, Deadline
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.buckets import Plan, Source, plan_for
 from megatron_dapo.weight_sync.leader import CLEANUP_SHARE, ServerLeader
-from megatron_dapo.weight_sync.plan import Plan, Source, plan_for
 from megatron_dapo.weight_sync.sender import Sender
 from megatron_dapo.weight_sync.servers import PROBE_S, ServerCalls, ServerControl, ServerMember
 from megatron_dapo.weight_sync.stage import StageTotals, Stopwatch, stage_role
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 RESERVE_S = 8.0
 """Seconds at the end of the deadline that are kept for a failure: to find out who is missing (PROBE_SHARE of it, and

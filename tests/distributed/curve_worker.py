@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from examples.arithmetic.problems import Sum, split
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.data.types import Group, Prompt, Sample
 from megatron_dapo.models import log_prob_head
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.kl import FixedKLController
+from megatron_dapo.checks.memory import States, model_states
 from megatron_dapo.config.derived import (
     needs_reference,
     replays_servers_experts,
@@ -26,17 +27,16 @@ from megatron_dapo.config.derived import (
     uses_experience_replay,
 )
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora import actor_is_reference
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.lora_settings import actor_is_reference
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.data.routed_experts import RouterShape
+from megatron_dapo.data.samples import Group
 from megatron_dapo.data.token_dump import TokenDump
-from megatron_dapo.data.types import Group
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.peft_folder import adapter_source
 from megatron_dapo.models.weight_map import expert_parameters
 from megatron_dapo.models.weight_source import WeightSource
-from megatron_dapo.planner.memory import States, model_states
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.training import optimizer

@@ -22,7 +22,7 @@ from megatron_dapo.checkpointing.folders import newest_first, read_controller_st
 from megatron_dapo.checkpointing.manifest import verify
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.distributed.weight_sync_world import Server
 from tests.forked_commands import ForkedPopen

@@ -21,7 +21,7 @@ from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.schedule import Schedule
-from megatron_dapo.weight_sync.plan import plan_buckets
+from megatron_dapo.weight_sync.buckets import plan_buckets
 from tests.distributed.process_groups import leave
 from tests.live_bytes import LiveBytes
 

@@ -10,7 +10,7 @@ import pytest
 
 from launch.local import main
 from megatron_dapo.common.exit_codes import MISMATCH_EXIT_CODE
-from megatron_dapo.data.types import Group, RolloutBatch
+from megatron_dapo.data.samples import Group, RolloutBatch
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from tests import mpi_replay

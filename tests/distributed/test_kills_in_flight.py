@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.distributed.lives import Checkpoint, Life, Lives, random_moments, stand_ins
 from tests.elastic import check_accounts, fingerprints
 from tests.tiny_models import CHARACTERS, SPECIAL_TOKENS, make_tiny

@@ -17,8 +17,8 @@ from checkpoints_tools.stored_tensors import TensorFolder
 from launch.local import run_local
 from megatron_dapo.checkpointing.folders import newest_first, read_controller_state
 from megatron_dapo.checkpointing.manifest import verify
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rollout import child_process
+from megatron_dapo.checks.run_checks import load_and_validate
+from megatron_dapo.servers import child_process
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.forked_commands import ForkedPopen
 from tests.helpers import free_port

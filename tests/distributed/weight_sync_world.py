@@ -19,8 +19,8 @@ from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.rollout.client import SGLangClient
-from megatron_dapo.rollout.server_watch import report_unresponsive
+from megatron_dapo.servers.client import SGLangClient
+from megatron_dapo.servers.server_watch import report_unresponsive
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed import weight_sync_server

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from tests.forked_ranks import run_ranks
 from tests.forked_servers import forked_servers
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
-os.environ["CXX"] = "/no/compiler"  # a run on a CPU needs none: without sglang_cpu.NOTHING_COMPILED servers would
+os.environ["CXX"] = "/no/compiler"  # a run on a CPU needs none: without cpu_server.NOTHING_COMPILED servers would
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from typing import Any
 import megatron_dapo.job
 from megatron_dapo.__main__ import main
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema import Config
+from megatron_dapo.common.rollout_errors import Interrupted, RolloutError
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_cursor import PromptCursor
-from megatron_dapo.data.types import Group, Prompt, RolloutBatch
-from megatron_dapo.rollout.errors import Interrupted, RolloutError
-from megatron_dapo.rollout.experience_replay import make_pool, replay_metrics
-from megatron_dapo.rollout.group_filter import by_correctness
-from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
-from megatron_dapo.rollout.prompt_draws import PromptDraws
+from megatron_dapo.data.samples import Group, Prompt, RolloutBatch
+from megatron_dapo.queue.experience_replay import make_pool, replay_metrics
+from megatron_dapo.queue.group_filter import by_correctness
+from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
+from megatron_dapo.queue.prompt_draws import PromptDraws
 from megatron_dapo.telemetry.telemetry import Telemetry
 from tests.synthetic import synthetic_groups
 

@@ -11,8 +11,8 @@ import pytest
 
 from launch.acceptance.__main__ import main
 from launch.acceptance.ladder import LADDER, NUM_STEPS
-from megatron_dapo.rollout import child_process
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.servers import child_process
+from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.forked_commands import ForkedPopen
 from tests.forked_servers import START
 

@@ -7,13 +7,13 @@ import pytest
 
 from megatron_dapo.checkpointing.folders import newest_first, read_controller_state, read_trainer_state
 from megatron_dapo.checkpointing.manifest import verify
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Sample
-from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Sample
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
+from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_metrics
 from tests.elastic import Kills, StandIns, check_accounts, fingerprints, train
 from tests.forked_local import forks
 from tests.tiny_models import make_tiny

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.rollout.client import SGLangClient
 from megatron_dapo.rollout.handle import RolloutHandle
+from megatron_dapo.servers.client import SGLangClient
 from tests.helpers import REPOSITORY, run_module
 
 pytestmark = pytest.mark.e2e

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.rollout.client import Generation
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.client import Generation
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from tests.distributed.test_parity import hugging_face_log_probs
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.test_mixture_server import EVERYTHING, PROMPT, generate, started_server, with_weights_of

@@ -14,10 +14,10 @@ import pytest
 from megatron_dapo.checkpointing.folders import newest_first, read_trainer_state
 from megatron_dapo.checkpointing.manifest import verify
 from megatron_dapo.checkpointing.run_lock import RunLock
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import to_yaml
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder, batch_file
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny

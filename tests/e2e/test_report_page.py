@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_dapo.report.command import write_report
-from megatron_dapo.report.watch import make_server
+from megatron_dapo.commands.report.command import write_report
+from megatron_dapo.commands.report.watch import make_server
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.browser import CHROMIUM, Browser
 from tests.report_runs import HOSTILE, write_run, write_step, write_validation

@@ -26,9 +26,9 @@ from megatron_dapo.checkpointing.folders import (
     read_trainer_state,
 )
 from megatron_dapo.checkpointing.manifest import verify, write_manifest
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rollout import child_process
+from megatron_dapo.checks.run_checks import load_and_validate
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers import child_process
 from megatron_dapo.storage.run_folder import RunFolder, batch_file
 from tests.e2e.scripted_trainer import NUM_FINISHED
 from tests.forked_commands import ForkedPopen

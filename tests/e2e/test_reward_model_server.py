@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Prompt
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Prompt
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import make_scorers
-from megatron_dapo.rollout.run_servers import RunServers
+from megatron_dapo.servers.run_servers import RunServers
 from tests.forked_servers import forked_servers
 from tests.tiny_models import make_tiny_classifier
 

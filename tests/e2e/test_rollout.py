@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.rollout.client import FOREIGN_VERSION, SGLangClient
 from megatron_dapo.rollout.handle import RolloutHandle
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.client import FOREIGN_VERSION, SGLangClient
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from tests.forked_servers import forked_servers
 from tests.tiny_models import EOS_ID
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.routed_experts import RouterShape
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.rollout.client import ExpertQuestion, Generation, SamplingParams, SGLangClient
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, SGLangClient
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy

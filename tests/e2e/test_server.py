@@ -9,7 +9,7 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError, SGLangClient
+from megatron_dapo.servers.client import Generation, SamplingParams, ServerError, SGLangClient
 from tests.tiny_models import EOS_ID
 
 pytestmark = pytest.mark.e2e

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_dapo.config.rollout_checks import REFUSED_OPTIONS
+from megatron_dapo.checks.rollout_checks import REFUSED_OPTIONS
 
 pytestmark = pytest.mark.e2e
 

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.rollout.client import SamplingParams, ServerError, SGLangClient
-from megatron_dapo.rollout.server_watch import report_unresponsive
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.client import SamplingParams, ServerError, SGLangClient
+from megatron_dapo.servers.server_watch import report_unresponsive
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import read_server_key
 from tests.forked_servers import forked_servers

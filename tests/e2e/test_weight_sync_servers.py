@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.rollout.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient, generation_of
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient, generation_of
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import key_header, read_server_key
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.conftest import converted
 from tests.e2e.weight_sync_trainer import changed, rank_main

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora import LoraSettings
+from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
@@ -18,8 +18,8 @@ from megatron_dapo.models.peft_folder import load_adapters
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.device import device
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.rollout.client import SGLangClient
-from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.servers.client import SGLangClient
+from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed.weight_sync_world import serve_orders

@@ -190,7 +190,7 @@ EQUIVALENT = {
         **_names("_k3: 20.0 -> 21.0 \n _k3: 20.0 -> 21.0 #2", K3_BOUND),
         **_names("_k3: 10.0 -> 11.0", "k3 is never negative: its lower bound does nothing"),
     },
-    "mismatch": {
+    "mismatch_sums": {
         **_names(
             "mismatch_sums: (trainer_log_probs - rollout_log_probs).detach() -> trainer_log_probs - rollout_log_probs",
             "masked_sum and masked_max detach as well",
@@ -251,7 +251,7 @@ TARGETS = (
     _algorithm(
         "kl", "algorithms_rewards token_loss", ("AdaptiveKLController:", "_k3: (ref_log_probs - log_probs).clamp")
     ),
-    _algorithm("mismatch", "token_loss algorithms_metrics", ()),
+    _algorithm("mismatch_sums", "token_loss algorithms_metrics", ()),
     Target(
         "megatron_dapo.algorithms.rollout_correction",
         correction_survives,
@@ -277,7 +277,7 @@ TARGETS = (
         ),
     ),
     Target(
-        "megatron_dapo.kernels.triton_ops.token_loss",
+        "megatron_dapo.kernels.triton_ops.loss_kernel",
         triton_survives,
         ("tests/unit/interpreter/test_token_loss_kernel.py",),
         EQUIVALENT["token_loss"],

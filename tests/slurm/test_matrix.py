@@ -216,7 +216,7 @@ class TestAChainOfTwoJobs:
     def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(self, chain):
         job = chain[1]
         done = len(job.metrics())
-        [server] = job.processes("megatron_dapo.rollout.keyed_sglang")
+        [server] = job.processes("megatron_dapo.servers.keyed_sglang")
         server.kill()
         job.wait_for_steps(done + 3)
         assert "restart 1 of" in job.attempt_log(0, "servers-node3")

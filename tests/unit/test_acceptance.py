@@ -23,7 +23,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.derived import num_optimizer_steps_per_rollout_step
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 
 pytestmark = pytest.mark.unit
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from megatron_dapo.data.types import Group, Prompt
-from megatron_dapo.rollout.admission import paced, wave_size
-from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
-from megatron_dapo.rollout.step_statistics import StepStatistics
+from megatron_dapo.data.samples import Group, Prompt
+from megatron_dapo.queue.admission import paced, wave_size
+from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
+from megatron_dapo.queue.step_statistics import StepStatistics
 
 pytestmark = pytest.mark.unit
 

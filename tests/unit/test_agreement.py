@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dapo.common.errors import JobError, RankFailure, SharedUserError, UserError
 from megatron_dapo.platform.agreement import Agreement, SingleRank, _Outcome
-from megatron_dapo.weight_sync.errors import WeightSyncError
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 pytestmark = pytest.mark.unit
 

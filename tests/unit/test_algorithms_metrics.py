@@ -13,7 +13,7 @@ from megatron_dapo.algorithms.metrics import (
     unstack_maxima,
     unstack_sums,
 )
-from megatron_dapo.algorithms.mismatch import mismatch_sums
+from megatron_dapo.algorithms.mismatch_sums import mismatch_sums
 
 pytestmark = pytest.mark.unit
 

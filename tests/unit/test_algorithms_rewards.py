@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.advantages import GROUP_ESTIMATORS, group_advantages, rloo_advantages
+from megatron_dapo.algorithms.estimators import GROUP_ESTIMATORS, group_advantages, rloo_advantages
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.algorithms.kl import FULL_KL, KL_CONTROLLERS, KL_PENALTIES, kl_penalty
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Sample
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Sample
+from megatron_dapo.queue.group_filter import FILTER_METRICS, FILTER_MODES, has_spread
 from megatron_dapo.rewards.shaping import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
-from megatron_dapo.rollout.group_filter import FILTER_METRICS, FILTER_MODES, has_spread
 
 pytestmark = pytest.mark.unit
 

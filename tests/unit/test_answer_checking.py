@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.rewards.exact import exact_number
-from megatron_dapo.rewards.registry import score_response
+from megatron_dapo.rewards.reward_registry import score_response
 from megatron_dapo.rewards.symbolic import math_verify
 from megatron_dapo.rewards.text import math_dapo
 

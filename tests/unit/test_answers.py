@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.answers import Estimate, estimates, majority, pass_at_k, pass_ks, scores
+from megatron_dapo.algorithms.answer_metrics import Estimate, estimates, majority, pass_at_k, pass_ks, scores
 
 pytestmark = pytest.mark.unit
 

@@ -16,7 +16,7 @@ from megatron_dapo.data.batching import (
     shard_over_data_parallel,
 )
 from megatron_dapo.data.packing import collate, schedule
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.samples import Group, Prompt, Sample
 
 pytestmark = pytest.mark.unit
 

@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks import bench_async, simulate_async_recipe
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.config.derived import world_size
-from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.recipes import recipe
-from megatron_dapo.data.types import Group
-from megatron_dapo.forecast.simulation import (
+from megatron_dapo.checks.hardware import HARDWARE
+from megatron_dapo.checks.memory import server_memory
+from megatron_dapo.checks.model_shapes import model_json_named
+from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.plan.simulation import (
     Draw,
     Machines,
     Recipe,
@@ -27,15 +27,15 @@ from megatron_dapo.forecast.simulation import (
     mean_age,
     random_draws,
 )
-from megatron_dapo.forecast.step_time import Assumptions, run_time
+from megatron_dapo.commands.plan.step_time import Assumptions, run_time
+from megatron_dapo.config.derived import world_size
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.data.samples import Group
 from megatron_dapo.huggingface.model_spec import read_model_spec
-from megatron_dapo.planner.hardware import HARDWARE
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import server_memory
-from megatron_dapo.planner.model_shapes import model_json_named
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics
-from megatron_dapo.rollout.step_statistics import RolloutStep
 from tests.fake_rollout import WORDS
 from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B

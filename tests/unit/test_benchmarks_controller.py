@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.bench_controller import LONGEST, VOCABULARY, render_answers
-from megatron_dapo.rollout.client import generation_of
+from megatron_dapo.servers.client import generation_of
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.bench_hand_over import BEFORE, NOW, compared, seconds
 from benchmarks.hand_over_case import NUM_PROMPT_TOKENS
-from megatron_dapo.forecast.step_time import HAND_OVER_S
+from megatron_dapo.commands.plan.step_time import HAND_OVER_S
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.bench_plan import hardware_of
 from benchmarks.server_seconds import fitted
-from megatron_dapo.planner.hardware import hardware_named
+from megatron_dapo.checks.hardware import hardware_named
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

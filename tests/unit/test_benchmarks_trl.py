@@ -26,7 +26,7 @@ from benchmarks.product_floor import Products, Step, floor
 from examples.arithmetic.problems import BASE, write_files
 from examples.demo_run import config_path, prompt_files
 from launch.trainer_ranks import trainer_command
-from megatron_dapo.planner.validation import load_and_validate
+from megatron_dapo.checks.run_checks import load_and_validate
 
 pytestmark = pytest.mark.unit
 
@@ -98,10 +98,10 @@ def test_steps_are_counted_from_the_end_of_the_first_to_the_end_of_the_last():
 def test_the_parts_of_a_run_are_told_apart():
     rank = part_of_ours(trainer_command("config.yaml", []), REST)
     controller = part_of_ours(["python", "-c", "from multiprocessing.spawn import spawn_main"], rank)
-    server = part_of_ours(["python", "-m", "megatron_dapo.rollout.keyed_sglang", "KEY"], REST)
+    server = part_of_ours(["python", "-m", "megatron_dapo.servers.keyed_sglang", "KEY"], REST)
     assert part_of_ours(["python", "-m", "examples.arithmetic.demo"], None) == REST
     assert (rank, controller, server) == (TRAINING, CONTROLLER, HTTP)
-    assert part_of_ours(["python", "-m", "megatron_dapo.rewards.worker"], controller) == CONTROLLER
+    assert part_of_ours(["python", "-m", "megatron_dapo.rewards.reward_worker"], controller) == CONTROLLER
     assert part_of_ours(["sglang::scheduler"], server) == SCHEDULER
     assert part_of_ours(["sglang::detokenizer"], server) == HTTP
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.bench_validation import NUM_HELD_OUT, Cost, compared, mean_cost
-from megatron_dapo.forecast.simulation import Machines, Recipe
+from megatron_dapo.commands.plan.simulation import Machines, Recipe
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

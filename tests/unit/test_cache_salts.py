@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from megatron_dapo.rollout.client import SamplingParams
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
-from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool
 from megatron_dapo.rollout.trajectory import Budget
+from megatron_dapo.servers.client import SamplingParams
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
 from tests.fake_rollout import WORDS, WritingServer
 from tests.unit.test_pushes_in_flight import PROBE_S, AllRight, Words, check_labels, draw, rollout, sample, versions
 

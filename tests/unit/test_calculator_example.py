@@ -10,10 +10,10 @@ import torch
 from examples.calculator import pretrain, problems
 from examples.calculator.reward import score
 from examples.character_model import EOS, IGNORED, MANIFEST, VOCABULARY, batch
+from megatron_dapo.checks.model_checks import read_model_json
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.envs.registry import make
-from megatron_dapo.planner.model_checks import read_model_json
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.envs.environment_registry import make
 
 pytestmark = pytest.mark.unit
 

@@ -15,9 +15,9 @@ import torch
 from megatron_dapo.common.child_environment import cache_folder, places_to_write, set_rank_defaults
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.platform import sglang_cpu
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rollout.supervisor import sglang_command
+from megatron_dapo.platform.sglang_cpu import cpu_server
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.servers.supervisor import sglang_command
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -39,7 +39,7 @@ def server_environment(host: str = "127.0.0.1") -> dict[str, str]:
 
 def test_a_cpu_server_can_fork_though_the_user_gave_libraries_threads():
     """OpenBLAS starts them when numpy is imported, which SGLang does before it makes its processes."""
-    environment = sglang_cpu.server_environment({**os.environ, "OPENBLAS_NUM_THREADS": "4"})
+    environment = cpu_server.server_environment({**os.environ, "OPENBLAS_NUM_THREADS": "4"})
     assert python("import numpy, os; print(len(os.listdir('/proc/self/task')))", environment).split() == ["1"]
 
 
@@ -175,7 +175,7 @@ def test_a_rank_has_its_defaults_before_it_imports_torch(tmp_path):
 import os, sys, types
 sys.modules["torch"] = None  # its import fails
 from megatron_dapo import __main__
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 __main__._checked_config = lambda *arguments: Config()
 try:
     __main__.main(["train"])

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from megatron_dapo.rollout.child_process import ChildProcess
+from megatron_dapo.servers.child_process import ChildProcess
 from tests.unit.test_launch import is_alive
 
 pytestmark = pytest.mark.unit

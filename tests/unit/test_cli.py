@@ -10,8 +10,8 @@ import pytest
 
 from launch.local import main as local
 from megatron_dapo.__main__ import main
+from megatron_dapo.config.key_reference import config_reference
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.reference import config_reference
 from tests.fake_rollout import write_files
 from tests.model_json import MODEL_JSON
 

@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rollout import client as client_module
-from megatron_dapo.rollout.client import FOREIGN_VERSION, SamplingParams, ServerError, SGLangClient, generation_of
+from megatron_dapo.servers import client as client_module
+from megatron_dapo.servers.client import FOREIGN_VERSION, SamplingParams, ServerError, SGLangClient, generation_of
 
 pytestmark = pytest.mark.unit
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from examples.code_tests.problems import scores
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Prompt
+from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.code import sandbox
 from megatron_dapo.rewards.code.cases import program, read_cases, same_output
 from megatron_dapo.rewards.code.reward import code_tests
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.registry import check_ground_truths
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_registry import check_ground_truths
 from megatron_dapo.rollout.controller import make_reward_pool
 from tests.silence import SILENCE
 

@@ -2,12 +2,12 @@
 
 import pytest
 
+from megatron_dapo.checks.unused_keys import unused_keys
+from megatron_dapo.config.key_reference import config_reference
 from megatron_dapo.config.keys import known_keys, may_change_on_resume
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.reference import config_reference
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.rules import Is, IsNot, IsOn
-from megatron_dapo.config.unused_keys import unused_keys
 
 pytestmark = pytest.mark.unit
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.config.derived import (
     ParallelSizes,
     dapo_techniques,
@@ -14,7 +15,6 @@ from megatron_dapo.config.derived import (
     world_size,
 )
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.plan import process_plan
 
 pytestmark = pytest.mark.unit
 

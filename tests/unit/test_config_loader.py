@@ -8,13 +8,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.key_reference import config_reference
 from megatron_dapo.config.keys import ALIASES, known_keys, known_sections
 from megatron_dapo.config.loader import MAX_UNKNOWN, load_config, nearest, to_yaml
-from megatron_dapo.config.reference import config_reference
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import MAX_DEPTH, MAX_VALUES
-from megatron_dapo.planner.validation import load_and_validate
 
 pytestmark = pytest.mark.unit
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import ACTOR, CORRECTION, LOSS_FUNCTION, MEGATRON, OVERLONG, POLICY_LOSS, USE_DAPO
 from megatron_dapo.config.keys import Key, known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe as path_of
-from megatron_dapo.planner.validation import load_and_validate
 from tests.config_overrides import SOUND, overrides
 from tests.unit.test_config_validation import CONTRADICTIONS
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from megatron_dapo.checks.model_checks import read_model_json
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.model_checks import read_model_json
-from megatron_dapo.planner.validation import validate
 from megatron_dapo.storage.model_folder import ModelFolder
 from tests.config_overrides import overrides
 from tests.model_json import MODEL_JSON

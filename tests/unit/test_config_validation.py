@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.validation import validate
 from tests.config_overrides import mistakes
 from tests.model_json import MODEL_JSON
 

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.rollout import client
-from megatron_dapo.rollout.client import Generation
-from megatron_dapo.rollout.errors import Interrupted
+from megatron_dapo.common.rollout_errors import Interrupted
+from megatron_dapo.servers import client
+from megatron_dapo.servers.client import Generation
 from tests.fake_rollout import MIXED, RIGHT, WRONG, Script, prompt_numbers, rollout_folder, run_in_folder
 
 pytestmark = pytest.mark.unit

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import Interrupted, RolloutError
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.errors import Interrupted, RolloutError
 from tests.fake_rollout import (
     RIGHT,
     WRONG,

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from megatron_dapo.common.rollout_errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.errors import NeedsSync, RolloutError
 from tests.fake_rollout import FakeServer, Script, make_config, prompt_numbers, rollout_folder, run_in_folder
 
 pytestmark = pytest.mark.unit

@@ -8,11 +8,11 @@ from megatron_dapo.checkpointing.config_changes import check_changes, config_cha
 from megatron_dapo.checkpointing.folders import TRAINER_STATE
 from megatron_dapo.checkpointing.manifest import write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS, contents_of, find_start
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import critic_batching, critic_path, uses_critic
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.agreement import SingleRank
 
 pytestmark = pytest.mark.unit

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoints_tools.dedup_dataset import main
-from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.storage.file_lock import FileLock
 from tests.helpers import REPOSITORY
 

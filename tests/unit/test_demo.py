@@ -14,11 +14,11 @@ from examples.calculator import problems as calls
 from examples.character_model import EOS, MANIFEST, demonstration, is_made, save, sha256, tokenizer, train
 from examples.smollm2 import problems as products
 from examples.smollm2.reward import last_number
+from megatron_dapo.checks.model_checks import read_model_json
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.conversations import ConversationSet
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.planner.model_checks import read_model_json
-from megatron_dapo.planner.validation import validate
 
 pytestmark = pytest.mark.unit
 

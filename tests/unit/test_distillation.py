@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from examples.distillation.reward import score
 from megatron_dapo.config.derived import needs_old_log_probs, num_optimizer_steps_per_rollout_step, uses_full_kl
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor

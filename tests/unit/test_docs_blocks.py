@@ -11,12 +11,12 @@ import torch
 
 from examples.arithmetic.demo import DEMO
 from megatron_dapo.algorithms.sequence_loss import LossSequence
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.derived import uses_critic, uses_experience_replay
 from megatron_dapo.config.keys import canonical, known_keys
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.envs.types import Task
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.envs.environment import Task
 
 pytestmark = pytest.mark.unit
 

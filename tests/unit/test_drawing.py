@@ -8,8 +8,8 @@ import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.prompts import PromptDataset
-from megatron_dapo.data.types import Group, Prompt, Sample
+from megatron_dapo.data.prompt_dataset import PromptDataset
+from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.verdicts import TooFewVerdicts

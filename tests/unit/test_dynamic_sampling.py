@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.types import Group, Prompt, Sample
-from megatron_dapo.rollout.group_filter import by_correctness
-from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits, staleness
-from megatron_dapo.rollout.plain_data import group_to_plain
+from megatron_dapo.data.samples import Group, Prompt, Sample
+from megatron_dapo.queue.group_filter import by_correctness
+from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits, staleness
+from megatron_dapo.queue.plain_data import group_to_plain
+from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics
-from megatron_dapo.rollout.step_statistics import RolloutStep
 
 pytestmark = pytest.mark.unit
 

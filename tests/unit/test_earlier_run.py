@@ -10,7 +10,7 @@ from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.storage.run_folder import RunFolder, batch_file, batch_steps
-from megatron_dapo.telemetry.report import read_metrics
+from megatron_dapo.telemetry.closing_table import read_metrics
 from megatron_dapo.telemetry.telemetry import Telemetry
 from tests.checkpoint_run import SlowWrite, trainer_state
 

@@ -14,10 +14,10 @@ from megatron_dapo.checkpointing.folders import newest_first
 from megatron_dapo.checkpointing.saver import Retention, Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.common.errors import JobError, RunStopped, SharedUserError, UserError
+from megatron_dapo.common.rollout_errors import ForeignSamples, Interrupted, RolloutError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.job import Job
 from megatron_dapo.platform.agreement import SingleRank
-from megatron_dapo.rollout.errors import ForeignSamples, Interrupted, RolloutError
 from megatron_dapo.telemetry.telemetry import NullTelemetry
 from tests.checkpoint_run import SlowWrite, trainer_state
 

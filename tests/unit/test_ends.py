@@ -10,7 +10,7 @@ import pytest
 from megatron_dapo.common import ends
 from megatron_dapo.common.ends import End, EndFolder, EndKind, end_of_code, end_of_error
 from megatron_dapo.common.errors import MissingRanksError
-from megatron_dapo.rollout.errors import ForeignSamples, RolloutError, ServersLost
+from megatron_dapo.common.rollout_errors import ForeignSamples, RolloutError, ServersLost
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

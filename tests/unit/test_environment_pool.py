@@ -10,14 +10,14 @@ import time
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.envs.pool import EnvironmentFailure, EnvironmentPool
-from megatron_dapo.envs.types import Observation, Task
+from megatron_dapo.envs.environment import Observation, Task
+from megatron_dapo.envs.environment_pool import EnvironmentFailure, EnvironmentPool
 
 pytestmark = pytest.mark.unit
 
 HOSTILE = """
 import asyncio, os, sys, time
-from megatron_dapo.envs.types import Observation
+from megatron_dapo.envs.environment import Observation
 
 class Hostile:
     def __init__(self, folder=""):
@@ -222,9 +222,9 @@ def test_workers_start_without_the_heavy_libraries_and_end_with_their_parent(fol
     heavy = "('torch', 'transformers', 'sympy', 'pydantic')"
     script = f"""
 import asyncio, json, os, sys
-import megatron_dapo.envs.worker
+import megatron_dapo.envs.environment_worker
 assert not [name for name in {heavy} if name in sys.modules]
-from megatron_dapo.envs.pool import EnvironmentPool
+from megatron_dapo.envs.environment_pool import EnvironmentPool
 
 async def main():
     pool = EnvironmentPool("reasoning_gym", {{}}, 1, 5.0, 1024)

@@ -6,9 +6,9 @@ import pytest
 
 from examples.calculator.environment import Calculator, calculate
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.envs.registry import check_environment, make
+from megatron_dapo.envs.environment import Observation, Task
+from megatron_dapo.envs.environment_registry import check_environment, make
 from megatron_dapo.envs.text_game import command_of
-from megatron_dapo.envs.types import Observation, Task
 
 pytestmark = pytest.mark.unit
 

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.evaluation.answer_file import AnswerFile
+from megatron_dapo.commands.evaluation.answer_file import AnswerFile
 from megatron_dapo.rewards.worker_pool import WorkerLost
-from megatron_dapo.rollout import supervisor
-from megatron_dapo.rollout.client import ServerError
+from megatron_dapo.servers import supervisor
+from megatron_dapo.servers.client import ServerError
 from tests.answer_records import ANSWER
 from tests.fake_rollout import RIGHT, WORDS, WRONG, Script, rollout_folder, server_in_thread
 from tests.helpers import REPOSITORY
@@ -166,7 +166,7 @@ def test_answers_of_other_servers_or_weights_are_not_shown_as_this_models(folder
 
 
 def test_a_checkpoint_is_converted_again_where_it_is_another_one(tmp_path, monkeypatch):
-    from megatron_dapo.evaluation import command as module
+    from megatron_dapo.commands.evaluation import command as module
 
     def convert(words, check):
         output = Path(words[-1])
@@ -242,7 +242,7 @@ def test_another_mistake_costs_no_answers_without_a_verdict(folder, capsys):
     WorkerLost("worker 7: gone"), ServerError("http://a:1", "/model_info", None, "gone"), OSError(28, "gone", "x"),
 ])  # fmt: skip
 def test_what_fails_is_one_sentence(folder, error, monkeypatch, capsys):
-    from megatron_dapo.evaluation import answering
+    from megatron_dapo.commands.evaluation import answering
 
     async def answer(*_):
         raise error
@@ -254,7 +254,7 @@ def test_what_fails_is_one_sentence(folder, error, monkeypatch, capsys):
 
 
 def test_a_server_that_does_not_say_its_version_is_not_waited_for_as_for_weights():
-    from megatron_dapo.evaluation.answering import _common_version
+    from megatron_dapo.commands.evaluation.answering import _common_version
 
     waits = []
 
@@ -374,7 +374,7 @@ def test_a_comparison_pairs_the_prompts_and_names_those_that_changed_sides(folde
 
 def test_a_model_of_a_run_is_asked_as_that_run_asks_it(folder, monkeypatch, capsys):
     """Its config names reward, lengths and files; the servers of the run are not this evaluation's."""
-    from megatron_dapo.evaluation import command as module
+    from megatron_dapo.commands.evaluation import command as module
 
     asked = []
     monkeypatch.setattr(module, "_Evaluation", lambda config, *_: asked.append(config) or Done())

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.__main__ import main
+from megatron_dapo.commands.evaluation.answer_file import AnswerFile
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.evaluation.answer_file import AnswerFile
 from tests.answer_records import ANSWER
 from tests.bounded_process import run_bounded
 

@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import PromptCursor
-from megatron_dapo.data.types import Group, Prompt, Sample
-from megatron_dapo.planner.validation import validate
-from megatron_dapo.rollout.experience_replay import (
+from megatron_dapo.data.samples import Group, Prompt, Sample
+from megatron_dapo.queue.experience_replay import (
     ExperiencePool,
     ReplayRules,
     mean_entropy,
     replay_metrics,
 )
-from megatron_dapo.rollout.prompt_draws import PromptDraws, next_prompts
+from megatron_dapo.queue.prompt_draws import PromptDraws, next_prompts
 
 pytestmark = pytest.mark.unit
 

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from megatron_dapo import run_setup
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora import LoraSettings
+from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models import build
@@ -37,7 +37,7 @@ from megatron_dapo.models.rotary import rotary_frequencies
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.weight_sync.plan import plan_buckets
+from megatron_dapo.weight_sync.buckets import plan_buckets
 from tests.distributed.parity_worker import log_probs, sample
 from tests.tiny_models import make_tiny
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.data.types import PartialResponse, Prompt
+from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.data.samples import PartialResponse, Prompt
+from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout import filling
-from megatron_dapo.rollout.errors import Aborted
 from megatron_dapo.rollout.filling import Filling
-from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 
 pytestmark = pytest.mark.unit
 

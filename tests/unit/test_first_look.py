@@ -11,9 +11,9 @@ from megatron_dapo.checkpointing.config_changes import config_to_plain
 from megatron_dapo.checkpointing.folders import write_trainer_state
 from megatron_dapo.checkpointing.manifest import write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS
+from megatron_dapo.checks import loss_trial
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.first_look import NUM_ROWS
-from megatron_dapo.planner import loss_trial
-from megatron_dapo.planner.validation import load_and_validate
 from tests.fake_rollout import write_files
 from tests.model_json import MODEL_JSON
 

@@ -7,24 +7,24 @@ import pytest
 
 from launch.slurm.__main__ import main as slurm_main
 from megatron_dapo.__main__ import main
-from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import parallel_sizes
-from megatron_dapo.config.keys import with_keys
-from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.recipes import recipe
-from megatron_dapo.forecast import step_time
-from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.planner.fitting import (
+from megatron_dapo.checks.memory import server_memory, trainer_memory
+from megatron_dapo.checks.model_shapes import MODEL_SHAPES
+from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.plan import step_time
+from megatron_dapo.commands.plan.fitting import (
     SERVER_TP,
     least_server_memory,
     node_counts,
     smallest_server,
     smallest_trainer,
 )
-from megatron_dapo.planner.memory import server_memory, trainer_memory
-from megatron_dapo.planner.model_shapes import MODEL_SHAPES
-from megatron_dapo.planner.shortage import shortage
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.commands.plan.shortage import shortage
+from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.derived import parallel_sizes
+from megatron_dapo.config.keys import with_keys
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.huggingface.model_spec import model_spec
 
 pytestmark = pytest.mark.unit
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.common.rollout_errors import RolloutError
 from megatron_dapo.data.flat_pickle import ALIGNMENT, _behind, flat_pickle, from_flat_pickle, receive, send
+from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.data.token_arrays import repeated
-from megatron_dapo.data.types import RolloutBatch
-from megatron_dapo.rollout.errors import RolloutError
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit

@@ -1,4 +1,7 @@
-"""Imports point down: a folder of the program imports lower floors and itself, nothing beside or above it."""
+"""Imports point down: a folder of the program imports lower floors and itself, nothing beside or above it.
+
+The core is what a training step needs. Beside it stand the commands and the launcher, which it never imports.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -14,21 +17,24 @@ FLOORS = (
     ("config", "algorithms"),
     ("storage",),
     ("huggingface",),
-    ("data", "kernels", "platform", "planner"),
-    ("models", "rewards"),
-    ("envs",),
+    ("data", "kernels", "platform", "checks"),
+    ("models", "servers", "rewards"),
+    ("envs", "queue"),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
     ("run_setup", "first_look"),
-    ("job", "sft_job", "forecast", "evaluation", "report"),
+    ("job", "sft_job"),
     ("trainer", "sft"),
+    ("commands",),
     ("__main__", "launch"),
 )
+BESIDE = ("commands", "__main__", "launch")  # the core, all other parts, never imports them
+MAX_FILES, MAX_LINES = 25, 3700  # of a room: a folder without its subfolders
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 OUTSIDE = ("examples", "tests", "benchmarks", "checkpoints_tools")  # they may use the program, not the reverse
 
 
 def part_of(module: str) -> str | None:
-    """`megatron_dapo.rollout.client` -> `rollout`; None for other people's modules and for `megatron_dapo` itself."""
+    """`megatron_dapo.servers.client` -> `servers`; None for other people's modules and for `megatron_dapo` itself."""
     names = module.split(".")
     if names[0] == "megatron_dapo":
         return names[1] if len(names) > 1 else None
@@ -86,15 +92,52 @@ def test_every_part_of_the_program_has_a_floor():
     assert parts <= FLOOR_OF.keys(), f"no floor for {sorted(parts - FLOOR_OF.keys())}"
 
 
+def test_the_core_imports_nothing_that_stands_beside_it():
+    """Follows from the order of the floors, as long as what stands beside the core is above all of it."""
+    lowest = min(FLOOR_OF[part] for part in BESIDE)
+    assert {part for part, floor in FLOOR_OF.items() if floor >= lowest} == set(BESIDE)
+
+
+def test_a_room_can_be_read_in_a_day():
+    rooms: dict[Path, list[Path]] = {}
+    for _, path in modules():
+        rooms.setdefault(path.parent, []).append(path)
+    sizes = {
+        str(room.relative_to(ROOT)): (len(files), sum(len(path.read_text().splitlines()) for path in files))
+        for room, files in rooms.items()
+    }
+    too_large = {room: size for room, size in sizes.items() if size[0] > MAX_FILES or size[1] > MAX_LINES}
+    assert not too_large, f"at most {MAX_FILES} files and {MAX_LINES} lines"
+
+
+def test_file_names_are_unique_in_the_core():
+    places: dict[str, list[str]] = {}
+    for module, path in modules():
+        if part_of(module) not in BESIDE and path.name != "__init__.py":
+            places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert not [files for files in places.values() if len(files) > 1]
+
+
+def test_a_package_holds_a_docstring_and_nothing_else():
+    """But for what must happen before any module of a room imports megatron.core."""
+    prepare = "from megatron_dapo.platform.device import prepare_megatron\nprepare_megatron()"
+    more = [
+        str(path.relative_to(ROOT))
+        for _, path in modules()
+        if path.name == "__init__.py" and ast.unparse(ast.parse(path.read_text()).body[1:]) not in ("", prepare)  # type: ignore[arg-type]
+    ]
+    assert not more
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("megatron_dapo.config.loader", "import megatron_dapo.data.types"),
+        ("megatron_dapo.config.loader", "import megatron_dapo.data.samples"),
         ("megatron_dapo.common.errors", "from megatron_dapo.config import Config"),
         ("megatron_dapo.config.loader", "from megatron_dapo.algorithms import kl"),  # beside it
         ("megatron_dapo.data.packing", "from megatron_dapo import trainer"),
-        ("megatron_dapo.rollout.client", "from ..training import policy"),
-        ("megatron_dapo.rollout.client", "def f():\n    from megatron_dapo.weight_sync import sync"),
+        ("megatron_dapo.servers.client", "from ..training import policy"),
+        ("megatron_dapo.servers.client", "def f():\n    from megatron_dapo.weight_sync import sync"),
         ("megatron_dapo.models.build", "if True:\n    import launch.local"),
         ("megatron_dapo.__main__", "import launch"),
         ("megatron_dapo.trainer", "from tests.helpers import run_torchrun"),
@@ -111,8 +154,8 @@ def test_an_import_that_points_elsewhere_is_found(module, source):
     ("module", "source"),
     [
         ("megatron_dapo.trainer", "from megatron_dapo.rollout import RolloutHandle\nimport torch"),
-        ("megatron_dapo.rollout.client", "from . import errors\nfrom .errors import _hidden"),
-        ("megatron_dapo.rollout.client", "from megatron_dapo.common.errors import UserError\nfrom ..data import types"),
+        ("megatron_dapo.servers.client", "from . import errors\nfrom .errors import _hidden"),
+        ("megatron_dapo.servers.client", "from megatron_dapo.common.errors import UserError\nfrom ..data import types"),
         ("launch.local", "import megatron_dapo\nfrom megatron_dapo.trainer import train\nfrom .stop_signals import x"),
     ],
 )

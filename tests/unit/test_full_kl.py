@@ -12,12 +12,12 @@ import torch.nn.functional as F
 
 from benchmarks.memory import peak_bytes
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.kernels.full_kl import linear_full_kl
 from megatron_dapo.kernels.fused_head import Head, KLReference, fused_dapo_head
 from megatron_dapo.kernels.row_plan import RowPlan
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.device import prepare_megatron
 
 pytestmark = pytest.mark.unit

@@ -17,13 +17,13 @@ from megatron_dapo.algorithms.aggregation import token_weights
 from megatron_dapo.algorithms.policy_loss import Clip, policy_loss
 from megatron_dapo.algorithms.whitening import moments
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import SampleReward, assemble, group_estimates
 from megatron_dapo.data.packing import collate
-from megatron_dapo.planner.plan import process_plan
+from megatron_dapo.queue.group_filter import FILTER_MODES, by_correctness, by_spread, filter_in_words, make_queue
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.group_filter import FILTER_MODES, by_correctness, by_spread, filter_in_words, make_queue
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.distribute import StepShard

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.client import SamplingParams
-from megatron_dapo.rollout.errors import Aborted
+from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.servers.client import SamplingParams
 from tests.fake_rollout import WORDS, WritingServer, until
 from tests.unit.test_pushes_in_flight import AllRight, Words, draw, rollout
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import Interrupted, NeedsSync, RolloutError
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.data.flat_pickle import send
 from megatron_dapo.rollout import handle as handle_module
-from megatron_dapo.rollout.errors import Interrupted, NeedsSync, RolloutError
 from megatron_dapo.rollout.handle import RolloutHandle
 from tests.fake_rollout import make_config, server_in_thread, write_files
 

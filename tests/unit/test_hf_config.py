@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megatron_dapo.commands.plan.server_time import active_parameters
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.huggingface.experts import MoEConfig
 from megatron_dapo.huggingface.latent import LatentAttention
@@ -21,7 +22,6 @@ from megatron_dapo.huggingface.rope import RopeScaling
 from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.models.rotary import attention_scale
 from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
-from megatron_dapo.planner.server_time import active_parameters
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

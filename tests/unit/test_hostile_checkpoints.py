@@ -28,9 +28,9 @@ from megatron_dapo.checkpointing.torch_dist import reading
 from megatron_dapo.checkpointing.torch_dist.generators import STORED_CLASSES, restore_generators
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
+from megatron_dapo.commands.evaluation import command as evaluation
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.evaluation import command as evaluation
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.reference import Reference

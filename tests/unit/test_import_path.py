@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_dapo.checks.run_checks import MACHINE_CHECKS, validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.validation import MACHINE_CHECKS, validate
 
 pytestmark = pytest.mark.unit
 

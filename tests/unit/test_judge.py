@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Prompt
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.data.samples import Prompt
+from megatron_dapo.rewards.judge import Judge
+from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.rewards.scorers import Scorers, Weighed
 from megatron_dapo.rollout.controller import make_scorers
-from megatron_dapo.rollout.judge import Judge
-from megatron_dapo.rollout.scorers import Scorers, Weighed
 
 pytestmark = pytest.mark.unit
 
@@ -175,7 +175,7 @@ def test_an_answer_of_any_size_and_depth_costs_one_verdict_and_few_words(answer,
 
 
 def test_of_an_answer_no_more_than_its_first_bytes_are_read(monkeypatch):
-    monkeypatch.setattr("megatron_dapo.rollout.bounded_http.MAX_ANSWER_BYTES", 300)
+    monkeypatch.setattr("megatron_dapo.rewards.bounded_http.MAX_ANSWER_BYTES", 300)
     assert judged(Endpoint(), "x") == [RewardResult(1.5, True)]
     [result] = judged(Endpoint(lambda question: " " * 300 + "Score: 5"), "x")
     assert "no chat completion" in result.error
@@ -195,7 +195,7 @@ def test_the_score_at_the_end_of_a_long_answer_is_read():
 
 def test_a_pattern_that_never_ends_costs_its_own_verdict(monkeypatch):
     """Where its search holds the event loop, nothing else goes on, and no limit ends it."""
-    monkeypatch.setattr("megatron_dapo.rollout.judge._SEARCH_S", 1.0)
+    monkeypatch.setattr("megatron_dapo.rewards.judge._SEARCH_S", 1.0)
     endpoint = Endpoint(lambda question: "a" * 64 + "!" if question.endswith("slow") else "a 5")
     keys = [r"reward.judge.pattern=^(?:a+)+\s(\d)$"]
     slow, fast = judged(endpoint, "slow", "fast", keys=keys)

@@ -18,8 +18,8 @@ from launch.local import run_local
 from launch.sglang_server import serve
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.rollout.supervisor import ServerFailure
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.supervisor import ServerFailure
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -313,7 +313,7 @@ def test_a_trainer_that_has_begun_may_save_when_the_last_server_is_lost(
     tmp_path, capfd, monkeypatch, were_healthy, code
 ):
     monkeypatch.setattr(
-        "megatron_dapo.rollout.run_servers.ServerSupervisor", lambda *_, **__: LostServers(were_healthy)
+        "megatron_dapo.servers.run_servers.ServerSupervisor", lambda *_, **__: LostServers(were_healthy)
     )
     started = load_config(None, [f"trainer.run_dir={tmp_path / 'run'}"])
     ranks = rank_script("time.sleep(2); open('saved', 'w'); sys.exit(7)")

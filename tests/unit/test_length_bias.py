@@ -1,7 +1,7 @@
 """Which groups are trained on does not depend on how long their responses take, where long means late.
 
-A discrete-event simulation (`megatron_dapo/forecast/simulation.py`) drives the program's own queue and admission; then
-the controller itself, with servers that sleep for as long as a response is long.
+A discrete-event simulation (`commands/plan/simulation.py`) drives the program's own queue and admission; then the
+controller itself, with servers that sleep for as long as a response is long.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks.bench_async import bench_config
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.data.types import Group
-from megatron_dapo.forecast.simulation import Draw, Machines, Recipe, Simulation, mean_length, random_draws
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.rollout import group_filter
+from megatron_dapo.commands.plan.simulation import Draw, Machines, Recipe, Simulation, mean_length, random_draws
+from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.data.samples import Group
+from megatron_dapo.queue import group_filter
+from megatron_dapo.queue.group_filter import by_correctness
+from megatron_dapo.queue.group_queue import FilterReason
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.group_filter import by_correctness
-from megatron_dapo.rollout.group_queue import FilterReason
 from tests.fake_rollout import rollout_folder, write_files
 
 pytestmark = pytest.mark.unit

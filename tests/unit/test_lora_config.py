@@ -1,17 +1,17 @@
-"""Keys of LoRA: each mistake is one sentence that names key, value and cure; what the planner makes of them."""
+"""Keys of LoRA: each mistake is one sentence that names key, value and cure; what the plan makes of them."""
 
 import json
 
 import pytest
 
+from megatron_dapo.checks.memory import num_parameters, num_trained_parameters, trainer_memory
+from megatron_dapo.checks.model_shapes import model_json_named
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora import actor_is_reference, lora_settings
+from megatron_dapo.config.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.planner.memory import num_parameters, num_trained_parameters, trainer_memory
-from megatron_dapo.planner.model_shapes import model_json_named
-from megatron_dapo.planner.validation import validate
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit

@@ -4,9 +4,9 @@ import pytest
 
 from megatron_dapo.algorithms.dapo_loss import metric_names
 from megatron_dapo.algorithms.rollout_correction import RatioBounds, RolloutCorrection
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.config.derived import needs_old_log_probs
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.training.loss_config import correction_per_step, loss_config
 
 pytestmark = pytest.mark.unit

@@ -6,16 +6,16 @@ import torch
 
 from megatron_dapo.algorithms.sequence_loss import load_loss_function
 from megatron_dapo.checkpointing.config_changes import ConfigChange, matters
+from megatron_dapo.checks.algorithm_checks import loss_function, staleness
+from megatron_dapo.checks.unused_keys import unused_keys
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.algorithm_checks import loss_function, staleness
 from megatron_dapo.config.derived import needs_reference
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.unused_keys import unused_keys
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
 from megatron_dapo.models.log_prob_head import Scores
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.losses import SequenceSumLoss, loss_sequences
 from tests import training_checks as checks

@@ -11,15 +11,8 @@ import torch
 from benchmarks.memory import peak_bytes
 from megatron_dapo.__main__ import main
 from megatron_dapo.algorithms.sequence_loss import LossSequence
-from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
-from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora import lora_settings
-from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, model_spec
-from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
-from megatron_dapo.models.lora import adapter_tensors
-from megatron_dapo.models.weight_map import ROUTER_BIAS, WEIGHT_MAPS, hf_tensors
-from megatron_dapo.planner.flops import attention_flops
-from megatron_dapo.planner.memory import (
+from megatron_dapo.checks.flops import attention_flops
+from megatron_dapo.checks.memory import (
     GB,
     activation_bytes,
     head_bytes,
@@ -33,9 +26,16 @@ from megatron_dapo.planner.memory import (
     usable_memory,
     weight_sync_bytes,
 )
-from megatron_dapo.planner.model_shapes import MODEL_SHAPES
-from megatron_dapo.planner.plan import memory_lines, process_plan
-from megatron_dapo.planner.shortage import shortage
+from megatron_dapo.checks.model_shapes import MODEL_SHAPES
+from megatron_dapo.commands.plan.process_plan import memory_lines, process_plan
+from megatron_dapo.commands.plan.shortage import shortage
+from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora_settings import lora_settings
+from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, model_spec
+from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
+from megatron_dapo.models.lora import adapter_tensors
+from megatron_dapo.models.weight_map import ROUTER_BIAS, WEIGHT_MAPS, hf_tensors
 from tests.fake_rollout import write_files
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_dapo.checks.memory import kept_per_token
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
@@ -16,9 +17,8 @@ from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model, layers_with_experts
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.weight_source import WeightSource
-from megatron_dapo.planner.memory import kept_per_token
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.training.expert_load import load_metrics
+from megatron_dapo.training.expert_load_metrics import load_metrics
 from megatron_dapo.training.optimizer import make_training_state
 from tests.tiny_models import make_tiny
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.planner.validation import validate
 
 pytestmark = pytest.mark.unit
 

@@ -8,24 +8,24 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_dapo.config.derived import ParallelSizes
-from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.recipes import recipe
-from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.models.build import megatron_layout
-from megatron_dapo.planner.hardware import HARDWARE
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import activation_bytes, model_states, num_parameters
-from megatron_dapo.planner.model_shapes import model_json_named
-from megatron_dapo.planner.pipeline import PipelineSplit, pipeline_split, split_of
-from megatron_dapo.planner.plan import memory_lines
-from megatron_dapo.planner.training_time import (
+from megatron_dapo.checks.hardware import HARDWARE
+from megatron_dapo.checks.memory import activation_bytes, model_states, num_parameters
+from megatron_dapo.checks.model_shapes import model_json_named
+from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split, split_of
+from megatron_dapo.checks.recompute import recomputed_share
+from megatron_dapo.commands.plan.process_plan import memory_lines
+from megatron_dapo.commands.plan.training_time import (
     Efficiency,
     TrainerLayout,
     TrainingWork,
-    recomputed_share,
     training_time,
 )
+from megatron_dapo.config.derived import ParallelSizes
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.models.build import megatron_layout
 from tests.unit.test_plan_time import HALF, SLOW, SMALL, THREE_TOKENS
 
 pytestmark = pytest.mark.unit

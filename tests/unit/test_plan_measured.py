@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.__main__ import main
+from megatron_dapo.checks.hardware import HARDWARE
+from megatron_dapo.checks.model_shapes import model_json_named
+from megatron_dapo.commands.plan import step_time
+from megatron_dapo.commands.plan.measured import FIRST_STEPS, MeasuredRun
+from megatron_dapo.commands.plan.step_time import Assumptions, Factors, phase_times
+from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.recipes import recipe
-from megatron_dapo.forecast import step_time
-from megatron_dapo.forecast.measured import FIRST_STEPS, MeasuredRun
-from megatron_dapo.forecast.step_time import Assumptions, Factors, phase_times
+from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.planner.hardware import HARDWARE
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.model_shapes import model_json_named
-from megatron_dapo.planner.training_time import Efficiency
 
 pytestmark = pytest.mark.unit
 

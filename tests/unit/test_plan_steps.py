@@ -9,21 +9,21 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.__main__ import main
+from megatron_dapo.checks.hardware import HARDWARE
+from megatron_dapo.checks.model_shapes import model_json_named
+from megatron_dapo.checks.recompute import least_that_fits
+from megatron_dapo.commands.plan import search, step_time
+from megatron_dapo.commands.plan.search import ConfigSource, candidates, changed_overrides
+from megatron_dapo.commands.plan.server_time import ServerSpeed
+from megatron_dapo.commands.plan.shortage import shortage
+from megatron_dapo.commands.plan.simulation import Machines, Recipe
+from megatron_dapo.commands.plan.step_time import Assumptions, PhaseTimes, phase_times, run_time, simulated
+from megatron_dapo.commands.plan.training_time import TrainingTime
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
-from megatron_dapo.forecast import search, step_time
-from megatron_dapo.forecast.search import ConfigSource, candidates, changed_overrides
-from megatron_dapo.forecast.simulation import Machines, Recipe
-from megatron_dapo.forecast.step_time import Assumptions, PhaseTimes, phase_times, run_time, simulated
+from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.planner.hardware import HARDWARE
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.model_shapes import model_json_named
-from megatron_dapo.planner.recompute import least_that_fits
-from megatron_dapo.planner.server_time import ServerSpeed
-from megatron_dapo.planner.shortage import shortage
-from megatron_dapo.planner.training_time import TrainingTime
 
 pytestmark = pytest.mark.unit
 
@@ -255,5 +255,5 @@ def test_an_option_that_makes_no_sense_is_refused(option, capsys):
 
 
 def test_a_plan_waits_for_no_import_of_torch():
-    code = "import sys; import megatron_dapo.forecast.command; sys.exit('torch' in sys.modules)"
+    code = "import sys; import megatron_dapo.commands.plan.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

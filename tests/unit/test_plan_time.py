@@ -7,18 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import ParallelSizes
-from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora import LINEAR_MODULES, LoraSettings
-from megatron_dapo.config.recipes import recipe
-from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.huggingface.windows import Windows
-from megatron_dapo.planner.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import num_parameters
-from megatron_dapo.planner.model_shapes import MODEL_SHAPES, model_json_named
-from megatron_dapo.planner.server_time import (
+from megatron_dapo.checks.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
+from megatron_dapo.checks.memory import num_parameters
+from megatron_dapo.checks.model_shapes import MODEL_SHAPES, model_json_named
+from megatron_dapo.checks.recompute import recomputed_share
+from megatron_dapo.commands.plan.server_time import (
     ServerSpeed,
     active_parameters,
     mean_context,
@@ -26,15 +19,22 @@ from megatron_dapo.planner.server_time import (
     push_s,
     server_speed,
 )
-from megatron_dapo.planner.training_time import (
+from megatron_dapo.commands.plan.training_time import (
     Efficiency,
     TrainerLayout,
     TrainingWork,
     optimizer_step_s,
-    recomputed_share,
     trainer_layout,
     training_time,
 )
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import ParallelSizes
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.lora_settings import LINEAR_MODULES, LoraSettings
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.windows import Windows
 
 pytestmark = pytest.mark.unit
 

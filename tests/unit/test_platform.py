@@ -13,7 +13,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform import megatron_cpu
 from megatron_dapo.platform.device import device, model_dtype, prepare_megatron, require_usable_gpus
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

@@ -11,15 +11,15 @@ from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
 from megatron_dapo.algorithms.metrics import finalize
 from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES, Clip, policy_loss
-from megatron_dapo.config.algorithm_checks import clipping, staleness
-from megatron_dapo.config.algorithm_checks import policy_loss as policy_loss_check
+from megatron_dapo.checks.algorithm_checks import clipping, staleness
+from megatron_dapo.checks.algorithm_checks import policy_loss as policy_loss_check
+from megatron_dapo.checks.unused_keys import unused_keys
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.config.derived import needs_old_log_probs, needs_reference
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.actor_rollout_ref import ActorConfig
-from megatron_dapo.config.unused_keys import unused_keys
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.loss_config import loss_config
 from megatron_dapo.training.losses import SequenceRatioLoss, TokenSumLoss, make_loss, sequence_log_ratio

@@ -20,10 +20,10 @@ import pytest
 from launch.preflight import all_reduce, gpus, http, machine
 from launch.preflight.nodes import NodeFinding, PreflightError, PreflightNodes
 from launch.preflight.report import table
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import starts_servers
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.transformer_engine import EngineHere
 from tests.helpers import REPOSITORY
 

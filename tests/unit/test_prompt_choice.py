@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from examples.prompt_choice import order
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import MixtureCursor, PromptCursor, make_cursor, short_names
-from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.rollout.controller import load_train_prompts
 from tests.fake_rollout import WRONG, Script, prompt_numbers, rollout_folder, run_in_folder
 from tests.unit.test_prompts import CharTokenizer

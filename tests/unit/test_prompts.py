@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import PromptCursor, content_of
-from megatron_dapo.data.prompts import PromptDataset
-from megatron_dapo.data.types import Prompt
+from megatron_dapo.data.prompt_dataset import PromptDataset
+from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rollout.controller import load_prompts
 
 pytestmark = pytest.mark.unit

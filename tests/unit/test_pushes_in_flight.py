@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.types import Group, PartialResponse, Prompt
-from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.client import SamplingParams
-from megatron_dapo.rollout.errors import Aborted, NeedsSync, RolloutError
+from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
+from megatron_dapo.data.samples import Group, PartialResponse, Prompt
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
-from megatron_dapo.rollout.server import ServerState
-from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool
-from megatron_dapo.rollout.server_versions import require_in_flight_updates
+from megatron_dapo.servers.client import SamplingParams
+from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
+from megatron_dapo.servers.server_versions import require_in_flight_updates
 from tests.fake_rollout import WORDS, WritingServer, mislabelled, until
 
 pytestmark = pytest.mark.unit

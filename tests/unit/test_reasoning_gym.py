@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.envs import prompts
+from megatron_dapo.envs.environment import Task
 from megatron_dapo.envs.reasoning_gym import ReasoningGym
-from megatron_dapo.envs.types import Task
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.reasoning_gym import answer_score, reasoning_gym
-from megatron_dapo.rewards.registry import check_reward
+from megatron_dapo.rewards.reasoning_gym_reward import answer_score, reasoning_gym
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_registry import check_reward
 from tests.silence import SILENCE
 
 pytestmark = pytest.mark.unit

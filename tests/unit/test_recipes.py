@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checks.memory import server_memory, trainer_memory
+from megatron_dapo.checks.model_shapes import model_json_named
+from megatron_dapo.checks.pipeline import split_of
+from megatron_dapo.checks.run_checks import load_for_evaluation, validate
+from megatron_dapo.commands.plan.process_plan import process_plan
+from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, random_draws
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import (
     dapo_techniques,
@@ -21,17 +27,11 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.recipes import recipe as path_of
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.forecast.simulation import Machines, Recipe, Simulation, random_draws
 from megatron_dapo.huggingface.model_spec import model_spec
-from megatron_dapo.planner.lengths import Lengths
-from megatron_dapo.planner.memory import server_memory, trainer_memory
-from megatron_dapo.planner.model_shapes import model_json_named
-from megatron_dapo.planner.pipeline import split_of
-from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.planner.validation import load_for_evaluation, validate
-from megatron_dapo.rewards.registry import score_response
+from megatron_dapo.rewards.reward_registry import score_response
 from megatron_dapo.rollout.controller import load_prompts
 from tests.fake_rollout import write_files
 from tests.model_json import QWEN2_5_7B, QWEN2_5_32B

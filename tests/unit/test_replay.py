@@ -14,17 +14,17 @@ import pytest
 from launch.local import main as launch_local
 from megatron_dapo.__main__ import main
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Group, RolloutBatch, Sample
-from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.data.samples import Group, RolloutBatch, Sample
+from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
+from megatron_dapo.queue.plain_data import draw_to_plain, group_to_plain
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.handle import RolloutHandle
-from megatron_dapo.rollout.plain_data import draw_to_plain, group_to_plain
 from megatron_dapo.rollout.start import start_rollout
 from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import FakeServer, Script, make_config, write_files

@@ -13,9 +13,9 @@ from examples.character_model import demonstration
 from examples.experience_replay import guesser
 from examples.experience_replay.compare import ARMS, GOAL, PLOT, RESULTS, first_passed, table
 from examples.experience_replay.plot import STYLES, draw
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.derived import uses_experience_replay
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.planner.validation import validate
 
 pytestmark = pytest.mark.unit
 

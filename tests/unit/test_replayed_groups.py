@@ -14,12 +14,12 @@ from megatron_dapo.config.derived import needs_old_log_probs
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
-from megatron_dapo.data.types import Prompt, RolloutBatch
+from megatron_dapo.data.samples import Prompt, RolloutBatch
+from megatron_dapo.queue.group_filter import by_correctness
+from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.group_filter import by_correctness
-from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.training.loss_config import loss_config
 from tests.fake_rollout import MIXED, RIGHT, WRONG, FakeServer, Script, make_config, write_files

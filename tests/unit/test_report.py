@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from megatron_dapo.__main__ import main
+from megatron_dapo.commands.report.answers import StepFile, answer_files, coded, tokens_bytes
+from megatron_dapo.commands.report.embedding import StepAnswers, answers_of, fitting
+from megatron_dapo.commands.report.page import summary, whole_page
+from megatron_dapo.commands.report.panels import CURVES, SHARE, drawn
+from megatron_dapo.commands.report.run_data import config_rows, read_run
+from megatron_dapo.commands.report.watch import Watched, make_server
 from megatron_dapo.common.ends import End, EndFolder, EndKind
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.data.token_dump import TokenDump
-from megatron_dapo.report.answers import StepFile, answer_files, coded, tokens_bytes
-from megatron_dapo.report.embedding import StepAnswers, answers_of, fitting
-from megatron_dapo.report.page import summary, whole_page
-from megatron_dapo.report.panels import CURVES, SHARE, drawn
-from megatron_dapo.report.run_data import config_rows, read_run
-from megatron_dapo.report.watch import Watched, make_server
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.report_runs import HOSTILE, START, write_run
 
@@ -312,10 +312,14 @@ def test_a_watched_page_is_for_names_of_this_machine_at_any_port(tmp_path, capsy
 
 def test_a_watched_page_is_sent_only_the_part_that_it_asks_for(tmp_path, monkeypatch):
     watched = Watched([write_run(tmp_path / "run", num_steps=1).path])
-    monkeypatch.setattr("megatron_dapo.report.watch.tokens_bytes", lambda *_: pytest.fail("nobody asked for tokens"))
+    monkeypatch.setattr(
+        "megatron_dapo.commands.report.watch.tokens_bytes", lambda *_: pytest.fail("nobody asked for tokens")
+    )
     assert watched.answers("texts", 0, "trained", 1)
     monkeypatch.undo()
-    monkeypatch.setattr("megatron_dapo.report.watch.texts_bytes", lambda *_: pytest.fail("nobody asked for texts"))
+    monkeypatch.setattr(
+        "megatron_dapo.commands.report.watch.texts_bytes", lambda *_: pytest.fail("nobody asked for texts")
+    )
     assert watched.answers("tokens", 0, "trained", 1) and watched.answers("tokens", 0, "trained", 2) is None
     RunFolder(watched.folders[0]).rollout_tokens(1).unlink()
     assert watched.answers("tokens", 0, "trained", 1) == "", "a step whose tokens are not there yet is no error"

@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rollout.client import KeyRefused, ServerError, SGLangClient
-from megatron_dapo.rollout.request_pipeline import Answer, RequestPipeline, _Connection
+from megatron_dapo.servers.client import KeyRefused, ServerError, SGLangClient
+from megatron_dapo.servers.request_pipeline import Answer, RequestPipeline, _Connection
 from tests.helpers import free_port
 
 pytestmark = pytest.mark.unit

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import Aborted
 from megatron_dapo.common.seeds import seed_from, seed_generators
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Group, PartialResponse
-from megatron_dapo.envs.pool import EnvironmentPool
-from megatron_dapo.envs.types import Task
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rollout.client import Generation, SamplingParams
-from megatron_dapo.rollout.errors import Aborted
-from megatron_dapo.rollout.plain_data import draw_from_plain, draw_to_plain
+from megatron_dapo.data.samples import Group, PartialResponse
+from megatron_dapo.envs.environment import Task
+from megatron_dapo.envs.environment_pool import EnvironmentPool
+from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain
+from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
-from megatron_dapo.rollout.supervisor import sglang_command
+from megatron_dapo.servers.client import Generation, SamplingParams
+from megatron_dapo.servers.supervisor import sglang_command
 from tests.config_overrides import mistakes
 from tests.fake_rollout import Script, rollout_folder, run_in_folder, write_files
 from tests.synthetic import synthetic_groups
@@ -170,7 +170,7 @@ def test_a_partial_response_of_a_state_keeps_its_number():
 DRAWING = """
 import random
 import numpy as np
-from megatron_dapo.envs.types import Observation
+from megatron_dapo.envs.environment import Observation
 
 def score(data_source, response, ground_truth, extra_info):
     return random.random() + np.random.random()

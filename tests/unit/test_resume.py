@@ -21,7 +21,7 @@ from megatron_dapo.common.errors import JobError, UserError
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from tests.checkpoint_run import SlowWrite, run, trainer_state

@@ -8,12 +8,12 @@ from aiohttp import web
 from examples.judge import demo as judge_demo
 from examples.judge.endpoint import KEY, application, judgement
 from examples.reward_model import brevity, demo
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.data.types import Prompt
 from megatron_dapo.huggingface.reward_model import architecture_of
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import make_scorers
 from tests.helpers import REPOSITORY
 

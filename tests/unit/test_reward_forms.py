@@ -10,8 +10,8 @@ import pytest
 from examples.reward_forms import forms
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.forms import RewardForm, RewardRequest, Scored, arguments_of, form_of, results_of
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_result import RewardResult
 
 pytestmark = pytest.mark.unit
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rewards.registry import check_signature
+from megatron_dapo.rewards.reward_registry import check_signature
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

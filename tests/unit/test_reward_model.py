@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.data.types import Prompt
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Prompt
 from megatron_dapo.huggingface.reward_model import architecture_of
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout import reward_model
-from megatron_dapo.rollout.client import ServerError
+from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rollout import reward_model_client as reward_model
 from megatron_dapo.rollout.controller import make_reward_model
-from megatron_dapo.rollout.reward_model import RewardModel
-from megatron_dapo.rollout.scorers import Scorers, Weighed
+from megatron_dapo.rollout.reward_model_client import RewardModel
+from megatron_dapo.servers.client import ServerError
 
 pytestmark = pytest.mark.unit
 

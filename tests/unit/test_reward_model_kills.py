@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 
-from megatron_dapo.rollout import reward_model, supervisor
-from megatron_dapo.rollout.run_servers import RunServers
+from megatron_dapo.rollout import reward_model_client as reward_model
+from megatron_dapo.servers import supervisor
+from megatron_dapo.servers.run_servers import RunServers
 from tests import fake_server
 from tests.fake_rollout import WORDS, make_config, rollout_folder, run_with_controller, until
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS
 from megatron_dapo.rewards.answers import final_answer, last_answer_line, last_boxed, normalize
-from megatron_dapo.rewards.registry import DATA_SOURCES, check_reward, function_name, score_response, wrong_score
+from megatron_dapo.rewards.reward_registry import DATA_SOURCES, check_reward, function_name, score_response, wrong_score
 from megatron_dapo.rewards.symbolic import is_too_expensive, math_verify
 from megatron_dapo.rewards.text import exact_match, math_dapo
 

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.rewards.pool import RewardPool
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_result import RewardResult
 
 pytestmark = pytest.mark.unit
 
@@ -203,7 +203,7 @@ def test_a_cancelled_request_does_not_answer_the_next_one():
 
 
 def test_a_worker_is_replaced_after_its_share_of_requests(monkeypatch):
-    monkeypatch.setattr("megatron_dapo.rewards.pool._REQUESTS_PER_WORKER", 3)
+    monkeypatch.setattr("megatron_dapo.rewards.reward_pool._REQUESTS_PER_WORKER", 3)
 
     async def use(pool):
         return [(await pool.score(*request("pid"))).score for _ in range(4)]
@@ -248,7 +248,9 @@ def test_a_variable_to_pass_on_that_is_not_set_is_told_at_the_start(monkeypatch)
 
 def test_workers_start_without_the_heavy_libraries():
     heavy = "('torch', 'transformers', 'sympy', 'pydantic')"
-    script = f"import sys, megatron_dapo.rewards.worker; print([name for name in {heavy} if name in sys.modules])"
+    script = (
+        f"import sys, megatron_dapo.rewards.reward_worker; print([name for name in {heavy} if name in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -294,7 +296,7 @@ def test_a_process_of_its_own_session_ends_with_the_pools_process(tmp_path):
     script = textwrap.dedent(
         f"""
         import asyncio, os
-        from megatron_dapo.rewards.pool import RewardPool
+        from megatron_dapo.rewards.reward_pool import RewardPool
 
         async def main():
             pool = RewardPool("hostile_rewards:score", {{}}, 1, 60.0, 1024)
@@ -406,7 +408,7 @@ def test_workers_end_with_their_parent(action, tmp_path):
     script = textwrap.dedent(
         f"""
         import asyncio, os, sys
-        from megatron_dapo.rewards.pool import RewardPool
+        from megatron_dapo.rewards.reward_pool import RewardPool
 
         async def main():
             pool = RewardPool("hostile_rewards:score", {{}}, 1, 600.0, 1024)

@@ -11,24 +11,24 @@ import pytest
 from aiohttp import web
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.routed_experts import RouterShape, as_text, from_text
-from megatron_dapo.data.types import Group, Prompt, RolloutBatch, drop_experts
+from megatron_dapo.data.samples import Group, Prompt, RolloutBatch, drop_experts
 from megatron_dapo.huggingface.experts import MoEConfig
-from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.queue.plain_data import group_from_plain, group_to_plain
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
-from megatron_dapo.rollout.client import ExpertQuestion, Generation, SamplingParams, ServerError
-from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
-from megatron_dapo.rollout.run_servers import _of_reward_model
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, _to_sample
-from megatron_dapo.rollout.server import Server
-from megatron_dapo.rollout.supervisor import sglang_command
 from megatron_dapo.rollout.trajectory import Budget, Trajectory, single_turn
-from megatron_dapo.training.router_replay import ExpertCut
+from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, ServerError
+from megatron_dapo.servers.run_servers import _of_reward_model
+from megatron_dapo.servers.server import Server
+from megatron_dapo.servers.supervisor import sglang_command
+from megatron_dapo.training.expert_cut import ExpertCut
 from tests.synthetic import synthetic_groups, with_experts
 from tests.tiny_models import make_tiny
 from tests.unit.test_client import SAMPLING, answer, ask, json_answer

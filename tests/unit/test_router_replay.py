@@ -21,8 +21,8 @@ from megatron_dapo.models.context_parallel import rank_places
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.router_replay import UNKNOWN, RouterPass
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.training import router_replay
-from megatron_dapo.training.router_replay import ExpertCut
+from megatron_dapo.training import expert_cut as router_replay
+from megatron_dapo.training.expert_cut import ExpertCut
 from megatron_dapo.training.schedule import Schedule
 from tests.distributed import parity_worker
 from tests.distributed.test_parity import hugging_face_log_probs

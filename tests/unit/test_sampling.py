@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dapo.data.types import Group
-from megatron_dapo.rollout.client import Generation, SamplingParams, ServerError
+from megatron_dapo.common.rollout_errors import RolloutError
+from megatron_dapo.data.samples import Group
+from megatron_dapo.queue.plain_data import group_from_plain, group_to_plain
+from megatron_dapo.queue.step_statistics import StepStatistics
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.errors import RolloutError
-from megatron_dapo.rollout.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
-from megatron_dapo.rollout.server import Server
-from megatron_dapo.rollout.step_statistics import StepStatistics
 from megatron_dapo.rollout.trajectory import Budget
+from megatron_dapo.servers.client import Generation, SamplingParams, ServerError
+from megatron_dapo.servers.server import Server
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
 
@@ -98,7 +98,7 @@ def test_other_estimators_ask_for_no_baseline(folder):
 
 
 ENVIRONMENT = """
-from megatron_dapo.envs.types import Observation
+from megatron_dapo.envs.environment import Observation
 
 class TwoTurns:
     async def reset(self, task):

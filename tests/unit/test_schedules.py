@@ -15,10 +15,10 @@ import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION
-from megatron_dapo.data.types import Group, Prompt, Sample
-from megatron_dapo.rollout.group_queue import GroupQueue, QueueLimits
-from megatron_dapo.rollout.step_statistics import StepStatistics
+from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
+from megatron_dapo.queue.step_statistics import StepStatistics
 
 pytestmark = pytest.mark.unit
 

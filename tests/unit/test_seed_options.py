@@ -15,14 +15,14 @@ from megatron_dapo.algorithms.dapo_loss import TokenBatch, TokenOutputs, dapo_lo
 from megatron_dapo.algorithms.kl import KL_CONTROLLERS
 from megatron_dapo.config.derived import samples_per_rollout_step
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
-from megatron_dapo.data.types import Prompt
+from megatron_dapo.data.samples import Prompt
+from megatron_dapo.queue.experience_replay import make_pool
+from megatron_dapo.queue.group_filter import make_queue
 from megatron_dapo.rewards.shaping import TRUNCATION_MODES, shape
 from megatron_dapo.rollout.controller import make_environments, make_shaping
-from megatron_dapo.rollout.experience_replay import make_pool
-from megatron_dapo.rollout.group_filter import make_queue
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepShard

@@ -20,6 +20,7 @@ from megatron_dapo.algorithms.aggregation import token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss, metric_names
 
 from megatron_dapo.algorithms.metrics import stack_maxima, stack_sums  # isort: skip
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.derived import (
     dapo_techniques,
     effective_clip,
@@ -30,15 +31,14 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.keys import canonical, known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import RECIPES
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
-from megatron_dapo.data.types import Group, Prompt, Sample
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.data.samples import Group, Prompt, Sample
+from megatron_dapo.queue.group_filter import make_queue
 from megatron_dapo.rewards.shaping import shape
 from megatron_dapo.rollout.controller import make_shaping
-from megatron_dapo.rollout.group_filter import make_queue
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.telemetry import Telemetry

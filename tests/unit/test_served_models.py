@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dapo.huggingface.model_spec import FAMILIES
 from megatron_dapo.models.weight_map import DECODER, WEIGHT_MAPS
-from megatron_dapo.rollout.keyed_sglang import SERVED_MODELS
+from megatron_dapo.servers.keyed_sglang import SERVED_MODELS
 
 pytestmark = pytest.mark.unit
 

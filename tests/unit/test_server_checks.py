@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from megatron_dapo.checks.rollout_checks import REFUSED_OPTIONS
+from megatron_dapo.checks.run_checks import load_and_validate, validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import is_server_url
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.rollout_checks import REFUSED_OPTIONS
-from megatron_dapo.planner.validation import load_and_validate, validate
-from megatron_dapo.rollout.server_list import parse_urls
+from megatron_dapo.servers.server_list import parse_urls
 from tests.config_overrides import SOUND, mistakes
 
 pytestmark = pytest.mark.unit

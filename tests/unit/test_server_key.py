@@ -13,15 +13,15 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from launch.preflight import http
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.planner.validation import load_and_validate
-from megatron_dapo.rollout.client import KeyRefused, SGLangClient
-from megatron_dapo.rollout.keyed_sglang import KeyGuard
-from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.client import KeyRefused, SGLangClient
+from megatron_dapo.servers.keyed_sglang import KeyGuard
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import (
     ServerKey,
     given_server_key,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.rollout.server_list import ServerList
+from megatron_dapo.servers.server_list import ServerList
 
 pytestmark = pytest.mark.unit
 

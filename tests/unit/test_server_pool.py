@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.rollout import running_means
-from megatron_dapo.rollout.errors import RolloutError
-from megatron_dapo.rollout.server import ServerState
-from megatron_dapo.rollout.server_list import ServerList
-from megatron_dapo.rollout.server_pool import ServerPool
+from megatron_dapo.common.rollout_errors import RolloutError
+from megatron_dapo.servers import running_means
+from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
 from tests.fake_rollout import make_config, run_with_controller, until, write_files
 
 pytestmark = pytest.mark.unit
@@ -84,7 +84,7 @@ def test_a_server_that_is_added_gets_the_weights_first_and_one_that_is_removed_f
 
 
 def test_a_hanging_server_is_noticed_by_its_health_and_its_requests_are_sent_to_the_others(folder, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.rollout.server_pool._PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("megatron_dapo.servers.server_pool._PROBE_TIMEOUT_S", 0.1)
     overrides = ["actor_rollout_ref.rollout.request_timeout_s=50.0"]
 
     async def scenario(controller, servers, listed):
@@ -236,7 +236,7 @@ def test_a_server_that_comes_back_paused_gets_no_request_until_the_next_step(fol
 
 
 def test_a_server_that_others_pause_in_a_step_is_told_to_continue(folder, monkeypatch, caplog):
-    monkeypatch.setattr("megatron_dapo.rollout.server_pool.PAUSE_S", 0.1)
+    monkeypatch.setattr("megatron_dapo.servers.server_pool.PAUSE_S", 0.1)
 
     async def scenario(controller, servers, listed):
         paused = servers[0]
@@ -256,7 +256,7 @@ def test_a_server_that_others_pause_in_a_step_is_told_to_continue(folder, monkey
 @pytest.mark.parametrize("when", ["in a step", "between two steps"])
 def test_a_server_that_is_ill_counts_as_lost_until_it_is_well(folder, monkeypatch, when):
     """Told to continue it takes no requests still."""
-    monkeypatch.setattr("megatron_dapo.rollout.server_pool.PAUSE_S", 0.1)
+    monkeypatch.setattr("megatron_dapo.servers.server_pool.PAUSE_S", 0.1)
 
     async def scenario(controller, servers, listed):
         ill, other = servers
@@ -309,7 +309,7 @@ def test_a_server_that_comes_back_with_newer_weights_is_up(folder):
 
 
 def test_a_server_that_hangs_after_it_was_removed_costs_no_request(folder, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.rollout.server_pool._PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("megatron_dapo.servers.server_pool._PROBE_TIMEOUT_S", 0.1)
 
     async def scenario(controller, servers, listed):
         removed, other = servers

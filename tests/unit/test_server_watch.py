@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.rollout import server_watch
-from megatron_dapo.rollout.server_watch import report_unresponsive
-from megatron_dapo.rollout.supervisor import ServerSupervisor
+from megatron_dapo.servers import server_watch
+from megatron_dapo.servers.server_watch import report_unresponsive
+from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.unit.test_supervisor import eventually, supervisor
 
@@ -28,7 +28,7 @@ def short_times(monkeypatch):
     times |= {"SUSPECT_LIMIT_S": 1.5, "GENERATE_LIMIT_S": 1.5}
     for name, value in times.items():
         monkeypatch.setattr(server_watch, name, value)
-    monkeypatch.setattr("megatron_dapo.rollout.supervisor.PUSH_MARGIN_S", 0.0)
+    monkeypatch.setattr("megatron_dapo.servers.supervisor.PUSH_MARGIN_S", 0.0)
 
 
 @pytest.fixture

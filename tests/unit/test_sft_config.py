@@ -5,13 +5,13 @@ import json
 import pytest
 
 from megatron_dapo.__main__ import main
+from megatron_dapo.checks.run_checks import load_and_validate, validate
+from megatron_dapo.checks.sft_checks import is_read
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import starts_servers, uses_servers
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.sft_checks import is_read
-from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.planner.validation import load_and_validate, validate
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit

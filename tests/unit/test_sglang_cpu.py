@@ -10,14 +10,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.platform import sglang_cpu
+from megatron_dapo.platform.sglang_cpu import cpu_server
 from tests.sglang_cpu_cases import decode_inputs, extend_inputs, in_server_process
 
 pytestmark = pytest.mark.unit
 
 
 def load_plug_in(name: str):
-    spec = importlib.util.spec_from_file_location(name, sglang_cpu.SITE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, cpu_server.SITE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -223,7 +223,7 @@ def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
     ],
 )
 def test_a_server_whose_code_moved_stops_and_names_it(monkeypatch, name):
-    monkeypatch.syspath_prepend(sglang_cpu.SITE)
+    monkeypatch.syspath_prepend(cpu_server.SITE)
     plug_in = load_plug_in(name)
     monkeypatch.setattr(plug_in, "TARGET", "json.decoder.JSONDecoder.gone")
     registry = SimpleNamespace(HookRegistry=None, HookType=None)
@@ -233,31 +233,31 @@ def test_a_server_whose_code_moved_stops_and_names_it(monkeypatch, name):
 
 
 def test_the_adaptation_reaches_the_servers_processes_and_keeps_the_users_path(monkeypatch):
-    environment = sglang_cpu.server_environment({"PYTHONPATH": "/mine", "HOME": "/home"})
-    assert environment["PYTHONPATH"] == f"{sglang_cpu.SITE}:/mine"
+    environment = cpu_server.server_environment({"PYTHONPATH": "/mine", "HOME": "/home"})
+    assert environment["PYTHONPATH"] == f"{cpu_server.SITE}:/mine"
     assert environment["HOME"] == "/home"
-    assert str(sglang_cpu.SITE) not in sys.path
+    assert str(cpu_server.SITE) not in sys.path
 
 
 def test_a_servers_allocator_keeps_memory_unless_the_user_says_how():
-    kept = sglang_cpu.server_environment({})
+    kept = cpu_server.server_environment({})
     assert (kept["MALLOC_TRIM_THRESHOLD_"], kept["MALLOC_MMAP_THRESHOLD_"]) == ("268435456", "33554432")
-    assert sglang_cpu.server_environment({"MALLOC_TRIM_THRESHOLD_": "0"})["MALLOC_TRIM_THRESHOLD_"] == "0"
+    assert cpu_server.server_environment({"MALLOC_TRIM_THRESHOLD_": "0"})["MALLOC_TRIM_THRESHOLD_"] == "0"
 
 
 def test_a_server_compiles_nothing_unless_the_user_says_so():
-    assert sglang_cpu.server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
-    assert sglang_cpu.server_environment({"TORCHDYNAMO_DISABLE": "0"})["TORCHDYNAMO_DISABLE"] == "0"
+    assert cpu_server.server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
+    assert cpu_server.server_environment({"TORCHDYNAMO_DISABLE": "0"})["TORCHDYNAMO_DISABLE"] == "0"
 
 
 def test_ranks_of_a_tensor_parallel_server_need_no_numa_nodes():
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in sglang_cpu.server_environment({})
-    environment = sglang_cpu.server_environment({}, tensor_model_parallel_size=3)
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in cpu_server.server_environment({})
+    environment = cpu_server.server_environment({}, tensor_model_parallel_size=3)
     assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 3
 
 
 def test_sglang_without_plug_ins_is_refused(monkeypatch, tmp_path):
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(sglang_cpu, "find_spec", lambda name: spec)
+    monkeypatch.setattr(cpu_server, "find_spec", lambda name: spec)
     with pytest.raises(RuntimeError, match="hook_registry.py is gone"):
-        sglang_cpu.server_environment()
+        cpu_server.server_environment()

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS
-from megatron_dapo.rewards.registry import score_response, wrong_score
+from megatron_dapo.rewards.reward_registry import score_response, wrong_score
 from megatron_dapo.rewards.text import math_dapo
 from tests.silence import SILENCE, TRUTHS
 

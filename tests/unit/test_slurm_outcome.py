@@ -15,8 +15,8 @@ from launch.slurm.progress import Progress, progress
 from launch.torchrun import _record_end
 from megatron_dapo.checkpointing.folders import write_controller_state
 from megatron_dapo.common.ends import End, EndKind, end_of_code, rank_name
-from megatron_dapo.data.types import Group, PartialResponse
-from megatron_dapo.rollout.plain_data import draw_to_plain
+from megatron_dapo.data.samples import Group, PartialResponse
+from megatron_dapo.queue.plain_data import draw_to_plain
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit

@@ -12,7 +12,7 @@ from launch.slurm.progress import Progress
 from launch.slurm.servers import wait_for_servers
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B
 from tests.unit.test_first_look import save

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
-from megatron_dapo.data.types import Group
-from megatron_dapo.rewards.types import RewardResult
+from megatron_dapo.common.rollout_errors import Interrupted
+from megatron_dapo.data.samples import Group
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.errors import Interrupted
 from tests.fake_rollout import PROMPT_LENGTH, WritingServer, make_config, mislabelled, rollout_folder
 
 pytestmark = pytest.mark.unit

@@ -19,9 +19,9 @@ import torch
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
-from megatron_dapo.rollout.server_files import ServerFiles
-from megatron_dapo.rollout.supervisor import (
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.server_files import ServerFiles
+from megatron_dapo.servers.supervisor import (
     ReservedPort,
     ServerCommand,
     ServerFailure,
@@ -33,7 +33,7 @@ from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
-PROGRAM = f"-m megatron_dapo.rollout.keyed_sglang {Path('runs/run/.server_key').absolute()}"
+PROGRAM = f"-m megatron_dapo.servers.keyed_sglang {Path('runs/run/.server_key').absolute()}"
 SERVER = "actor_rollout_ref.rollout.server"
 
 

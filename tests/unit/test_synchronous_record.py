@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
-from megatron_dapo.data.types import Group
+from megatron_dapo.data.samples import Group
 from tests.fake_rollout import MIXED, RIGHT, WRONG, Script, rollout_folder, run_in_folder
 
 pytestmark = pytest.mark.unit

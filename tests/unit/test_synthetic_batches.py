@@ -5,14 +5,14 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import needs_old_log_probs, uses_servers
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import assemble
-from megatron_dapo.data.types import Sample
-from megatron_dapo.planner.plan import process_plan
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.data.samples import Sample
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.synthetic_batches import SyntheticBatches
 from megatron_dapo.rollout.token_checks import find_sample_fault

@@ -17,16 +17,16 @@ from unittest.mock import Mock
 
 import pytest
 
+from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.types import Group
-from megatron_dapo.planner.validation import validate
+from megatron_dapo.data.samples import Group
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry import report
+from megatron_dapo.telemetry import closing_table as report
+from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_metrics
 from megatron_dapo.telemetry.console import RUN_FIGURES, RunLine, StepTable, duration
-from megatron_dapo.telemetry.report import Summary, closing_table, read_metrics
-from megatron_dapo.telemetry.samples import sample_table
+from megatron_dapo.telemetry.sample_table import sample_table
 from megatron_dapo.telemetry.sinks import SINKS, Console, Record
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
 from megatron_dapo.telemetry.timers import PhaseTimers

@@ -9,10 +9,10 @@ import pytest
 from examples.text_games import prompts
 from examples.text_games.household import Household, HouseholdGame, row
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.data.prompts import PromptDataset
+from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.envs.registry import make
-from megatron_dapo.envs.types import Task
+from megatron_dapo.envs.environment import Task
+from megatron_dapo.envs.environment_registry import make
 from tests.unit.test_environments import play
 from tests.unit.test_tokenizer import write_byte_level
 

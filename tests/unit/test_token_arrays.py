@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
+from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
 from megatron_dapo.data.token_arrays import (
     LOG_PROB,
     MASK,
@@ -26,13 +27,12 @@ from megatron_dapo.data.token_arrays import (
     repeated,
     token_array,
 )
-from megatron_dapo.data.types import Group, PartialResponse, Prompt, Sample
-from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.client import Generation, generation_of
-from megatron_dapo.rollout.experience_replay import RecordedGroup
-from megatron_dapo.rollout.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
+from megatron_dapo.queue.experience_replay import RecordedGroup
+from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.sampling import _to_sample
 from megatron_dapo.rollout.trajectory import Trajectory
+from megatron_dapo.servers.client import Generation, generation_of
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit

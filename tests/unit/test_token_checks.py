@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import RolloutError
+from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, token_array
-from megatron_dapo.data.types import RolloutBatch
 from megatron_dapo.huggingface.model_spec import read_vocab_size
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.errors import RolloutError
 from megatron_dapo.rollout.token_checks import HIGHEST_LOG_PROB, LOWEST_LOG_PROB, find_fault
 from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files

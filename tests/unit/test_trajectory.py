@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.data.types import Prompt
-from megatron_dapo.envs.pool import EnvironmentFailure
-from megatron_dapo.envs.types import Observation
-from megatron_dapo.rewards.types import RewardResult
-from megatron_dapo.rollout.client import Generation, SamplingParams
-from megatron_dapo.rollout.errors import Aborted
+from megatron_dapo.envs.environment import Observation
+from megatron_dapo.envs.environment_pool import EnvironmentFailure
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime, TurnLimits
+from megatron_dapo.servers.client import Generation, SamplingParams
 from tests.unit.test_tokenizer import write_byte_level
 
 pytestmark = pytest.mark.unit

@@ -9,6 +9,7 @@ import torch
 from packaging.version import Version
 
 from megatron_dapo.checkpointing.torch_dist.slices import model_regions
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple
 from megatron_dapo.config.loader import load_config
@@ -18,7 +19,6 @@ from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
 from megatron_dapo.models.weight_map import weight_entries
-from megatron_dapo.planner.plan import process_plan
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.transformer_engine import EngineHere
 from megatron_dapo.training import in_use as in_use_module

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import longest_micro_batch_sample, tokens_multiple
 from megatron_dapo.config.loader import load_config
@@ -14,7 +15,6 @@ from megatron_dapo.huggingface.model_spec import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.user_buffers import make_user_buffers, release_user_buffers
-from megatron_dapo.planner.validation import load_and_validate
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy

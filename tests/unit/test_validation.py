@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.common.rollout_errors import NeedsSync
 from megatron_dapo.job import Job
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.errors import NeedsSync
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.telemetry import NullTelemetry
 from tests.fake_rollout import RIGHT, Script, WritingServer, make_config, rollout_folder, run_in_folder, until

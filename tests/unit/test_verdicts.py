@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
-from megatron_dapo.rollout.errors import Interrupted
+from megatron_dapo.common.rollout_errors import Interrupted
 from tests.fake_rollout import Script, make_config, run_with_controller, write_files
 
 pytestmark = pytest.mark.unit

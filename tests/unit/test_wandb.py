@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.telemetry.samples import COLUMNS
+from megatron_dapo.telemetry.sample_table import COLUMNS
 from megatron_dapo.telemetry.telemetry import Telemetry
 from tests.synthetic import synthetic_groups
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_dapo.common.sizes import MIB
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.weight_sync.broadcast_group import address_towards
+from megatron_dapo.weight_sync.buckets import num_bytes, plan_buckets, plan_for
 from megatron_dapo.weight_sync.checksum import (
     accepted_tensors,
     checksum,
@@ -18,7 +19,6 @@ from megatron_dapo.weight_sync.checksum import (
     server_parameters,
     server_tensor,
 )
-from megatron_dapo.weight_sync.plan import num_bytes, plan_buckets, plan_for
 
 pytestmark = pytest.mark.unit
 

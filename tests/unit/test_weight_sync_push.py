@@ -18,10 +18,10 @@ from megatron_dapo.platform import agreement as agreement_module
 from megatron_dapo.platform.agreement import Agreement, Deadline, SingleRank
 from megatron_dapo.weight_sync import sync
 from megatron_dapo.weight_sync.checksum import checksum
-from megatron_dapo.weight_sync.errors import WeightSyncError
 from megatron_dapo.weight_sync.sender import Sender
 from megatron_dapo.weight_sync.servers import FINISH_BATCH_S
 from megatron_dapo.weight_sync.sync import WeightSync
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 pytestmark = pytest.mark.unit
 

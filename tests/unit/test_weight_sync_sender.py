@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_dapo.platform.agreement import Deadline
-from megatron_dapo.rollout.client import FOREIGN_VERSION
-from megatron_dapo.weight_sync.errors import WeightSyncError
-from megatron_dapo.weight_sync.plan import Plan
+from megatron_dapo.servers.client import FOREIGN_VERSION
+from megatron_dapo.weight_sync.buckets import Plan
 from megatron_dapo.weight_sync.sender import Sender, Transfer
 from megatron_dapo.weight_sync.servers import Call
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 pytestmark = pytest.mark.unit
 

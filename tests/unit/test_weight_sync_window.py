@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.platform.agreement import Deadline
-from megatron_dapo.weight_sync.errors import WeightSyncError
-from megatron_dapo.weight_sync.plan import Plan
+from megatron_dapo.weight_sync.buckets import Plan
 from megatron_dapo.weight_sync.sender import BUCKETS_IN_FLIGHT, Sender
 from megatron_dapo.weight_sync.servers import Call
 from megatron_dapo.weight_sync.stage import StageSource, StageTotals
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 pytestmark = pytest.mark.unit
 
@@ -67,7 +67,7 @@ def test_buckets_begin_and_end_in_order_two_at_a_time_and_a_buffer_is_filled_whe
     most = 0
     for what, index in recorder.events:
         if what == "gather":
-            assert len(in_flight) == min(2, index), "what planner.memory counts"
+            assert len(in_flight) == min(2, index), "what checks.memory counts"
         elif what == "pack":
             users = {other for other in in_flight if other % BUCKETS_IN_FLIGHT == index % BUCKETS_IN_FLIGHT}
             assert not users, "its buffer is still being sent"

@@ -1,7 +1,7 @@
 """What a key's field says besides its type: under which other keys it acts, and whether it may change on resume.
 
 Both are metadata of `typing.Annotated`, on the field of a key or on the field of a whole section. `config/keys.py`
-collects them, `config/unused_keys.py` and `checkpointing/config_changes.py` act on them, docs/config.md shows them.
+collects them, `checks/unused_keys.py` and `checkpointing/config_changes.py` act on them, docs/config.md shows them.
 """
 
 from dataclasses import dataclass

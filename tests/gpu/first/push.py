@@ -40,7 +40,7 @@ def main() -> int:
     from benchmarks.bench_weight_sync import Weights
     from megatron_dapo.config.schema.run import WeightSyncConfig
     from megatron_dapo.platform.parallel import ParallelLayout
-    from megatron_dapo.rollout.client import SGLangClient
+    from megatron_dapo.servers.client import SGLangClient
     from megatron_dapo.weight_sync.sync import WeightSync
     from tests.distributed.weight_sync_server import sha256
 

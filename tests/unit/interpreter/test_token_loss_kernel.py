@@ -10,7 +10,7 @@ import torch
 from megatron_dapo.algorithms.dapo_loss import LossConfig, metric_names
 from megatron_dapo.kernels.self_check import Check, largest_errors
 from megatron_dapo.kernels.token_loss import token_loss as token_loss_by_device
-from megatron_dapo.kernels.triton_ops.token_loss import BLOCK, REDUCE_ROWS, token_loss
+from megatron_dapo.kernels.triton_ops.loss_kernel import BLOCK, REDUCE_ROWS, token_loss
 from tests.token_loss_oracle import (
     CASES,
     EVERYTHING,

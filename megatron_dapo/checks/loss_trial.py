@@ -1,0 +1,64 @@
+"""A loss of the user's own, asked once with made-up sequences: python -m megatron_dapo.checks.loss_trial PATH ANSWER.
+
+The file ANSWER becomes a JSON list of sentences, empty where the answer is one that a run takes. An
+exception of the function is no verdict: it may need what only a run has, such as process groups or a GPU.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_dapo.algorithms.sequence_loss import (
+    LossSequence,
+    SequenceLossFunction,
+    checked_answer,
+    load_loss_function,
+)
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.key_names import LOSS_FUNCTION
+
+_LENGTHS = (3, 5)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write what is wrong with the function, as sentences."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_dapo.checks.loss_trial")
+    parser.add_argument("path")
+    parser.add_argument("answer", type=Path)
+    parser.add_argument("--reference", action="store_true", help="there are log-probs of a reference model")
+    parser.add_argument("--entropy", action="store_true", help="there is the entropy")
+    arguments = parser.parse_args(argv)
+    sentences: list[str] = []
+    try:
+        try_loss(load_loss_function(LOSS_FUNCTION, arguments.path), arguments.reference, arguments.entropy)
+    except UserError as error:
+        sentences = error.sentences
+    arguments.answer.write_text(json.dumps(sentences), encoding="utf-8")
+
+
+def try_loss(function: SequenceLossFunction, with_reference: bool, with_entropy: bool) -> None:
+    """Ask the function once. Raises UserError for an answer that no run takes."""
+    sequences = [_sequence(length, with_reference, with_entropy) for length in _LENGTHS]
+    _, number, _ = checked_answer(LOSS_FUNCTION, function(sequences))
+    if not float(number).is_integer():
+        raise UserError(f"{LOSS_FUNCTION}: the function must return a whole number as its count, not {number:g}.")
+
+
+def _sequence(length: int, with_reference: bool, with_entropy: bool) -> LossSequence:
+    log_probs = torch.linspace(-2.0, -0.5, length)
+    return LossSequence(
+        log_probs=log_probs.clone().requires_grad_(),
+        old_log_probs=log_probs - 0.01,
+        rollout_log_probs=log_probs - 0.02,
+        ref_log_probs=log_probs - 0.1 if with_reference else None,
+        advantages=torch.full((length,), 1.0 if length % 2 else -1.0),
+        mask=torch.ones(length),
+        entropy=torch.full((length,), 1.5).requires_grad_() if with_entropy else None,
+    )
+
+
+if __name__ == "__main__":
+    main()

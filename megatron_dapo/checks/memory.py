@@ -1,0 +1,499 @@
+"""GPU memory that a run needs, before it starts: of the fullest trainer rank, and of a server. From the config and the
+model's sizes alone.
+
+Weights, gradients and optimizer state are counted exactly, parameter by parameter; Megatron pads its buffers by less
+than 128 x DP numbers each. The rest are upper estimates, each at its own peak, although the peaks do not coincide. For
+CUDA, NCCL and workspaces `usable_memory` keeps a part of a trainer GPU free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megatron_dapo.checks.pipeline import split_of
+from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
+from megatron_dapo.config.derived import (
+    ParallelSizes,
+    critic_batching,
+    log_prob_chunk_size,
+    longest_sample,
+    needs_reference,
+    parallel_sizes,
+    samples_per_rollout_step,
+    uses_critic,
+    uses_full_kl,
+    uses_servers,
+    world_size,
+)
+from megatron_dapo.config.lora_settings import LoraSettings, actor_is_reference, lora_settings
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec
+
+WHOLE_MODULES = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Modules of an attention that tensor parallelism does not cut (models/latent_attention.py)."""
+MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
+MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
+# Of a parameter whose optimizer state is in the machine's memory: float32 weight, two moments and gradient.
+ON_THE_HOST = 16
+# Forward, data gradient, weight gradient of a layer's four products (TE 2.20, pytorch/module/base.py: initialize_ub).
+NUM_USER_BUFFERS = 12
+# Of a loss by autograd: statistics of the logits and what they are merged to (4 each), the 7 fields of
+# `algorithms.sequence_loss.LossSequence` and as much again.
+FLOATS_PER_TOKEN = 8 + 2 * 7
+# What SGLang takes of an 80 GB GPU for weights and KV cache by itself: all but 0.5 GB, 1.5 MB per token of a chunk of
+# prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
+SERVER_SHARE = 0.82
+# Bytes of a trainer GPU that no part below counts: the CUDA context with its kernels, the buffers of NCCL's
+# communicators (2 to 4 GB where a trainer has several GPUs), and workspaces of products, attention and the allocator.
+CUDA_CONTEXT = 0.5 * GB
+NCCL_BUFFERS = 4 * GB
+WORKSPACES = 1.5 * GB
+
+
+def kept_free(config: Config) -> float:
+    """Return the bytes of a trainer GPU that are not for the parts of `trainer_memory`."""
+    if (gigabytes := config.trainer.gpu_reserve_gb) is not None:
+        return gigabytes * GB
+    return CUDA_CONTEXT + WORKSPACES + (NCCL_BUFFERS if world_size(config) > 1 else 0)
+
+
+def usable_memory(config: Config) -> float:
+    """Return the bytes of a trainer GPU into which `trainer_memory` has to fit."""
+    return max(config.trainer.gpu_memory_gb * GB - kept_free(config), 0.0)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each part takes, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    log_prob_head: int
+    weight_sync: int
+    reference: int
+    critic: int
+    user_buffers: int = 0
+    routed_experts: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_name.values())
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """Return the bytes of each part by its name, the largest first, without the parts that are not used."""
+        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one model on one rank that are there all the time. optimizer: on the average over the data-parallel
+    ranks that share it."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """Bytes per GPU of a server. kv_per_token: of one token in its cache; kv_cache: what is left for all of them, below
+    0 where the weights alone do not fit."""
+
+    weights: int
+    kv_cache: int
+    kv_per_token: int
+
+    @property
+    def num_tokens(self) -> int:
+        return max(0, self.kv_cache // self.kv_per_token)
+
+
+def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Parts:
+    """Return the memory of the pipeline stage that needs most. critic: its spec, where it is of another size than the
+    actor; it may come with or without its value head."""
+    stages = [_stage(config, actor, (critic or actor).as_critic(), stage) for stage in range(parallel_sizes(config).pp)]
+    return max(stages, key=lambda parts: parts.total)
+
+
+def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> Parts:
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
+    states = model_states(config, actor, stage)
+    tokens = _of_rank(config, config.actor_rollout_ref.actor.max_tokens_per_microbatch)
+    activations = activation_bytes(config, actor, stage, tokens)
+    critic_total = 0
+    reference = 0
+    if uses_critic(config):
+        critic_total = model_states(config, critic, stage).total
+        its_tokens = _of_rank(config, critic_batching(config).max_tokens_per_microbatch)
+        activations = max(activations, activation_bytes(config, critic, stage, its_tokens))
+    is_last = stage == sizes.pp - 1
+    if needs_reference(config) and not actor_is_reference(config):
+        reference = sum(num_parameters(actor, sizes, stage)) * width
+        reference += _fp8_copies(config, actor, stage) // 2  # its forward pass needs no transposed ones
+    if uses_full_kl(config) and is_last:
+        reference += _kept_for_full_kl(config, actor)
+    return Parts(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=activations,
+        log_prob_head=head_bytes(config, actor, tokens) if is_last else 0,
+        weight_sync=weight_sync_bytes(config, actor) if uses_servers(config) else 0,
+        reference=reference,
+        critic=critic_total,
+        user_buffers=_user_buffers(config, actor, tokens),
+        routed_experts=_routed_experts(config, actor, stage, tokens),
+    )
+
+
+def _user_buffers(config: Config, spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes of Transformer Engine's user buffers: one for each kind of product, with the whole activations
+    of a micro-batch's tokens."""
+    overlaps = config.actor_rollout_ref.actor.megatron.tp_comm_overlap
+    return NUM_USER_BUFFERS * tokens * spec.hidden_size * dtype_bytes(config) if overlaps else 0
+
+
+def _routed_experts(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
+    """Return the bytes of the experts that a stage's routers replay for so many tokens of a context-parallel rank: an
+    int16 for each choice (training/expert_cut.py)."""
+    if spec.moe is None or config.actor_rollout_ref.actor.router_replay == "off":
+        return 0
+    sizes = parallel_sizes(config)
+    part = sizes.tp if config.actor_rollout_ref.actor.megatron.sequence_parallel else 1
+    layers = sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
+    return ceil_div(tokens, part) * layers * spec.moe.experts_per_token * 2
+
+
+def routed_experts_on_host(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes of a node's memory for the routed experts of a rollout step, all samples at their longest."""
+    sizes = parallel_sizes(config)
+    tokens = ceil_div(samples_per_rollout_step(config), sizes.dp) * _of_rank(config, longest_sample(config))
+    largest = max(_routed_experts(config, spec, stage, tokens) for stage in range(sizes.pp))
+    return largest * config.trainer.n_procs_per_node
+
+
+def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[int, int]:
+    """Return how many parameters one rank of a stage holds: (those that all data-parallel ranks share, those of
+    experts). The model is Megatron's GPTModel cut by columns and rows over TP (arXiv 1909.08053, section 3), as
+    models/build.py builds it."""
+    hidden = spec.hidden_size
+    dim = spec.head_dim
+    tp = sizes.tp
+    layer = sum(inputs * outputs for inputs, outputs in _attention_on_rank(spec, tp).values()) + 2 * hidden
+    layer += (spec.num_heads + 2 * spec.num_kv_heads) * dim // tp if spec.qkv_bias else 0
+    layer += 2 * dim if spec.qk_norm else 0
+    layer += (spec.latent.q_rank or 0) + spec.latent.kv_rank if spec.latent else 0
+    layer += 2 * hidden if spec.output_norms else 0
+    layer += spec.num_heads // tp if spec.attention_sinks else 0
+    layer += hidden if spec.linear_biases else 0
+    layers = split_of(spec, sizes).numbers_of(stage)
+    num_moe = sum(map(spec.has_experts, layers))
+    shared = len(layers) * layer + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size // tp
+    experts = 0
+    if spec.moe is not None:
+        shared += num_moe * (spec.moe.num_experts * hidden + 3 * hidden * spec.moe.shared_ffn_size // tp)
+        shared += num_moe * spec.moe.num_experts if spec.linear_biases else 0
+        experts = num_moe * (spec.moe.num_experts // sizes.ep) * num_expert_parameters(spec) // sizes.etp
+    vocabulary = spec.padded_vocab_size(tp) // tp * hidden
+    shared += vocabulary if stage == 0 else 0
+    if stage == sizes.pp - 1:
+        is_same = spec.tied_embeddings and sizes.pp == 1
+        shared += hidden + (hidden + 1 if spec.value_head else 0 if is_same else vocabulary)
+    return shared, experts
+
+
+def num_expert_parameters(spec: ModelSpec) -> int:
+    """Return how many parameters one expert of a layer has."""
+    biases = 2 * spec.ffn_size + spec.hidden_size if spec.linear_biases else 0
+    return 3 * spec.hidden_size * spec.ffn_size + biases
+
+
+def _attention_on_rank(spec: ModelSpec, tp: int) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of the modules of a layer's attention as far as one tensor-parallel rank has them."""
+    cut = {"o_proj": (tp, 1)} | dict.fromkeys(WHOLE_MODULES, (1, 1))
+    on_rank = {}
+    for name, (inputs, outputs) in spec.attention_modules.items():
+        by_inputs, by_outputs = cut.get(name, (1, tp))
+        on_rank[name] = (inputs // by_inputs, outputs // by_outputs)
+    return on_rank
+
+
+def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
+    """Return the bytes of the routers' biases on a rank of a stage: float32, without gradient or optimizer state."""
+    if spec.moe is None or not spec.moe.has_bias:
+        return 0
+    return 4 * spec.moe.num_experts * sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
+
+
+def num_trained_parameters(
+    spec: ModelSpec, sizes: ParallelSizes, stage: int, lora: LoraSettings | None
+) -> tuple[int, int]:
+    """Return how many parameters one rank of a stage trains, in the two kinds of `num_parameters`: all of them, or with
+    LoRA the adapters."""
+    if lora is None:
+        return num_parameters(spec, sizes, stage)
+    layers = split_of(spec, sizes).numbers_of(stage)
+    shared, expert = adapter_parameters(spec, lora, layers, sizes.tp, sizes.etp)
+    return shared, expert * spec.moe.num_experts // sizes.ep if spec.moe is not None else 0
+
+
+def adapter_parameters(
+    spec: ModelSpec, lora: LoraSettings, layers: Sequence[int], tp: int = 1, etp: int = 1
+) -> tuple[int, int]:
+    """Return how many parameters the adapters (models/lora.py) of these layers, numbered from 0, have on a rank: (all
+    but those of experts, those of one expert in each layer that has some)."""
+    hidden = spec.hidden_size
+    attention = _attention_on_rank(spec, tp)
+    modules = [name for name in spec.linear_modules if name in lora.targets]
+    mlp_modules = [name for name in modules if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
+
+    def mlp(width: int) -> int:
+        """Count A and B of an MLP of which this rank has so many columns."""
+        sizes_of = {"gate_up_proj": hidden + 2 * width}
+        return lora.rank * sum(sizes_of.get(name, hidden + width) for name in mlp_modules)
+
+    # A and B have together the columns and rows of the module's weight on this rank
+    of_attention = lora.rank * sum(sum(attention[name]) for name in modules if name in attention)
+    num_moe = sum(map(spec.has_experts, layers))
+    shared = len(layers) * of_attention + (len(layers) - num_moe) * mlp(spec.dense_ffn_size // tp)
+    if spec.moe is None:
+        return shared, 0
+    if spec.moe.shared_ffn_size:
+        shared += num_moe * mlp(spec.moe.shared_ffn_size // tp)
+    return shared, num_moe * mlp(spec.ffn_size // etp)
+
+
+def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
+    """Return the bytes of the weights, of the float32 gradients, and of Adam's two moments together with the float32
+    weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter; with LoRA frozen
+    ones have 2, and adapters 18). The distributed
+    optimizer shards the last of the three over DP x CP, that of experts over the ranks that hold the same experts; of
+    each rank's share Megatron takes whole tensors to the host until their part of it is reached."""
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
+    num_weights = sum(num_parameters(spec, sizes, stage))
+    lora = lora_settings(config)
+    shared, experts = num_trained_parameters(spec, sizes, stage, lora)
+    if lora is not None:
+        num_weights += shared + experts
+    megatron = config.actor_rollout_ref.actor.megatron
+    state = moment_bytes(config) + (MAIN_PARAMETER if width < 4 else 0)
+    by_dp, by_expert_dp = 1, 1
+    if megatron.use_distributed_optimizer:
+        by_dp = sizes.num_copies
+        by_expert_dp = sizes.expert_dp
+    optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
+    return States(
+        weights=num_weights * width + _router_biases(spec, sizes, stage) + _fp8_copies(config, spec, stage),
+        gradients=(shared + experts) * MAIN_GRADIENT,
+        optimizer=round(optimizer * (1 - megatron.optimizer_offload_fraction)),
+    )
+
+
+def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
+    """Return the bytes of the matrices of a stage's layers in FP8, which Transformer Engine makes in the first
+    micro-batch after an optimizer step and keeps: as they are and transposed, 1 byte each (TE 2.20,
+    pytorch/module/base.py: get_weight_workspace). What it keeps of their inputs in FP8 is counted as bfloat16."""
+    if config.actor_rollout_ref.actor.megatron.fp8 == "none":
+        return 0
+    sizes = parallel_sizes(config)
+    columns = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.ffn_size
+    return 2 * split_of(spec, sizes).layers_of(stage) * spec.hidden_size * columns // sizes.tp
+
+
+def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:
+    """Return the bytes of a node's memory that the optimizer's state takes with `optimizer_offload_fraction`: of actor
+    and critic, as many ranks of the largest stage as a node has."""
+    sizes = parallel_sizes(config)
+    fraction = config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction
+    specs = [actor, (critic or actor).as_critic()] if uses_critic(config) else [actor]
+
+    def of_rank(stage: int) -> float:
+        counts = [num_trained_parameters(spec, sizes, stage, lora_settings(config)) for spec in specs]
+        return sum(shared / sizes.num_copies + experts / sizes.expert_dp for shared, experts in counts)
+
+    largest = max(of_rank(stage) for stage in range(sizes.pp))
+    return round(largest * fraction * ON_THE_HOST * config.trainer.n_procs_per_node)
+
+
+def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
+    """Return the bytes that backward needs of the micro-batches in flight, and that computing one layer takes besides.
+
+    The method is that of arXiv 2205.05198 (section 4: what each operation keeps; 1F1B keeps PP - stage micro-batches;
+    with full recompute a layer keeps its input alone), for the layers of this program: RMSNorm with float32 statistics,
+    flash attention, gated MLP, no dropout. Chunks of a stage count as its largest one. tokens: of one micro-batch, on
+    one context-parallel rank.
+    """
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
+    megatron = config.actor_rollout_ref.actor.megatron
+    part = sizes.tp if megatron.sequence_parallel else 1
+    chunks = split_of(spec, sizes).chunks_of(stage)
+    layers = max(chunks) * len(chunks)
+    number = megatron.recompute_num_layers
+    recomputed = min(number, max(chunks)) * len(chunks)  # by the method block: Megatron counts the layers of a chunk
+    entry = spec.hidden_size * width / part
+    attention, mlp, rest = kept_per_token(spec, sizes, width, part, split_of(spec, sizes).numbers_of(stage))
+    whole = attention + mlp + rest
+    if megatron.recompute_granularity == "full" and megatron.recompute_method == "uniform":
+        kept = layers / number * entry
+        computed = number * whole
+    elif megatron.recompute_granularity == "full":
+        kept = recomputed * entry + (layers - recomputed) * whole
+        computed = whole
+    elif megatron.recompute_granularity == "selective":
+        left_out = {"core_attn": attention / 3, "mlp": mlp}
+        kept = layers * (whole - sum(left_out[name] for name in megatron.recompute_modules))
+        computed = whole
+    else:
+        kept = layers * whole
+        computed = 0.0
+    # of one layer: the gathered input of a product, its gradient, and that of the MLP's widest product
+    ffn = spec.active_ffn_size if spec.moe else spec.ffn_size / sizes.tp
+    computed += (2 * spec.hidden_size + 2 * ffn) * width
+    return round(tokens * (kept * _in_flight(sizes, stage) + computed))
+
+
+def kept_per_token(
+    spec: ModelSpec, sizes: ParallelSizes, width: int, part: int, layers: Sequence[int]
+) -> tuple[float, float, float]:
+    """Return the bytes per token that one layer keeps for backward, the mean over these, numbered from 0: (attention,
+    MLP, norms and the inputs of the two blocks). part: number of ranks that share a sequence."""
+    heads = spec.num_heads + spec.num_kv_heads
+    # q, k, v as they came; q and k rotated; the output, which is as large as q
+    attention = 3 * heads * spec.head_dim * width / sizes.tp
+    if spec.latent is not None:  # keys and values as they came; what is normed, as of each norm
+        attention += spec.num_heads * (spec.latent.plain_dim + spec.value_dim) * width / sizes.tp
+        attention += spec.latent.down_width * (4 + 2 * width) / part
+    share = sum(map(spec.has_experts, layers)) / max(len(layers), 1)
+    mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
+    if spec.moe is not None:  # tokens are evenly spread over the experts; each is copied once per expert and its parts
+        # gate, up, silu(gate), their product; with a limit both clamped, the sigmoid, and the product by probabilities
+        widths = 4 if spec.glu_limit is None else 8
+        experts = spec.moe.experts_per_token * (widths * spec.ffn_size + sizes.etp * spec.hidden_size) * width / part
+        mlp += share * (experts + 4 * spec.moe.shared_ffn_size * width / sizes.tp)
+    # of each norm: float32 input and normed output, input of the product; an output's, of what follows
+    rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part
+    return attention, mlp, rest
+
+
+def _in_flight(sizes: ParallelSizes, stage: int) -> float:
+    """Return how many micro-batches of a stage wait for their backward pass, counted in stages. The schedule is 1F1B,
+    or the warm-up of the interleaved schedule (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches)."""
+    behind = sizes.pp - stage - 1
+    if not sizes.vpp:
+        return behind + 1
+    return (2 * behind + (sizes.vpp - 1) * sizes.pp + 1) / sizes.vpp
+
+
+def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes of one chunk of float32 logits and its gradient, of the chunk's hidden states (its own, and with
+    sequence parallelism the next ones that travel; their gradient in float32), and of the gradient of all hidden states
+    (kernels/logits_chunk.py, kernels/fused_head.py). Without the fused head: `_composed_head_bytes`."""
+    sizes = parallel_sizes(config)
+    width = dtype_bytes(config)
+    actor = config.actor_rollout_ref.actor
+    part = sizes.tp if actor.megatron.sequence_parallel else 1
+    rows = min(tokens, log_prob_chunk_size(config, on_gpu=True))
+    columns = spec.padded_vocab_size(sizes.tp) // sizes.tp
+    is_over_sequences = actor.loss_function is not None or actor.policy_loss == "gspo"
+    if is_over_sequences or actor.fused_kernels == "off":
+        kernels = actor.fused_kernels != "off"
+        return _composed_head_bytes(tokens, rows, columns, spec.hidden_size, width, kernels=kernels)
+    chunk = rows * columns * (4 + width) + rows * spec.hidden_size * (3 * width + 4)
+    return chunk + tokens * spec.hidden_size * width // part
+
+
+def _composed_head_bytes(tokens: int, rows: int, columns: int, hidden: int, width: int, *, kernels: bool) -> int:
+    """Return the bytes that log-probs with autograd hold at the end of their backward pass (kernels/linear_logprob.py):
+    the head of gspo and of a loss of the user's own, which need the log-probs of whole sequences before they have any
+    gradient, and of every loss with fused_kernels off.
+
+    Kept from forward to backward: the hidden states of every row, whole on each tensor-parallel rank (the logits are
+    not: they are computed a second time, a chunk at a time), and what is known of each token. In backward as many bytes
+    for the gradient of the hidden states, and the gradient of the weight in float32 and in its dtype, which the fused
+    head adds to Megatron's buffer instead. A chunk is float32 logits and their gradient in the dtype; without the
+    kernels both are float32, and so is a copy of the weight. What the user's function makes itself comes on top.
+
+    rows, columns: of a chunk of logits. width: bytes of the model's dtype.
+    """
+    narrow = width if width < MAIN_GRADIENT else 0  # a copy, where the dtype is not float32
+    per_row = 2 * width + 4 if kernels else width + 8
+    chunk = rows * columns * (4 + width if kernels else 8) + rows * hidden * per_row
+    weight = columns * hidden * (MAIN_GRADIENT + narrow + (0 if kernels or not narrow else 4))
+    return chunk + weight + tokens * (2 * hidden * width + 4 * FLOATS_PER_TOKEN)
+
+
+def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes of two flat buckets (weight_sync/sender.py), and of the bucket that is being gathered, in slices
+    and whole. A larger tensor travels alone: the embedding, one of an MLP, or a stack of those of all experts. Stacks
+    follow one another, so that two more are under way meanwhile."""
+    bucket = config.weight_sync.bucket_size_mb * MIB
+    row = spec.hidden_size * dtype_bytes(config)
+    largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * row
+    if spec.moe is None or not FAMILIES[spec.family].stacked_experts:
+        return 2 * bucket + 2 * max(bucket, largest)
+    down = spec.moe.num_experts * spec.ffn_size * row
+    stacks = (2 * down, down)  # of gate and up, and of down
+    return 2 * bucket + 2 * max(bucket, largest, *stacks) + sum(stack for stack in stacks if stack > bucket)
+
+
+def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
+    """Return the bytes of the reference's last hidden states of a rollout step, with all responses at their longest,
+    and of its chunk of logits."""
+    sizes = parallel_sizes(config)
+    actor = config.actor_rollout_ref.actor
+    sharing = sizes.num_copies * (sizes.tp if actor.megatron.sequence_parallel else 1)
+    tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
+    chunk = log_prob_chunk_size(config, on_gpu=True) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
+    return tokens * spec.hidden_size * dtype_bytes(config) + chunk
+
+
+def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
+    """Return a server's share of the weights, in half precision, and its key-value cache."""
+    server = config.actor_rollout_ref.rollout.server
+    width = dtype_bytes(config)
+    tp = server.tensor_model_parallel_size
+    whole = sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
+    share = server.mem_fraction_static or SERVER_SHARE
+    weights = whole * width // tp
+    per_token = spec.num_layers * cache_width(spec, tp) * width
+    left = int(share * config.trainer.gpu_memory_gb * GB) - weights
+    if server.max_total_tokens is not None:
+        left = min(left, server.max_total_tokens * per_token)
+    return ServerParts(weights, left, per_token)
+
+
+def cache_width(spec: ModelSpec, tp: int) -> int:
+    """Return how many numbers per token and layer a GPU of a server keeps: 2 x KV heads (at least one on each) x dim
+    (arXiv 2309.06180, section 3); of a latent attention the vector and the rotated key, whole on each GPU (arXiv
+    2405.04434, section 2.1.3)."""
+    if spec.latent is not None:
+        return spec.latent.kv_rank + spec.latent.rotary_dim
+    return 2 * max(1, spec.num_kv_heads // tp) * spec.head_dim
+
+
+def dtype_bytes(config: Config) -> int:
+    """Return the bytes of one parameter or activation; auto is bfloat16, as on a GPU."""
+    return 4 if config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
+
+
+def moment_bytes(config: Config) -> int:
+    """Return the bytes of Adam's two moments of a parameter."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    return sum(2 if dtype == "bfloat16" else 4 for dtype in (megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype))
+
+
+def _of_rank(config: Config, tokens: int) -> int:
+    """Return how many tokens of a micro-batch a context-parallel rank has, rounded up to a multiple that
+    tensor-parallel ranks can share."""
+    sizes = parallel_sizes(config)
+    return round_up(ceil_div(tokens, sizes.cp), sizes.tp)

@@ -1,0 +1,339 @@
+"""What the config demands of the model's config.json: sizes that divide, positions that suffice."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_dapo.checks.model_shapes import MODEL_SHAPES
+from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import (
+    critic_path,
+    has_given_servers,
+    longest_sample,
+    parallel_sizes,
+    uses_critic,
+)
+from megatron_dapo.config.key_names import CHUNKS, LENGTHS, LORA_RANK, MEGATRON, ROLLOUT, ROUTER_REPLAY, TARGET_MODULES
+from megatron_dapo.config.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
+from megatron_dapo.config.mistake import Mistake
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.experts import num_experts_of
+from megatron_dapo.huggingface.model_spec import FAMILIES, Family, ModelSpec, critic_spec, model_spec
+from megatron_dapo.storage.model_folder import ModelFolder
+
+
+def read_model_json(config: Config) -> dict[str, Any] | None:
+    """Return `shape_of` the actor; none where it cannot be read (`validate` says why)."""
+    return shape_of(config.actor_rollout_ref.model.path)
+
+
+def shape_of(path: str) -> dict[str, Any] | None:
+    """Return config.json of a checkpoint, or the shape of the published model that its folder is named after, where the
+    checkpoint is elsewhere: a cluster's recipe is planned on a laptop."""
+    if name := published_name(path):
+        return MODEL_SHAPES[name]
+    return model_json_of(path)
+
+
+def published_name(path: str) -> str | None:
+    """Return the published model that stands for a checkpoint which is not on this machine; none where it is, or no
+    published model has its folder's name."""
+    name = Path(path).name.lower()
+    return name if name in MODEL_SHAPES and not ModelFolder.of(path).config_json.exists() else None
+
+
+def model_json_of(path: str) -> dict[str, Any] | None:
+    """Return config.json of a checkpoint of either kind; none where it cannot be read."""
+    try:
+        return ModelFolder.of(path).read_config()
+    except UserError:
+        return None
+
+
+def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | None:
+    """Return the ModelSpec of the actor and, where there is one, of the critic; none where one cannot be read, or is
+    not supported (`validate` says why)."""
+    actor = _model_spec_of(config.actor_rollout_ref.model.path, model_spec)
+    critic = _model_spec_of(critic_path(config), critic_spec) if uses_critic(config) else None
+    if actor is None or (critic is None and uses_critic(config)):
+        return None
+    return actor, critic
+
+
+def _model_spec_of(path: str, spec_of: Callable[[dict[str, Any]], ModelSpec]) -> ModelSpec | None:
+    content = shape_of(path)
+    try:
+        return None if content is None else spec_of(content)
+    except (UserError, ValueError):
+        return None
+
+
+def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    tp = parallel_sizes(config).tp
+    heads = _size(model, "num_attention_heads")
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": _size(model, "num_key_value_heads") or heads,
+        "hidden_size": _size(model, "hidden_size"),
+        "intermediate_size": _size(model, "intermediate_size") if _has_dense_layers(model) else None,
+        "n_shared_experts x moe_intermediate_size": _shared_size(model),  # the other experts are cut over ETP
+    }
+    for name, size in sizes.items():
+        if size and size % tp:
+            yield Mistake(
+                (f"{MEGATRON}.tensor_model_parallel_size",),
+                f"{MEGATRON}.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
+                f"choose a divisor of {size}.",
+            )
+
+
+def _has_dense_layers(model: dict[str, Any]) -> bool:
+    """Return whether layers have an MLP, all of them or those before the first with experts."""
+    return not num_experts_of(model) or ("n_routed_experts" in model and model.get("first_k_dense_replace") != 0)
+
+
+def _shared_size(model: dict[str, Any]) -> int | None:
+    """Return the width of the shared experts; none where there are none."""
+    if "n_routed_experts" not in model:
+        return None
+    return (_size(model, "n_shared_experts") or 1) * (_size(model, "moe_intermediate_size") or 0)
+
+
+def pipeline(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    sizes = parallel_sizes(config)
+    layers = _size(model, "num_hidden_layers")
+    if not layers:
+        return
+    pipeline_layers = sizes.pipeline_layers
+    split = pipeline_split(layers, sizes.pp, sizes.vpp or 1, pipeline_layers)
+    if pipeline_layers is not None and sum(pipeline_layers) != layers:
+        yield Mistake(
+            CHUNKS,
+            f"{MEGATRON}.pipeline_layers is {list(pipeline_layers)}, {sum(pipeline_layers)} layers together, but the "
+            f"model's num_hidden_layers is {layers}; correct it, or set null.",
+        )
+    elif pipeline_layers is None and split.has_idle_chunk:
+        vpp = f" x virtual_pipeline_model_parallel_size {sizes.vpp}" if sizes.vpp else ""
+        yield Mistake(
+            CHUNKS,
+            f"{MEGATRON}.pipeline_model_parallel_size {sizes.pp}{vpp} is {len(split.layers)} chunks, more than the "
+            f"model's num_hidden_layers {layers}, its embedding and its head can fill; lower it.",
+        )
+    else:
+        yield from _recompute(config, split)
+
+
+def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    sizes = parallel_sizes(config)
+    megatron = config.actor_rollout_ref.actor.megatron
+    num_experts = num_experts_of(model)
+    if not num_experts:
+        for name, size in (("expert_model_parallel_size", sizes.ep), ("expert_tensor_parallel_size", sizes.etp)):
+            if size > 1:
+                yield Mistake(
+                    (f"{MEGATRON}.{name}",),
+                    f"{MEGATRON}.{name} is {size}, but the model has no experts ({_architecture(model)}); set it to 1.",
+                )
+        if (mode := config.actor_rollout_ref.actor.router_replay) != "off":
+            yield Mistake(
+                (ROUTER_REPLAY,),
+                f"{ROUTER_REPLAY} is {mode}, but the model has no experts ({_architecture(model)}); set it to off.",
+            )
+        return
+    if isinstance(num_experts, int) and num_experts % sizes.ep:
+        yield Mistake(
+            (f"{MEGATRON}.expert_model_parallel_size",),
+            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the model's num_experts "
+            f"{num_experts}; choose a divisor of {num_experts}.",
+        )
+    width_key = _expert_width_key(model)
+    width = _size(model, width_key)
+    if sizes.etp > 1 and _has_biased_experts(model):
+        yield Mistake(
+            (f"{MEGATRON}.expert_tensor_parallel_size",),
+            f"{MEGATRON}.expert_tensor_parallel_size is {sizes.etp}, but Megatron-core cuts no experts with biases "
+            f"({_architecture(model)}); set it to 1.",
+        )
+    elif width and width % sizes.etp:
+        yield Mistake(
+            (f"{MEGATRON}.expert_tensor_parallel_size",),
+            f"{MEGATRON}.expert_tensor_parallel_size is {sizes.etp}, but does not divide the model's "
+            f"{width_key} {width}; choose a divisor of {width}.",
+        )
+    if sizes.tp > 1 and not megatron.sequence_parallel:
+        yield Mistake(
+            (f"{MEGATRON}.sequence_parallel", f"{MEGATRON}.tensor_model_parallel_size"),
+            f"{MEGATRON}.sequence_parallel is false with tensor_model_parallel_size {sizes.tp}, but a model with "
+            f"experts ({_architecture(model)}) needs it there; set it to true.",
+        )
+    if megatron.tp_comm_overlap:
+        yield Mistake(
+            (f"{MEGATRON}.tp_comm_overlap",),
+            f"{MEGATRON}.tp_comm_overlap is true, which a model with experts ({_architecture(model)}) has not yet; "
+            f"set it to false.",
+        )
+    if megatron.fp8 != "none":
+        yield Mistake(
+            (f"{MEGATRON}.fp8",),
+            f"{MEGATRON}.fp8 is {megatron.fp8}, which a model with experts ({_architecture(model)}) has not yet; "
+            f"set fp8 to none.",
+        )
+
+
+def _architecture(model: dict[str, Any]) -> str:
+    return (model.get("architectures") or ["unknown"])[0]
+
+
+def _family_of(model: dict[str, Any]) -> Family | None:
+    return FAMILIES.get(_architecture(model))
+
+
+def _expert_width_key(model: dict[str, Any]) -> str:
+    """Return the name of the width of an expert in a mixture's config.json."""
+    family = _family_of(model)
+    return family.ffn_key if family else "moe_intermediate_size"
+
+
+def has_stacked_experts(model: dict[str, Any]) -> bool:
+    """Return whether a tensor of this model has all experts of a layer."""
+    family = _family_of(model)
+    return family is not None and family.stacked_experts
+
+
+def _has_biased_experts(model: dict[str, Any]) -> bool:
+    family = _family_of(model)
+    return family is not None and family.is_gpt_oss
+
+
+def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
+    """Return the last names of the modules of a model that have an adapter; [] where it cannot be read."""
+    return [name for name in _linear_modules(model) if name in target_modules(config)]
+
+
+def _linear_modules(model: dict[str, Any]) -> tuple[str, ...]:
+    try:
+        return model_spec(model).linear_modules
+    except (UserError, ValueError):  # which another check reports
+        return ()
+
+
+def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    modules = _linear_modules(model)
+    targets = config.actor_rollout_ref.model.target_modules
+    rank = config.actor_rollout_ref.model.lora_rank
+    if not modules or not rank:
+        return
+    if targets == ALL_LINEAR:
+        return
+    missing = [n for n in target_modules(config) if n in LINEAR_MODULES and n not in modules]
+    if missing:
+        yield Mistake(
+            (TARGET_MODULES, LORA_RANK),
+            f"{TARGET_MODULES} has {', '.join(missing)}, of which a {_architecture(model)} has none; choose from "
+            f"{', '.join(modules)}, or {ALL_LINEAR} for all of them.",
+        )
+
+
+def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    tp = parallel_sizes(config).tp
+    heads = _size(model, "num_attention_heads")
+    hidden = _size(model, "hidden_size")
+    if megatron.fp8 == "none" or not heads or not hidden or num_experts_of(model):
+        return
+    multiple = 32 if megatron.fp8_recipe == "mxfp8" else 16
+    dim = _size(model, "head_dim") or hidden // heads
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size / TP": (_size(model, "intermediate_size") or 0) // tp,
+        "query heads x head_dim / TP": heads * dim // tp,
+        "key-value heads x head_dim / TP": (_size(model, "num_key_value_heads") or heads) * dim // tp,
+    }
+    for name, size in sizes.items():
+        if size % multiple:
+            yield Mistake(
+                (f"{MEGATRON}.fp8", f"{MEGATRON}.fp8_recipe", f"{MEGATRON}.tensor_model_parallel_size"),
+                f"{MEGATRON}.fp8 is {megatron.fp8}, whose products need multiples of {multiple}, but the model's "
+                f"{name} is {size} at TP {tp}; lower tensor_model_parallel_size, or set fp8 to none.",
+            )
+
+
+def _recompute(config: Config, split: PipelineSplit) -> Iterator[Mistake]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.recompute_granularity != "full":
+        return
+    number = megatron.recompute_num_layers
+    if megatron.recompute_method == "uniform":
+        is_wrong = any(layers % number for layers in split.layers)
+        demand = f"divide the layers of every pipeline chunk ({split})"
+    else:
+        is_wrong = number > split.largest
+        demand = f"be at most {split.largest}, the layers of the largest pipeline chunk"
+    if is_wrong:
+        yield Mistake(
+            (*CHUNKS, *(f"{MEGATRON}.recompute_{key}" for key in ("granularity", "method", "num_layers"))),
+            f"{MEGATRON}.recompute_num_layers is {number}, but with recompute_method {megatron.recompute_method} it "
+            f"must {demand}; lower it.",
+        )
+
+
+def positions(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    limit = _size(model, "max_position_embeddings")
+    longest = longest_sample(config)
+    if not limit or longest <= limit:
+        return
+    if config.sft.enable:
+        yield Mistake(
+            ("sft.max_length",),
+            f"sft.max_length is {longest}, above the model's max_position_embeddings {limit}; lower it.",
+        )
+    else:
+        data = config.data
+        yield Mistake(
+            LENGTHS,
+            f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length} is "
+            f"{longest}, above the model's max_position_embeddings {limit}; shorten one.",
+        )
+
+
+def servers(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    if has_given_servers(config):
+        return
+    tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    keys = (f"{ROLLOUT}.server.tensor_model_parallel_size", f"{ROLLOUT}.server_urls", f"{ROLLOUT}.server_urls_file")
+    names = ("num_attention_heads", *([_expert_width_key(model)] if num_experts_of(model) else []))
+    sizes = {name: size for name in names if (size := _size(model, name)) is not None and size % tp}
+    for name, size in sizes.items():
+        yield Mistake(
+            keys,
+            f"{keys[0]} is {tp}, but does not divide the model's {name} {size}; choose a divisor of {size}.",
+        )
+    kv_heads = _size(model, "num_key_value_heads")
+    # ranks that are more than the heads repeat them, all of them as often
+    if kv_heads and not sizes and kv_heads % tp and tp % kv_heads:
+        yield Mistake(
+            keys,
+            f"{keys[0]} is {tp}, but is neither a divisor nor a multiple of the model's num_key_value_heads "
+            f"{kv_heads}; choose one.",
+        )
+
+
+def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+    size = _size(model, "vocab_size")
+    rollout = config.actor_rollout_ref.rollout
+    wrong = [token for token in rollout.stop_token_ids if size and not 0 <= token < size]
+    if wrong:
+        yield Mistake(
+            (f"{ROLLOUT}.stop_token_ids",),
+            f"{ROLLOUT}.stop_token_ids holds {wrong}, outside the model's vocabulary of {size} tokens; correct them.",
+        )
+
+
+def _size(model: dict[str, Any], name: str) -> int | None:
+    """Return a positive whole number of config.json; none where it is absent or of another type."""
+    value = model.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+MODEL_CHECKS = (divisible_by_tp, pipeline, experts, adapters, fp8, positions, servers, vocabulary)

@@ -1,0 +1,86 @@
+"""What `recompute_granularity: auto` stands for: the least recomputation with which the trainer fits into its GPUs.
+
+The estimate chooses among nothing, the MLP of every layer, the first layers of each stage, and all layers. core_attn is
+left out: it keeps little memory free, and the first layers, one by one, keep more for each second.
+"""
+
+import bisect
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_dapo.checks.memory import trainer_memory, usable_memory
+from megatron_dapo.checks.pipeline import split_of
+from megatron_dapo.config.derived import parallel_sizes
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.model_spec import ModelSpec
+
+NOTHING = {"recompute_granularity": "none"}
+MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def settled(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Config:
+    """Return the config with what `auto` stands for; all layers where nothing fits, and `shortage.shortage` says so.
+    critic: its spec, where it is of another size than the actor."""
+    if config.actor_rollout_ref.actor.megatron.recompute_granularity != "auto":
+        return config
+    return _with(config, least_that_fits(config, actor, critic) or ALL_LAYERS)
+
+
+def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> dict[str, Any] | None:
+    """Return the keys, by their last names, of what repeats least of a forward pass and fits, or none."""
+
+    def fits(keys: Mapping[str, Any]) -> bool:
+        return trainer_memory(_with(config, keys), actor, critic).total <= usable_memory(config)
+
+    sizes = parallel_sizes(config)
+    num_layers = split_of(actor, sizes).largest
+    if critic is not None:  # its layers are recomputed by the same keys
+        num_layers = min(num_layers, split_of(critic, sizes).largest)
+    numbers = range(1, num_layers)  # the more, the less memory: all before some number do not fit
+    fewest = bisect.bisect_left(numbers, True, key=lambda number: fits(_first_layers(number)))
+    choices: list[dict[str, Any]] = [NOTHING, MLP, *map(_first_layers, numbers[fewest : fewest + 1]), ALL_LAYERS]
+    choices.sort(key=lambda keys: recomputed_share(_with(config, keys), actor))
+    return next((keys for keys in choices if fits(keys)), None)
+
+
+def recomputed_share(config: Config, spec: ModelSpec) -> float:
+    """Return how much of a forward pass through the layers is repeated in backward: all of it with full recompute by
+    the method uniform, the share of the layers with block, and the part of a layer's parameters with selective (of
+    core_attn nothing: its products are few beside a layer's at the lengths that packing leaves it)."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.recompute_granularity == "none":
+        return 0.0
+    if megatron.recompute_granularity == "selective":
+        mlp = 3 * spec.mean_active_ffn_size
+        attention = spec.num_attention_weights / spec.hidden_size
+        return mlp / (mlp + attention) if "mlp" in megatron.recompute_modules else 0.0
+    if megatron.recompute_method == "uniform":
+        return 1.0
+    chunks = split_of(spec, parallel_sizes(config)).layers
+    return sum(min(megatron.recompute_num_layers, layers) for layers in chunks) / spec.num_layers
+
+
+def _first_layers(number: int) -> dict[str, Any]:
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number}
+
+
+def _with(config: Config, keys: Mapping[str, Any]) -> Config:
+    actor = config.actor_rollout_ref.actor
+    actor = actor.model_copy(update={"megatron": actor.megatron.model_copy(update=dict(keys))})
+    section = config.actor_rollout_ref.model_copy(update={"actor": actor})
+    return config.model_copy(update={"actor_rollout_ref": section})
+
+
+def in_words(megatron: MegatronConfig) -> str:
+    """Return what is recomputed: nothing, MLP, all layers, the first 12 layers of each stage."""
+    if megatron.recompute_granularity == "selective":
+        names = {"core_attn": "attention", "mlp": "MLP"}
+        return " and ".join(names[name] for name in megatron.recompute_modules) or "nothing"
+    if megatron.recompute_granularity == "none":
+        return "nothing"
+    if megatron.recompute_method == "uniform":
+        return "all layers"
+    part = "stage" if megatron.virtual_pipeline_model_parallel_size is None else "chunk of a stage"
+    return f"the first {megatron.recompute_num_layers} layers of each {part}"

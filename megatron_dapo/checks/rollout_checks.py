@@ -1,0 +1,227 @@
+"""What the keys of the rollout demand of each other: sampling, SGLang servers, several turns.
+
+`own_host` asks this machine as well, and is called where files are looked for.
+"""
+
+import re
+import socket
+from collections.abc import Iterator, Sequence
+
+from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
+from megatron_dapo.config.derived import is_server_url, starts_servers
+from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT, WITHOUT_SERVERS
+from megatron_dapo.config.loader import nearest
+from megatron_dapo.config.mistake import Mistake
+from megatron_dapo.config.schema.config import Config
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+EXTRA_ARGS = f"{ROLLOUT}.server.extra_args"
+_OWN_SERVERS = f"leave it out, or start such servers yourself and name them in {ROLLOUT}.server_urls"
+_ONE_SERVER = f"which ranks a server has is {ROLLOUT}.server.tensor_model_parallel_size; more servers are num_servers"
+_RUNS_CODE = "with it code or templates that a checkpoint or a request brings would run in the server; leave it out"
+# options of `sglang.launch_server` that the launcher sets itself, or that open a server to more than this run -> cure
+REFUSED_OPTIONS = {
+    "--host": f"set {ROLLOUT}.server.host",
+    "--port": "ports are chosen at start, or from `launch.sglang_server --first-port` on",
+    "--model": "set actor_rollout_ref.model.path",
+    "--model-path": "set actor_rollout_ref.model.path",
+    "--tokenizer-path": "set actor_rollout_ref.model.path; the trainer and the servers need the same tokens",
+    "--dtype": "set actor_rollout_ref.actor.megatron.dtype",
+    "--device": "servers are on the device that the trainer is on; leave it out",
+    "--max-total-tokens": f"set {ROLLOUT}.server.max_total_tokens",
+    "--max-running-requests": f"set {ROLLOUT}.server.max_running_requests",
+    "--mem-fraction-static": f"set {ROLLOUT}.server.mem_fraction_static",
+    **dict.fromkeys(
+        ("--enable-deterministic-inference", "--rl-on-policy-target"), f"set {ROLLOUT}.deterministic"
+    ),
+    "--config": "a file of further options is not looked into; give the options themselves",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size"), f"set {ROLLOUT}.server.tensor_model_parallel_size"),
+    **dict.fromkeys(
+        ("--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--nnodes", "--node-rank",
+         "--dist-init-addr", "--nccl-init-addr", "--base-gpu-id", "--gpu-id-step"),
+        _ONE_SERVER,
+    ),
+    **dict.fromkeys(
+        ("--trust-remote-code", "--trust-request-chat-template", "--enable-custom-logit-processor",
+         "--custom-weight-loader", "--forward-hooks"),
+        _RUNS_CODE,
+    ),
+    **dict.fromkeys(
+        ("--api-key", "--admin-api-key"), f"the run has a key of its own; {ROLLOUT}.server_api_key_file names another"
+    ),
+    **dict.fromkeys(
+        ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-keyfile-password", "--enable-ssl-refresh",
+         "--grpc-mode", "--grpc-port", "--smg-grpc-mode", "--encoder-only", "--use-ray", "--tokenizer-worker-num",
+         "--enable-http-worker-reuseport", "--fastapi-root-path", "--disaggregation-mode", "--kv-events-config",
+         "--load-publish-endpoint", "--weight-cache-socket", "--remote-instance-weight-loader-backend"),
+        _OWN_SERVERS,
+    ),
+}  # fmt: skip
+
+
+def sampling(config: Config) -> Iterator[Mistake]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.top_k != -1 and rollout.top_k < 1:
+        yield Mistake(
+            (f"{ROLLOUT}.top_k",), f"{ROLLOUT}.top_k is {rollout.top_k}, but must be 1 or more, or -1 for off."
+        )
+    if rollout.val_temperature == 0.0 and rollout.val_n > 1:
+        yield Mistake(
+            (f"{ROLLOUT}.val_n", f"{ROLLOUT}.val_temperature"),
+            f"{ROLLOUT}.val_n is {rollout.val_n}, but at val_temperature 0 all answers to a prompt are the same; "
+            f"set val_n to 1, or raise val_temperature.",
+        )
+    if rollout.request_timeout_s > rollout.step_timeout_s:
+        yield Mistake(
+            (f"{ROLLOUT}.request_timeout_s", f"{ROLLOUT}.step_timeout_s"),
+            f"{ROLLOUT}.request_timeout_s is {rollout.request_timeout_s:g}, longer than the whole step's "
+            f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the second.",
+        )
+
+
+def deterministic(config: Config) -> Iterator[Mistake]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.deterministic and rollout.max_staleness:
+        yield Mistake(
+            (f"{ROLLOUT}.deterministic", f"{ROLLOUT}.max_staleness"),
+            f"{ROLLOUT}.deterministic is true, but with {ROLLOUT}.max_staleness {rollout.max_staleness} it depends on "
+            f"timing which weights write a token; set max_staleness to 0, or deterministic to false.",
+        )
+
+
+def multi_turn(config: Config) -> Iterator[Mistake]:
+    keys = config.actor_rollout_ref.rollout.multi_turn
+    limit = config.data.max_response_length
+    if not keys.enable:
+        if config.reward.function == "environment":
+            yield Mistake(
+                ("reward.function", f"{MULTI_TURN}.enable"),
+                f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
+                f"set it to true, or name another reward.function.",
+            )
+        return
+    yield from variable_names(f"{MULTI_TURN}.pass_env", keys.pass_env)
+    name = keys.environment
+    if name not in BUILT_IN_ENVIRONMENTS and not IMPORT_PATH.fullmatch(name):
+        near = nearest(name, BUILT_IN_ENVIRONMENTS)
+        yield Mistake(
+            (f"{MULTI_TURN}.environment", f"{MULTI_TURN}.enable"),
+            f"{MULTI_TURN}.environment is {name!r}, which is neither {', '.join(BUILT_IN_ENVIRONMENTS)} nor of the "
+            f"form package.module:Class{f'; the nearest is {near}' if near else ''}.",
+        )
+    if keys.max_tokens_per_turn is not None and keys.max_tokens_per_turn >= limit:
+        yield Mistake(
+            (f"{MULTI_TURN}.max_tokens_per_turn", "data.max_response_length"),
+            f"{MULTI_TURN}.max_tokens_per_turn is {keys.max_tokens_per_turn}, but must be below "
+            f"data.max_response_length {limit}, which is of the whole trajectory; lower it, or set it to null.",
+        )
+    if keys.step_timeout_s > keys.timeout_s:
+        yield Mistake(
+            (f"{MULTI_TURN}.step_timeout_s", f"{MULTI_TURN}.timeout_s"),
+            f"{MULTI_TURN}.step_timeout_s is {keys.step_timeout_s:g}, longer than the whole trajectory's timeout_s "
+            f"{keys.timeout_s:g}; lower the first or raise the second.",
+        )
+    if keys.timeout_s > config.actor_rollout_ref.rollout.step_timeout_s:
+        yield Mistake(
+            (f"{MULTI_TURN}.timeout_s", "actor_rollout_ref.rollout.step_timeout_s"),
+            f"{MULTI_TURN}.timeout_s is {keys.timeout_s:g}, longer than the whole step's "
+            f"actor_rollout_ref.rollout.step_timeout_s {config.actor_rollout_ref.rollout.step_timeout_s:g}; "
+            f"lower the first or raise the second.",
+        )
+
+
+def variable_names(key: str, names: Sequence[str]) -> Iterator[Mistake]:
+    """Yield a mistake for each entry that is no name of an environment variable. The mistake does not show the entry,
+    which may be a value."""
+    for number, name in enumerate(names):
+        if not is_variable_name(name):
+            yield Mistake(
+                (key,),
+                f"{key}[{number}] is no name of an environment variable; give its name alone, the value stays in the "
+                f"environment.",
+            )
+
+
+def is_variable_name(text: str) -> bool:
+    """Return whether a text may be the name of an environment variable."""
+    return bool(_VARIABLE.fullmatch(text))
+
+
+def server_urls(config: Config) -> Iterator[Mistake]:
+    rollout = config.actor_rollout_ref.rollout
+    urls = rollout.server_urls
+    if urls and rollout.server_urls_file:
+        yield Mistake(
+            (f"{ROLLOUT}.server_urls", f"{ROLLOUT}.server_urls_file"),
+            f"{ROLLOUT}.server_urls and {ROLLOUT}.server_urls_file {rollout.server_urls_file!r} both name servers; "
+            f"give one of them.",
+        )
+    for url in dict.fromkeys(urls):
+        if not is_server_url(url):
+            yield Mistake(
+                (f"{ROLLOUT}.server_urls",),
+                f"{ROLLOUT}.server_urls holds {url!r}, which is not of the form http://host:port; correct it.",
+            )
+        elif urls.count(url) > 1:
+            yield Mistake(
+                (f"{ROLLOUT}.server_urls",), f"{ROLLOUT}.server_urls holds {url} {urls.count(url)} times; keep one."
+            )
+
+
+def server_nodes(config: Config) -> Iterator[Mistake]:
+    server = config.actor_rollout_ref.rollout.server
+    if server.nnodes and server.num_servers % server.nnodes:
+        yield Mistake(
+            (f"{ROLLOUT}.server.num_servers", f"{ROLLOUT}.server.nnodes"),
+            f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {ROLLOUT}.server.nnodes "
+            f"{server.nnodes}: every server node starts as many; change one of them.",
+        )
+
+
+def extra_args(config: Config) -> Iterator[Mistake]:
+    arguments = config.actor_rollout_ref.rollout.server.extra_args
+    options = dict.fromkeys(argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
+    for option in options:
+        # SGLang takes an option's beginning for the whole of it
+        whole = next((name for name in REFUSED_OPTIONS if len(option) > 2 and name.startswith(option)), None)
+        if whole is not None:
+            said = option if whole == option else f"{option}, which may stand for {whole}"
+            yield Mistake((EXTRA_ARGS,), f"{EXTRA_ARGS} has {said}: {REFUSED_OPTIONS[whole]}.")
+    if "--quantization" in options and _value_of("--load-format", arguments) != "flash_rl":
+        yield Mistake(
+            (EXTRA_ARGS,),
+            f"{EXTRA_ARGS} has --quantization {_value_of('--quantization', arguments)}, whose parameters cannot take "
+            f"the trainer's bfloat16 weights; add --load-format flash_rl (dense Qwen2 and Qwen3), or leave it out.",
+        )
+
+
+def _value_of(option: str, arguments: list[str]) -> str | None:
+    """Return the value that the server would take for an option: the last one given."""
+    last = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            last = value if equals else following
+    return last
+
+
+def own_host(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake where servers are to run on the trainer's machine, but cannot bind to their host as an address of
+    it."""
+    server = config.actor_rollout_ref.rollout.server
+    if server.nnodes or not starts_servers(config):
+        return
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(server.host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        yield Mistake(
+            (f"{ROLLOUT}.server.host", f"{ROLLOUT}.server.nnodes", f"{ROLLOUT}.server_urls", *WITHOUT_SERVERS),
+            f"{ROLLOUT}.server.host is {server.host!r}, which is no address of this machine "
+            f"({getattr(error, 'strerror', None) or error}); give 127.0.0.1, 0.0.0.0 or another address of it, or the "
+            f"URLs of servers elsewhere in {ROLLOUT}.server_urls.",
+        )
+
+
+ROLLOUT_CHECKS = (sampling, deterministic, multi_turn, server_urls, server_nodes, extra_args)

@@ -1,0 +1,48 @@
+"""What keys demand of each other where conversations are fine-tuned on (`sft.enable`)."""
+
+from collections.abc import Iterator
+
+from megatron_dapo.checks.config_checks import SHARED_CHECKS
+from megatron_dapo.checks.length_checks import fits_longest_sample
+from megatron_dapo.config.key_names import ACTOR, keys_of
+from megatron_dapo.config.keys import known_keys, show_text, value_of
+from megatron_dapo.config.mistake import Mistake
+from megatron_dapo.config.schema.config import Config
+
+# sections and keys that are read; whatever else is set has no effect
+READ = (
+    "sft",
+    "actor_rollout_ref.model",
+    f"{ACTOR}.optim",
+    f"{ACTOR}.megatron",
+    *keys_of(ACTOR, "max_tokens_per_microbatch", "log_prob_chunk_size", "fused_kernels", "calculate_entropy"),
+    *keys_of("data", "train_files", "val_files", "prompt_key", "prompt_template", "train_batch_size"),
+    *keys_of("data", "shuffle", "seed", "apply_chat_template"),
+    "trainer",
+)
+NOT_READ = keys_of("trainer", "critic_warmup", "dump_batches", "replay", "synthetic_batch")
+
+
+def is_read(key: str) -> bool:
+    """Return whether supervised fine-tuning reads a key."""
+    return key not in NOT_READ and any(key == name or key.startswith(f"{name}.") for name in READ)
+
+
+def unread_keys(config: Config) -> Iterator[Mistake]:
+    """Yield a mistake for every key that is not at its default and belongs to reinforcement learning."""
+    for key in known_keys().values():
+        value = value_of(config, key.name)
+        if value != key.default and not is_read(key.name):
+            yield Mistake(
+                (key.name, "sft.enable"),
+                f"{key.name} is {show_text(value)}, but supervised fine-tuning (sft.enable) does not read it; "
+                f"remove it.",
+            )
+
+
+def lengths(config: Config) -> Iterator[Mistake]:
+    cap = config.actor_rollout_ref.actor.max_tokens_per_microbatch
+    yield from fits_longest_sample(config, f"{ACTOR}.max_tokens_per_microbatch", cap)
+
+
+SFT_CHECKS = (unread_keys, lengths, *SHARED_CHECKS)

@@ -1,0 +1,127 @@
+"""Servers and layouts of a trainer that fit into the memory of a config's GPUs: for advice that can be followed."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron_dapo.checks.memory import SERVER_SHARE, server_memory, trainer_memory, usable_memory
+from megatron_dapo.checks.recompute import ALL_LAYERS
+from megatron_dapo.common.sizes import GB
+from megatron_dapo.config.derived import critic_batching, parallel_sizes, uses_critic
+from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
+from megatron_dapo.config.keys import with_keys
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.model_spec import ModelSpec
+
+SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"
+_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+_MOST_NODES = 256
+
+
+def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
+    """Return the tensor-parallel sizes of a server within a node, which SGLang can cut this model over."""
+    gpus = config.trainer.n_procs_per_node
+    kv_heads = spec.num_kv_heads
+    return [
+        tp
+        for tp in range(1, gpus + 1)
+        if not (gpus % tp or spec.num_heads % tp or (spec.moe and spec.ffn_size % tp))
+        and not (kv_heads % tp and tp % kv_heads)
+    ]
+
+
+def smallest_server(config: Config, spec: ModelSpec) -> int | None:
+    """Return the least tensor-parallel size of a server that holds a sample of full length; none within a node does."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    fitting = (
+        tp
+        for tp in server_sizes(config, spec)
+        if server_memory(with_keys(config, {SERVER_TP: tp}), spec).num_tokens >= longest
+    )
+    return next(fitting, None)
+
+
+def least_server_memory(config: Config, spec: ModelSpec) -> float:
+    """Return the bytes that each GPU of a node has to have for the largest server within it to hold a sample."""
+    largest = with_keys(config, {SERVER_TP: server_sizes(config, spec)[-1]})
+    server = server_memory(largest, spec)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    share = config.actor_rollout_ref.rollout.server.mem_fraction_static or SERVER_SHARE
+    return (server.weights + longest * server.kv_per_token) / share
+
+
+def node_counts(first: int) -> list[int]:
+    """Return numbers of nodes to try: powers of two, and doublings of the first."""
+    doubled = [first * 2**i for i in range(_MOST_NODES.bit_length())]
+    powers = [2**i for i in range(_MOST_NODES.bit_length())]
+    return sorted({number for number in (*doubled, *powers) if first <= number <= _MOST_NODES})
+
+
+def smallest_trainer(
+    config: Config, actor: ModelSpec, critic: ModelSpec | None, nodes: Iterable[int]
+) -> dict[str, Any] | None:
+    """Return the keys of a layout that fits on the first of these numbers of nodes on which one does, with all layers
+    recomputed: experts within a node where they fit there, then as few ranks per copy of the model as possible."""
+    for number in nodes:
+        fitting = []
+        for keys in _layouts(config, actor, critic, number):
+            changed = with_keys(config, keys)
+            if (total := trainer_memory(changed, actor, critic).total) <= usable_memory(changed):
+                sizes = parallel_sizes(changed)
+                spans_nodes = sizes.ep * sizes.etp > config.trainer.n_procs_per_node
+                fitting.append(((spans_nodes, sizes.tp * sizes.pp, total), keys))
+        if fitting:
+            return min(fitting, key=lambda pair: pair[0])[1]
+    return None
+
+
+def _layouts(config: Config, actor: ModelSpec, critic: ModelSpec | None, nodes: int) -> Iterator[dict[str, Any]]:
+    per_node = config.trainer.n_procs_per_node
+    sizes = parallel_sizes(config)
+    world = nodes * per_node
+    num_experts = actor.moe.num_experts if actor.moe else 1
+    experts = [2**i for i in range(num_experts.bit_length()) if num_experts % 2**i == 0]
+    tensor = [
+        tp
+        for tp in range(1, per_node + 1)
+        if per_node % tp == 0 and all(_cuts(s, tp) for s in (actor, critic or actor))
+    ]
+    mini_batches = _mini_batches(config)
+    for tp, pp, ep in itertools.product(tensor, _STAGES, experts):
+        if world % (tp * pp * sizes.cp) or world // pp % (ep * sizes.etp) or pp > actor.num_layers:
+            continue
+        if any(samples % (world // (tp * pp * sizes.cp)) for samples in mini_batches):
+            continue
+        yield {
+            "trainer.nnodes": nodes,
+            f"{MEGATRON}.tensor_model_parallel_size": tp,
+            f"{MEGATRON}.pipeline_model_parallel_size": pp,
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
+            f"{MEGATRON}.pipeline_layers": None,
+            f"{MEGATRON}.expert_model_parallel_size": ep,
+            f"{MEGATRON}.sequence_parallel": tp > 1,
+            f"{MEGATRON}.use_distributed_optimizer": True,
+            **{f"{MEGATRON}.{name}": value for name, value in ALL_LAYERS.items()},
+        }
+
+
+def _mini_batches(config: Config) -> list[int]:
+    """Return the samples of an optimizer step, of the actor and of a critic: data-parallel ranks share them evenly."""
+    if config.sft.enable:
+        return [config.data.train_batch_size]
+    groups = [config.actor_rollout_ref.actor.ppo_mini_batch_size]
+    groups += [critic_batching(config).ppo_mini_batch_size] if uses_critic(config) else []
+    return [number * config.actor_rollout_ref.rollout.n for number in groups]
+
+
+def _cuts(spec: ModelSpec, tp: int) -> bool:
+    """Return whether tensor parallelism divides a model's matrices."""
+    widths = [spec.num_heads, spec.num_kv_heads, spec.hidden_size, spec.dense_ffn_size]
+    if spec.moe is not None:
+        widths.append(spec.moe.shared_ffn_size)
+    return not any(width % tp for width in widths)
+
+
+def in_gb(num_bytes: float) -> str:
+    """Return gigabytes, rounded up to whole ones."""
+    return f"{-(-num_bytes // GB):.0f}"

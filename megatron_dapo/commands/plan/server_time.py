@@ -1,0 +1,112 @@
+"""How fast a server writes tokens, and how long a push of the weights takes, by a roofline.
+
+Decoding reads the weights once per token of all requests together, and each request's keys and values: it is bound by
+memory. So a token of each of r requests takes token_s + r x token_s_per_request, which is what the simulation needs.
+"""
+
+from dataclasses import dataclass
+
+from megatron_dapo.checks.hardware import Hardware
+from megatron_dapo.checks.memory import cache_width, num_expert_parameters, num_parameters
+from megatron_dapo.commands.plan.training_time import WIDTH, Efficiency
+from megatron_dapo.common.sizes import MIB, ceil_div
+from megatron_dapo.config.derived import ParallelSizes
+from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.huggingface.model_spec import ModelSpec
+
+# Seconds of a small all-reduce inside a node, which a token needs two of per layer: 10 to 20 us by SGLang's and vLLM's
+# own kernels on 4 to 8 GPUs.
+ALL_REDUCE_S = 15e-6
+# Seconds per bucket until the server has loaded it and answered, besides its broadcast: a real server's on a CPU
+# (docs/weight_sync.md, "How fast it is").
+BUCKET_S = 5e-3
+
+
+@dataclass(frozen=True)
+class ServerSpeed:
+    """A server with r requests in flight writes one token of each in token_s + r * token_s_per_request seconds.
+
+    slots: requests that it decodes at once. prefill_s: per token of a prompt, or of a response that is prefilled again.
+    """
+
+    token_s: float
+    token_s_per_request: float
+    slots: int
+    prefill_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens per second of a server all of whose slots are used."""
+        return self.slots / (self.token_s + self.slots * self.token_s_per_request)
+
+    def scaled_to(self, tokens_per_s: float) -> "ServerSpeed":
+        """Return a server with this speed at all its slots, and the same shape below."""
+        factor = self.tokens_per_s / tokens_per_s
+        return ServerSpeed(self.token_s * factor, self.token_s_per_request * factor, self.slots, self.prefill_s)
+
+
+def mean_context(responses: Lengths, prompt: int) -> float:
+    """Return the tokens that a running request has in the cache, the mean over running requests and time: the prompt,
+    and E[L^2] / 2 E[L], since long responses run longer."""
+    return prompt + responses.mean_square / (2 * responses.mean)
+
+
+def server_speed(
+    spec: ModelSpec,
+    tp: int,
+    slots: int,
+    responses: Lengths,
+    prompt: int,
+    hardware: Hardware,
+    efficiency: Efficiency,
+) -> ServerSpeed:
+    """Return how fast a server of tp GPUs writes.
+
+    Per token of all requests: the weights from memory (of experts, all: with some dozen requests each one is asked),
+    two all-reduces per layer, and the host. Per request: its keys and values from memory (2 x layers x KV heads x dim
+    numbers per token of its context; arXiv 2309.06180, section 3), two operations per parameter, its part of the
+    all-reduces, and what the host does for it: what it does once, to read and to answer it, is spread over its tokens.
+    slots: requests at once, at most.
+    """
+    memory = hardware.memory_bandwidth * efficiency.memory * tp
+    rate = hardware.flops * efficiency.matmul * tp
+    weights = num_all_parameters(spec) * WIDTH
+    kv_per_token = tp * spec.num_layers * cache_width(spec, tp) * WIDTH
+    reduced = 2 * spec.num_layers * 2 * (tp - 1) / tp * spec.hidden_size * WIDTH
+    active = 2 * active_parameters(spec)
+    context = mean_context(responses, prompt)
+    if spec.windows is not None:  # of layers with a window no more is read
+        share = spec.num_local_layers / spec.num_layers
+        context = (1 - share) * context + share * min(context, spec.windows.size)
+    return ServerSpeed(
+        token_s=weights / memory + (2 * spec.num_layers * ALL_REDUCE_S if tp > 1 else 0.0) + hardware.host_token_s,
+        token_s_per_request=kv_per_token * context / memory
+        + active / rate
+        + reduced / (hardware.link_bandwidth * efficiency.link)
+        + hardware.host_request_token_s
+        + hardware.host_request_s / responses.mean,
+        slots=slots,
+        prefill_s=active / rate,
+    )
+
+
+def num_all_parameters(spec: ModelSpec) -> int:
+    """Return the parameters of the whole model."""
+    return sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Return the parameters whose products a token goes through: without the embedding's rows, which are looked up, and
+    without the experts that are not its own."""
+    unused = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
+    if spec.moe:
+        idle = spec.moe.num_experts - spec.moe.experts_per_token
+        unused += spec.num_moe_layers * num_expert_parameters(spec) * idle
+    return num_all_parameters(spec) - unused
+
+
+def push_s(spec: ModelSpec, bucket_mb: int, hardware: Hardware, efficiency: Efficiency) -> float:
+    """Return the seconds of a push: the weights in bfloat16 over the sender's adapter (a broadcast passes each byte
+    once), and for each bucket the answers of the servers."""
+    num_bytes = num_all_parameters(spec) * WIDTH
+    return num_bytes / (hardware.network_bandwidth * efficiency.link) + ceil_div(num_bytes, bucket_mb * MIB) * BUCKET_S

@@ -1,0 +1,348 @@
+"""A discrete-event simulation of rollout and training: how fast a run would be, without servers and without waiting.
+
+Queue and admission are the program's own (`megatron_dapo.queue`); what is modelled is time: of the servers, of the
+trainer and of the push of the weights. Pure: no clock, no files. Seconds are simulated seconds.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.data.samples import Group, Prompt, Sample
+from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing, repeated
+from megatron_dapo.queue.group_filter import by_correctness
+from megatron_dapo.queue.group_queue import Account, FilterReason, GroupQueue, QueueLimits
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One drawn prompt: the tokens of its n responses, and whether the group carries signal."""
+
+    lengths: tuple[int, ...]
+    has_signal: bool
+
+
+Draws = Callable[[int], Draw]  # number of the draw -> what the servers will answer
+
+
+def random_draws(lengths: Lengths, acceptance: float, n: int, seed: int) -> Draws:
+    """Return draws that depend on their number and the seed alone: each run that is compared gets the same ones.
+
+    acceptance: share of groups that carry signal, above 0; n: responses of a group, at least 2 where some carry none.
+    """
+    assert acceptance == 1 or (acceptance > 0 and n >= 2), "no group would ever carry signal"
+
+    def draw(number: int) -> Draw:
+        source = random.Random(seed * 1_000_003 + number)
+        return Draw(tuple(lengths.sample(source) for _ in range(n)), source.random() < acceptance)
+
+    return draw
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The servers and the trainer, in seconds.
+
+    A server with r requests in flight writes one token of each in token_s + r * token_s_per_request. train_s: from a
+    batch to the push; push_s: of the weights, while no server writes.
+    """
+
+    num_servers: int
+    slots_per_server: int
+    token_s: float
+    train_s: float
+    push_s: float
+    token_s_per_request: float = 0.0
+
+    @property
+    def num_slots(self) -> int:
+        """Return the requests that all servers take together."""
+        return self.num_servers * self.slots_per_server
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How prompts are drawn and trained on: the keys of the config by their meaning.
+
+    num_steps: steps that are measured after the first `warm_up` ones; the run itself is longer, so that none of them is
+    the last.
+    """
+
+    train_batch_size: int
+    gen_batch_size: int
+    n: int
+    max_staleness: int
+    num_steps: int
+    warm_up: int = 4
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured, or predicted, over the steps after the warm-up.
+
+    wait_share: of the time, in which the trainer waited for a batch; slots_used: share of the servers' slots with a
+    request in flight, the mean over time; discarded_share: groups with signal that were discarded, of all generated.
+    """
+
+    steps_per_s: float
+    wait_share: float
+    slots_used: float
+    discarded_share: float
+
+
+@dataclass(frozen=True)
+class SimulatedRequest:
+    """One response that is asked for. Requests that end together are ordered by their number."""
+
+    number: int
+    uid: str  # the group's
+    length: int
+    is_correct: bool
+
+    def __lt__(self, other: "SimulatedRequest") -> bool:
+        return self.number < other.number
+
+
+class SimulatedServer:
+    """Requests in flight on one server.
+
+    All of them advance at the same rate, so that one counter of tokens written orders their ends.
+    """
+
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+        self._written = 0.0  # tokens that a request would have that began first of all
+        self._running: list[tuple[float, SimulatedRequest]] = []  # (written at its end, request)
+        self._written_before = [0.0]  # version -> written when it was pushed
+        self._count_requests()
+
+    def _count_requests(self) -> None:
+        """Note what follows from the number of requests: it is asked for more often than they change."""
+        self.num_in_flight = len(self._running)
+        self._seconds_per_token = self._machines.token_s + self.num_in_flight * self._machines.token_s_per_request
+
+    def seconds_to_next_end(self) -> float:
+        """Return the seconds until the next request is done; infinite where there is none."""
+        if not self._running:
+            return math.inf
+        return max(self._running[0][0] - self._written, 0.0) * self._seconds_per_token
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Begin a request."""
+        heapq.heappush(self._running, (self._written + request.length, request))
+        self._count_requests()
+
+    def push(self) -> None:
+        """Write with weights of the next version from now on."""
+        self._written_before.append(self._written)
+
+    def advance(self, seconds: float) -> None:
+        """Write tokens for that long, which is at most `seconds_to_next_end`."""
+        self._written += seconds / self._seconds_per_token
+
+    def pop(self) -> tuple[SimulatedRequest, dict[int, int]]:
+        """End the request that is next; return it with the number of its tokens by the version that wrote them."""
+        self._written, request = heapq.heappop(self._running)
+        self._count_requests()
+        began = self._written - request.length
+        num_tokens: dict[int, int] = {}
+        num_left = request.length
+        for version in range(len(self._written_before) - 1, -1, -1):
+            num_before = max(round(self._written_before[version] - began), 0)
+            if num_left > num_before:
+                num_tokens[version] = num_left - num_before
+                num_left = num_before
+            if not num_left:
+                break
+        return request, dict(reversed(num_tokens.items()))
+
+
+class Simulation:
+    """One run: the trainer asks for batches, trains and pushes; the servers write between these moments.
+
+    `drawn` and `trained`: all groups so far, for what is compared between them. filter_reason: as of `GroupQueue`.
+    """
+
+    def __init__(
+        self, machines: Machines, recipe: Recipe, draws: Draws, filter_reason: FilterReason | None = None
+    ) -> None:
+        self._machines = machines
+        self._recipe = recipe
+        self._draws = draws
+        limits = QueueLimits(
+            recipe.train_batch_size,
+            recipe.gen_batch_size,
+            max_num_gen_batches=0,
+            max_staleness=recipe.max_staleness,
+        )
+        self._queue = GroupQueue(limits, filter_reason or by_correctness("strict"))
+        self._version = 0  # that the servers hold
+        self._confirmed = 0  # that the controller knows of: it learns when the next step is asked for
+        self._servers = [SimulatedServer(machines) for _ in range(machines.num_servers)]
+        self._waiting: deque[SimulatedRequest] = deque()  # without a slot
+        self._numbers = itertools.count()
+        self._groups: dict[str, Group] = {}  # uid -> open group, as it was drawn
+        self._samples: dict[str, list[Sample]] = {}  # uid -> those of the group that are done
+        self._now = 0.0
+        self._num_in_flight = 0
+        self._slot_seconds = 0.0
+        self.drawn: list[Draw] = []
+        self.trained: list[Group] = []
+
+    def run(self) -> Speed:
+        """Return what the steps after the warm-up took."""
+        recipe = self._recipe
+        waited_s = 0.0
+        started = (self._now, self._slot_seconds, self._queue.account)
+        for step in range(1, recipe.warm_up + recipe.num_steps + 1):
+            if step == recipe.warm_up + 1:
+                started = (self._now, self._slot_seconds, self._queue.account)
+                waited_s = 0.0
+            asked_at = self._now
+            self._queue.begin(step, weight_version=self._version)
+            self._confirmed = self._version
+            self._admit(is_asked=True)
+            while not self._queue.is_ready():
+                self._to_next_end(math.inf, is_asked=True)
+            self.trained += self._queue.take().groups
+            waited_s += self._now - asked_at
+            self._train()
+        seconds = self._now - started[0]
+        return Speed(
+            steps_per_s=recipe.num_steps / seconds,
+            wait_share=waited_s / seconds,
+            slots_used=(self._slot_seconds - started[1]) / (seconds * self._machines.num_slots),
+            discarded_share=_discarded_share(started[2], self._queue.account),
+        )
+
+    def _train(self) -> None:
+        """Let the servers go on while the trainer works, and stand still while the weights are pushed."""
+        self._admit(is_asked=False)
+        end = self._now + self._machines.train_s
+        while self._to_next_end(end, is_asked=False):
+            pass
+        self._pass(self._machines.push_s)
+        for server in self._servers:
+            server.push()
+        self._version += 1
+
+    def _to_next_end(self, deadline: float, is_asked: bool) -> bool:
+        """Advance to the end of the next request, and admit what then may be drawn; False where the deadline is
+        first."""
+        next_server = min(self._servers, key=SimulatedServer.seconds_to_next_end)
+        seconds = next_server.seconds_to_next_end()
+        if self._now + seconds > deadline:
+            self._write(deadline - self._now)
+            return False
+        assert seconds < math.inf, "the trainer waits, and no request is in flight"
+        self._write(seconds)
+        self._end(*next_server.pop())
+        self._admit(is_asked)
+        return True
+
+    def _write(self, seconds: float) -> None:
+        for server in self._servers:
+            server.advance(seconds)
+        self._pass(seconds)
+
+    def _pass(self, seconds: float) -> None:
+        self._now += seconds
+        self._slot_seconds += seconds * self._num_in_flight
+
+    def _end(self, request: SimulatedRequest, num_tokens: Mapping[int, int]) -> None:
+        """Take in an answer; its slot takes the request that waits longest."""
+        self._num_in_flight -= 1
+        samples = self._samples[request.uid]
+        samples.append(_sample(request, num_tokens))
+        if len(samples) == self._recipe.n:
+            del self._samples[request.uid]
+            self._queue.add_finished(replace(self._groups.pop(request.uid), samples=tuple(samples)))
+            self._queue.decide()
+        self._fill_slots()
+
+    def _admit(self, is_asked: bool) -> None:
+        """Draw what may be drawn now: a wave where the trainer waits for a step, with K above 0 one after the other."""
+        if self._recipe.max_staleness:
+            while self._has_free_slot() and self._queue.may_start(self._queue.num_open, self._confirmed):
+                self._draw()
+            return
+        for _ in range(self._queue.next_wave() if is_asked else 0):
+            self._draw()
+
+    def _draw(self) -> None:
+        number = len(self.drawn)
+        draw = self._draws(number)
+        self.drawn.append(draw)
+        prompt = Prompt(number, str(number), (0,), "", "", "")
+        group = self._queue.draw(prompt, self._confirmed)
+        self._groups[group.uid] = group
+        self._samples[group.uid] = []
+        for position, length in enumerate(draw.lengths):
+            is_correct = position > 0 or not draw.has_signal
+            self._waiting.append(SimulatedRequest(next(self._numbers), group.uid, length, is_correct))
+        self._fill_slots()
+
+    def _has_free_slot(self) -> bool:
+        return self._num_in_flight + len(self._waiting) < self._machines.num_slots
+
+    def _fill_slots(self) -> None:
+        while self._waiting and self._num_in_flight < self._machines.num_slots:
+            server = min(self._servers, key=lambda server: server.num_in_flight)
+            server.add(self._waiting.popleft())
+            self._num_in_flight += 1
+
+
+def mean_length(lengths: Sequence[int]) -> float:
+    """Return the mean number of tokens."""
+    return sum(lengths) / len(lengths)
+
+
+def mean_age(groups: Iterable[Group], weight_version: int) -> float:
+    """Return the mean age of a token in a step that begins with this version: `rollout/staleness_mean` of the step."""
+    num_tokens = 0
+    age = 0
+    for sample in (sample for group in groups for sample in group.samples):
+        num_tokens += sample.num_written_tokens
+        age += int(((weight_version - sample.weight_versions) * sample.loss_mask).sum())
+    return age / num_tokens
+
+
+def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
+    """Return an answer as far as the queue looks at it: length, correctness, and one entry per version that wrote some
+    of its tokens, whose entry in the loss mask is their number."""
+    return Sample(
+        uid=request.uid,
+        prompt_tokens=np.zeros(1, TOKEN),
+        response_tokens=_tokens(request.length),
+        response_text="",
+        rollout_log_probs=nothing(LOG_PROB),
+        loss_mask=np.fromiter(num_tokens.values(), np.int64),  # its sum counts
+        weight_versions=np.fromiter(num_tokens, np.int64),
+        finish_reason="stop",
+        raw_reward=float(request.is_correct),
+        correct=request.is_correct,
+        reward=float(request.is_correct),
+        is_truncated=False,
+    )
+
+
+@cache
+def _tokens(number: int) -> np.ndarray:
+    """Return so many tokens, without their memory."""
+    return repeated(0, number, TOKEN)
+
+
+def _discarded_share(before: Account, after: Account) -> float:
+    """Return the groups with signal that were discarded, of all that were generated between two accounts."""
+    discarded = after.num_discarded - before.num_discarded
+    handed = after.num_handed - before.num_handed
+    filtered = after.num_filtered - before.num_filtered
+    return discarded / (discarded + handed + filtered)

@@ -1,0 +1,321 @@
+"""How long a rollout step takes: the trainer's and the servers' time, put together by the simulation for each K."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_dapo.checks.hardware import Hardware
+from megatron_dapo.checks.memory import server_memory
+from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_s, server_speed
+from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, Speed, random_draws
+from megatron_dapo.commands.plan.training_time import (
+    Efficiency,
+    TrainingTime,
+    trainer_layout,
+    training_time,
+    training_work,
+)
+from megatron_dapo.common.sizes import ceil_div
+from megatron_dapo.config.derived import (
+    critic_batching,
+    gen_batch_size,
+    needs_old_log_probs,
+    needs_reference,
+    num_optimizer_steps_per_rollout_step,
+    replaces_groups,
+    uses_critic,
+    uses_servers,
+    world_size,
+)
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.queue.group_filter import by_correctness
+
+# Of the controller's and the ranks' work per token of a step before they train: 2.04 s for 8192 answers of 6000 tokens
+# with prompts of 200, at TP 2, DP 2 on two cores (benchmarks/results/hand_over_cpu.json). The nodes' network is not in
+# it.
+HAND_OVER_S = 0.040e-6
+# Requests of a simulated step, about: a larger step is simulated by a part of it with as many of its servers.
+SIMULATED_REQUESTS = 3000
+MEASURED_STEPS = 6
+SEED = 1
+PROMPT = 170
+"""Mean tokens of a prompt where nobody says so: DAPO-Math-17k's. Synthetic ones have MEAN_SHARE of the longest."""
+ACCEPTANCE = 0.45
+"""Groups with signal where nobody says so, if others are replaced."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """By how much each part takes longer than its estimate: a server's tokens, the update (the critic's too), a pass
+    for log-probs, the hand-over, a push."""
+
+    server: float = 1.0
+    update: float = 1.0
+    log_probs: float = 1.0
+    hand_over: float = 1.0
+    push: float = 1.0
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan of time has to be told, besides the config and the model's shape.
+
+    prompt: mean tokens. acceptance: share of groups that carry signal. server_tokens_per_s: of one server all of whose
+    slots are used; none = by the roofline. hand_over_s: per token of a step. factors: of an earlier run.
+    """
+
+    hardware: Hardware
+    responses: Lengths
+    prompt: int
+    acceptance: float
+    efficiency: Efficiency = Efficiency()
+    server_tokens_per_s: float | None = None
+    hand_over_s: float = HAND_OVER_S
+    factors: Factors = Factors()
+
+    @classmethod
+    def usual(cls, config: Config, hardware: Hardware) -> "Assumptions":
+        """Return what is assumed of a run that nobody says anything about."""
+        longest = config.data.max_response_length
+        return cls(
+            hardware,
+            Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest),
+            usual_prompt(config),
+            ACCEPTANCE if replaces_groups(config) and uses_servers(config) else 1.0,
+        )
+
+
+def usual_prompt(config: Config) -> int:
+    """Return the mean tokens of a prompt that nobody says anything about."""
+    longest = config.data.max_prompt_length
+    return round(
+        Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest).mean
+        if config.trainer.synthetic_batch
+        else min(PROMPT, longest)
+    )
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """What the phases of a rollout step take, trainer and servers each by themselves, before the simulation puts them
+    together.
+
+    server: one of num_servers. prefill_s: at a push with K above 0 each server prefills its running requests again,
+    unless they keep their caches (weight_sync.pause_mode in_place). Seconds of a rollout step: score (old log-probs),
+    reference, critic, hand_over, push.
+    """
+
+    server: ServerSpeed
+    num_servers: int
+    server_tp: int
+    training: TrainingTime
+    score: float
+    reference: float
+    critic: float
+    hand_over: float
+    push: float
+    prefill_s: float
+
+    @property
+    def train_s(self) -> float:
+        """Return the seconds from a batch to the push."""
+        return self.hand_over + self.score + self.reference + self.critic + self.training.update
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A rollout step at one max_staleness.
+
+    sampling: seconds that the trainer waits for the batch; tail: those of them in which servers' slots were free, by
+    their number, or None with max_staleness above 0: what is free then, the bound on age holds back. push: with the
+    prefill of the running requests. The idle shares are of the time: the trainer's in which it waits for a batch, the
+    servers' of their slots.
+    """
+
+    max_staleness: int
+    step: float
+    sampling: float
+    tail: float | None
+    push: float
+    trainer_idle: float
+    servers_idle: float
+
+
+def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: ModelSpec | None = None) -> PhaseTimes:
+    """Return what the phases of a config's step take. critic: its spec, where it is of another size."""
+    hardware = assumed.hardware
+    efficiency = assumed.efficiency
+    work = training_work(config, assumed.responses, assumed.prompt)
+    factors = assumed.factors
+    training = training_time(spec, trainer_layout(config, spec), work, hardware, efficiency).slower_by(
+        factors.update, factors.log_probs
+    )
+    critic_s = 0.0
+    if uses_critic(config):
+        own = (critic or spec).as_critic()
+        sizes = critic_batching(config)
+        layout = replace(trainer_layout(config, own), max_tokens=sizes.max_tokens_per_microbatch)
+        mini_batches = ceil_div(config.data.train_batch_size, sizes.ppo_mini_batch_size)
+        its_work = replace(work, mini_batches=mini_batches, epochs=sizes.ppo_epochs)
+        its_time = training_time(own, layout, its_work, hardware, efficiency).slower_by(
+            factors.update, factors.log_probs
+        )
+        critic_s = its_time.score + its_time.update  # values, and its update
+    tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    speed = server_of(config, spec, assumed)
+    context = mean_context(assumed.responses, assumed.prompt)
+    return PhaseTimes(
+        server=speed,
+        num_servers=num_servers(config),
+        server_tp=tp,
+        training=training,
+        score=training.score if needs_old_log_probs(config) else 0.0,
+        reference=training.score if needs_reference(config) else 0.0,
+        critic=critic_s,
+        hand_over=work.num_tokens * assumed.hand_over_s * factors.hand_over,
+        push=push_s(spec, config.weight_sync.bucket_size_mb, hardware, efficiency) * factors.push
+        if uses_servers(config)
+        else 0.0,
+        prefill_s=0.0 if config.weight_sync.pause_mode == "in_place" else speed.slots * context * speed.prefill_s,
+    )
+
+
+def num_servers(config: Config) -> int:
+    """Return how many servers a run has, as far as its config says."""
+    if not uses_servers(config):
+        return 0
+    rollout = config.actor_rollout_ref.rollout
+    return len(rollout.server_urls) or rollout.server.num_servers
+
+
+def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSpeed:
+    """Return the speed of one of a config's servers. Its slots are as many as the keys allow and its cache holds."""
+    rollout = config.actor_rollout_ref.rollout
+    context = mean_context(assumed.responses, assumed.prompt)
+    limits = [rollout.max_concurrency, int(server_memory(config, spec).num_tokens / context)]
+    if rollout.server.max_running_requests:
+        limits.append(rollout.server.max_running_requests)
+    speed = server_speed(
+        spec,
+        rollout.server.tensor_model_parallel_size,
+        max(min(limits), 1),
+        assumed.responses,
+        assumed.prompt,
+        assumed.hardware,
+        assumed.efficiency,
+    )
+    if assumed.server_tokens_per_s is not None:
+        return speed.scaled_to(assumed.server_tokens_per_s)
+    return speed.scaled_to(speed.tokens_per_s / assumed.factors.server)
+
+
+def step_recipe(config: Config, max_staleness: int) -> Recipe:
+    """Return how a config draws prompts and trains on them, at this max_staleness."""
+    size = config.data.train_batch_size
+    return Recipe(
+        train_batch_size=size,
+        gen_batch_size=gen_batch_size(config) if replaces_groups(config) else size,
+        n=config.actor_rollout_ref.rollout.n,
+        max_staleness=max_staleness,
+        num_steps=MEASURED_STEPS,
+        warm_up=max(3, 2 * max_staleness + 1),
+    )
+
+
+def step_time(parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance: float) -> StepTime:
+    """Return a step's time by simulation of the program's own queue and admission."""
+    push = parts.push + (parts.prefill_s if recipe.max_staleness else 0.0)
+    speed = simulated(machines_of(parts, recipe, push), recipe, responses, acceptance)
+    step = 1 / speed.steps_per_s
+    sampling = speed.wait_share * step
+    free = (1 - speed.slots_used) * step - (parts.train_s + push)
+    return StepTime(
+        max_staleness=recipe.max_staleness,
+        step=step,
+        sampling=sampling,
+        tail=None if recipe.max_staleness else min(max(free, 0.0), sampling),
+        push=push,
+        trainer_idle=speed.wait_share,
+        servers_idle=1 - speed.slots_used,
+    )
+
+
+def machines_of(parts: PhaseTimes, recipe: Recipe, push: float) -> Machines:
+    """Return trainer and servers as the simulation takes them. Slots that no request can ever use are left out."""
+    most = recipe.gen_batch_size if not recipe.max_staleness else (recipe.max_staleness + 1) * recipe.train_batch_size
+    slots = min(parts.server.slots, ceil_div(most * recipe.n, parts.num_servers))
+    return Machines(
+        parts.num_servers, slots, parts.server.token_s, parts.train_s, push, parts.server.token_s_per_request
+    )
+
+
+def simulated(machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float) -> Speed:
+    """Return the simulated speed, of a part of the servers with as large a part of the groups where all would take
+    long: servers do not know of each other, so a part behaves as the whole, but for the longest of fewer responses. Of
+    one server a part of the slots is taken, each of which then slows the others down by as much more."""
+    share = min(1.0, SIMULATED_REQUESTS / (recipe.train_batch_size * recipe.n / acceptance))
+    part = max(1, math.floor(machines.num_servers * share))
+    slots = machines.slots_per_server
+    if machines.num_servers * share < 1:
+        slots = max(1, round(slots * machines.num_servers * share))
+    share = part * slots / machines.num_slots
+    groups = max(1, round(recipe.train_batch_size * share))
+    reduced = replace(recipe, train_batch_size=groups, gen_batch_size=max(groups, round(recipe.gen_batch_size * share)))
+    draws = random_draws(responses, acceptance, recipe.n, SEED)
+    filter_reason = by_correctness("none" if acceptance == 1 else "strict")
+    fewer = replace(
+        machines,
+        num_servers=part,
+        slots_per_server=slots,
+        token_s_per_request=machines.token_s_per_request * machines.slots_per_server / slots,
+    )
+    return Simulation(fewer, reduced, draws, filter_reason).run()
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """A run at each K, and what it costs.
+
+    tokens_per_s: tokens trained on (responses and prompts) per second of a step and GPU of all, by K. gpu_hours: of the
+    whole run, without validation and saves.
+    """
+
+    parts: PhaseTimes
+    steps: tuple[StepTime, ...]
+    num_gpus: int
+    num_trainer_gpus: int
+    num_optimizer_steps: int
+    tokens_per_s: tuple[float, ...]
+    gpu_hours: tuple[float, ...]
+
+
+def run_time(
+    config: Config,
+    spec: ModelSpec,
+    assumed: Assumptions,
+    staleness: Sequence[int],
+    critic: ModelSpec | None = None,
+) -> RunTime:
+    """Return how long a config's run takes at each max_staleness; without servers at the config's own alone, which
+    then does nothing."""
+    parts = phase_times(config, spec, assumed, critic)
+    if uses_servers(config):
+        steps = tuple(
+            step_time(parts, step_recipe(config, age), assumed.responses, assumed.acceptance) for age in staleness
+        )
+    else:
+        age = config.actor_rollout_ref.rollout.max_staleness
+        steps = (StepTime(age, parts.train_s, 0.0, None, 0.0, trainer_idle=0.0, servers_idle=0.0),)
+    num_gpus = world_size(config) + parts.num_servers * parts.server_tp
+    tokens = training_work(config, assumed.responses, assumed.prompt).num_tokens
+    return RunTime(
+        parts=parts,
+        steps=steps,
+        num_gpus=num_gpus,
+        num_trainer_gpus=world_size(config),
+        num_optimizer_steps=num_optimizer_steps_per_rollout_step(config),
+        tokens_per_s=tuple(tokens / step.step / num_gpus for step in steps),
+        gpu_hours=tuple(step.step * config.trainer.total_training_steps * num_gpus / 3600 for step in steps),
+    )

@@ -1,0 +1,59 @@
+"""What the config says of low-rank adapters (LoRA, arXiv 2106.09685): which linear modules have one, of what rank."""
+
+from dataclasses import dataclass
+
+from megatron_dapo.config.schema.config import Config
+
+ALL_LINEAR = "all-linear"
+LINEAR_MODULES = (
+    "q_proj", "q_a_proj", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
+    "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+)  # fmt: skip
+"""What `all-linear` stands for, as far as a family has it: the linear modules of a layer by their Hugging Face names,
+in the layer's order."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapters of a run. A module's weight W becomes W + alpha / rank x B A, with A [rank, in] and B [out, rank].
+
+    targets: last names of the modules that have one, where a layer has them. seed: of the random A.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    seed: int
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def is_target(self, weight_name: str) -> bool:
+        """Return whether a Hugging Face tensor, by its name, is the weight of a module that has an adapter."""
+        *_, module, kind = ["", *weight_name.split(".")]
+        return kind == "weight" and module in self.targets
+
+
+def lora_settings(config: Config) -> LoraSettings | None:
+    """Return the adapters that a run trains; none where it trains the whole model."""
+    model = config.actor_rollout_ref.model
+    if not model.lora_rank:
+        return None
+    return LoraSettings(model.lora_rank, model.lora_alpha, target_modules(config), config.trainer.seed)
+
+
+def target_modules(config: Config) -> tuple[str, ...]:
+    """Return the names of the modules that the key stands for, in the layer's order; unknown ones come last."""
+    names = config.actor_rollout_ref.model.target_modules
+    if names == ALL_LINEAR:
+        return LINEAR_MODULES
+    asked = [names] if isinstance(names, str) else names
+    known = [name for name in LINEAR_MODULES if name in asked]
+    return tuple(dict.fromkeys([*known, *asked]))
+
+
+def actor_is_reference(config: Config) -> bool:
+    """Return whether the actor without its adapters is the reference: then no second model is built."""
+    references = config.actor_rollout_ref
+    return bool(references.model.lora_rank) and references.ref.path is None

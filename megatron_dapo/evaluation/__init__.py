@@ -1,1 +1,0 @@
-"""`python -m megatron_dapo eval`: how good a model is, by its answers to prompt files. That of a run: `rollout`."""

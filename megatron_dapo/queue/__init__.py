@@ -1,0 +1,1 @@
+"""The queue of groups: draws, filters, admission, replayed experiences, and its saved state."""

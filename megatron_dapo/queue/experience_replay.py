@@ -1,0 +1,281 @@
+"""Experience replay: correct trajectories of earlier steps, of which groups borrow one (ExGRPO, arXiv 2510.02245).
+
+Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py), which trains on the
+dumped batches of a whole run again; those may hold samples that had been replayed by this module.
+"""
+
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dapo.config.derived import uses_experience_replay
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Group, Sample
+from megatron_dapo.queue.plain_data import sample_from_plain, sample_to_plain
+
+
+@dataclass(frozen=True)
+class ReplayRules:
+    """When and how much is replayed.
+
+    group_size: responses per prompt, the replayed one included. start_ratio: share of right responses in a step with
+    which replay begins. exp_ratio: share of a gen batch's prompts that are replayed. Bounds of the pool: trajectories
+    per prompt, and tokens in all, of prompts and responses.
+    """
+
+    group_size: int
+    start_ratio: float
+    exp_ratio: float
+    max_trajectories_per_prompt: int
+    max_tokens: int
+
+    def num_replayed(self, gen_batch_size: int) -> int:
+        """Return how many prompts of a gen batch are replayed."""
+        return math.floor(self.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """What the pool keeps of a group until its step ends.
+
+    prompt: its index. num_right: its right responses. experiences: those of them that may be replayed, none where all
+    responses were right (is_solved).
+    """
+
+    prompt: int
+    num_right: int
+    is_solved: bool
+    experiences: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, group: Group) -> "RecordedGroup":
+        """Return what is kept of a finished group."""
+        num_right = sum(sample.correct for sample in group.samples)
+        if num_right == len(group.samples):
+            return cls(group.prompt.index, num_right, True, ())
+        right = (
+            sample for sample in group.samples if sample.correct and not sample.exp_mask and sample.loss_mask.any()
+        )
+        return cls(group.prompt.index, num_right, False, tuple(right))
+
+    def to_plain(self) -> dict:
+        """Return plain data."""
+        return {**vars(self), "experiences": [sample_to_plain(sample) for sample in self.experiences]}
+
+    @classmethod
+    def from_plain(cls, plain: dict) -> "RecordedGroup":
+        """Return what `to_plain` described."""
+        return cls(**{**plain, "experiences": tuple(sample_from_plain(sample) for sample in plain["experiences"])})
+
+
+def mean_entropy(sample: Sample) -> float:
+    """Return the mean -log-prob of the tokens that the model wrote, as it wrote them."""
+    own = sample.rollout_log_probs[sample.loss_mask != 0]
+    return -float(own.mean(dtype=np.float64))
+
+
+class ExperiencePool:
+    """Experiences by prompt: correct trajectories with the log-probs and weight versions that their server gave them.
+
+    A prompt is retired for good once all responses of a group of it were right. Where a bound is passed, what was
+    recorded first leaves first. Nothing but the seed and what was recorded decides what is drawn.
+    """
+
+    def __init__(self, rules: ReplayRules, seed: int) -> None:
+        self.rules = rules
+        self._seed = seed
+        self._begun = False
+        self._num_draws = 0
+        self._num_recorded = 0
+        self._num_tokens = 0
+        self._experiences: dict[int, Sample] = {}  # by number, in the order recorded
+        self._prompt_of: dict[int, int] = {}  # number of an experience -> its prompt
+        self._entropy_of: dict[int, float] = {}  # number of an experience -> its mean entropy, once it was asked for
+        self._of_prompt: dict[int, list[int]] = {}  # prompt -> numbers of its experiences, in the order recorded
+        self._num_right: dict[int, int] = {}  # prompt in the pool -> successes in its last group
+        self._retired: set[int] = set()
+        self._drawn: set[int] = set()  # prompts, in the step under way
+        self._num_fresh = 0  # samples, in the step under way
+        self._num_fresh_right = 0
+        self._recorded: list[RecordedGroup] = []  # of the step under way
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Take in groups that the step under way generated, of which nothing is drawn before it ends. Fresh samples
+        alone decide whether replay begins; replayed ones count among the successes of their group."""
+        fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
+        self._num_fresh += len(fresh)
+        self._num_fresh_right += sum(sample.correct for sample in fresh)
+        self._recorded += [RecordedGroup.of(group) for group in groups]
+
+    def end_step(self, dealt_later: Collection[int] = ()) -> None:
+        """Take what the step recorded into the pool, from which the next step may draw it.
+
+        dealt_later: prompts that were drawn, and whose groups are generated in the next step; not drawn in that again.
+        """
+        if self._num_fresh and self._num_fresh_right >= self.rules.start_ratio * self._num_fresh:
+            self._begun = True
+        for recorded in self._recorded:
+            self._take_in(recorded)
+        while self._num_tokens > self.rules.max_tokens:
+            self._remove(next(iter(self._experiences)))
+        self.forget_step(dealt_later)
+
+    def forget_step(self, dealt_later: Collection[int] = ()) -> None:
+        """Forget what the step under way recorded and drew: it begins anew, with prompts that were drawn before it."""
+        self._num_fresh = 0
+        self._num_fresh_right = 0
+        self._recorded = []
+        self._drawn = set(dealt_later)
+
+    def is_retired(self, prompt: int) -> bool:
+        """Return whether the prompt is replayed no more."""
+        return prompt in self._retired
+
+    def draw(self, gen_batch_size: int) -> list[tuple[int, Sample]]:
+        """Return (prompt, experience) for each prompt to be replayed in the next gen batch.
+
+        None before replay begins, fewer than `exp_ratio` where the pool has no more prompts. No prompt twice in a step,
+        which ends with `end_step`: a small pool would fill a step of several gen batches with the same few
+        trajectories.
+
+        A bucket of prompts with k successes is chosen with the density at k of a normal distribution around half the
+        group size, with deviation 1; a prompt of it uniformly; of its experiences that of least entropy.
+        """
+        if not self._begun:
+            return []
+        draw = random.Random(f"{self._seed}:{self._num_draws}")
+        buckets = self._buckets()
+        self._num_draws += 1
+        chosen: list[int] = []
+        while buckets and len(chosen) < self.rules.num_replayed(gen_batch_size):
+            (num_right,) = draw.choices(list(buckets), self._weights(buckets))
+            prompts = buckets[num_right]
+            chosen.append(prompts.pop(draw.randrange(len(prompts))))
+            if not prompts:
+                del buckets[num_right]
+        self._drawn.update(chosen)
+        return [(prompt, self._least_entropy(prompt)) for prompt in chosen]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the pool holds, in numbers."""
+        return {
+            "replay/num_prompts": len(self._of_prompt),
+            "replay/num_trajectories": len(self._experiences),
+            "replay/num_tokens": self._num_tokens,
+            "replay/num_retired": len(self._retired),
+        }
+
+    def state_dict(self) -> dict:
+        """Return plain data."""
+        experiences = [
+            {"number": number, "prompt": self._prompt_of[number], "sample": sample_to_plain(sample)}
+            for number, sample in self._experiences.items()
+        ]
+        return {
+            "begun": self._begun,
+            "num_draws": self._num_draws,
+            "num_recorded": self._num_recorded,
+            "experiences": experiences,
+            "num_right": [list(pair) for pair in sorted(self._num_right.items())],
+            "retired": sorted(self._retired),
+            "drawn": sorted(self._drawn),
+            "num_fresh": [self._num_fresh, self._num_fresh_right],
+            "outcomes": [recorded.to_plain() for recorded in self._recorded],
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where a saved pool stood."""
+        self._begun = state["begun"]
+        self._num_draws = state["num_draws"]
+        self._num_tokens = 0
+        for numbered in (self._experiences, self._prompt_of, self._entropy_of, self._of_prompt):
+            numbered.clear()
+        for plain in state["experiences"]:
+            self._put(plain["number"], plain["prompt"], sample_from_plain(plain["sample"]))
+        self._num_recorded = state["num_recorded"]
+        self._num_right = {prompt: num_right for prompt, num_right in state["num_right"]}
+        self._retired = set(state["retired"])
+        self._drawn = set(state.get("drawn", ()))
+        self._num_fresh, self._num_fresh_right = state.get("num_fresh", (0, 0))
+        self._recorded = [RecordedGroup.from_plain(plain) for plain in state.get("outcomes", ())]
+
+    def _take_in(self, group: RecordedGroup) -> None:
+        prompt = group.prompt
+        if prompt in self._retired:
+            return
+        if group.is_solved:
+            self._retired.add(prompt)
+            for number in list(self._of_prompt.get(prompt, ())):
+                self._remove(number)
+            return
+        for sample in group.experiences:
+            self._put(self._num_recorded, prompt, sample)
+            self._num_recorded += 1
+        if prompt in self._of_prompt:
+            self._num_right[prompt] = group.num_right
+
+    def _put(self, number: int, prompt: int, sample: Sample) -> None:
+        numbers = self._of_prompt.setdefault(prompt, [])
+        numbers.append(number)
+        self._experiences[number] = sample
+        self._prompt_of[number] = prompt
+        self._num_tokens += sample.num_tokens
+        if len(numbers) > self.rules.max_trajectories_per_prompt:
+            self._remove(numbers[0])
+
+    def _remove(self, number: int) -> None:
+        prompt = self._prompt_of.pop(number)
+        self._entropy_of.pop(number, None)
+        self._num_tokens -= self._experiences.pop(number).num_tokens
+        numbers = self._of_prompt[prompt]
+        numbers.remove(number)
+        if not numbers:
+            del self._of_prompt[prompt]
+            self._num_right.pop(prompt, None)
+
+    def _buckets(self) -> dict[int, list[int]]:
+        """Return successes -> prompts with them that can be drawn, both in an order that a loaded pool has too."""
+        buckets: dict[int, list[int]] = {}
+        for prompt, num_right in sorted(self._num_right.items()):
+            if prompt not in self._drawn:
+                buckets.setdefault(num_right, []).append(prompt)
+        return dict(sorted(buckets.items()))
+
+    def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:
+        """Return densities relative to the best bucket's: where groups are large, all may be 0 in floating point."""
+        squares = [(num_right - self.rules.group_size / 2) ** 2 for num_right in buckets]
+        return [math.exp((min(squares) - square) / 2) for square in squares]
+
+    def _least_entropy(self, prompt: int) -> Sample:
+        return self._experiences[min(self._of_prompt[prompt], key=self._entropy)]
+
+    def _entropy(self, number: int) -> float:
+        if number not in self._entropy_of:
+            self._entropy_of[number] = mean_entropy(self._experiences[number])
+        return self._entropy_of[number]
+
+
+def make_pool(config: Config) -> ExperiencePool | None:
+    """Return the run's pool, None where nothing is replayed."""
+    if not uses_experience_replay(config):
+        return None
+    keys = config.exp_manager.experience_replay
+    rules = ReplayRules(
+        group_size=config.actor_rollout_ref.rollout.n,
+        start_ratio=keys.replay_start_ratio,
+        exp_ratio=keys.exp_ratio,
+        max_trajectories_per_prompt=keys.max_trajectories_per_task,
+        max_tokens=keys.max_pool_tokens,
+    )
+    return ExperiencePool(rules, config.data.seed)
+
+
+def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
+    """Return how many of the groups have a replayed sample, and the mean age of those in weight versions."""
+    samples = [sample for group in groups for sample in group.samples if sample.exp_mask]
+    ages = [weight_version - int(sample.weight_versions.min()) for sample in samples]
+    mean = {"replay/age_mean": sum(ages) / len(ages)} if ages else {}
+    return {"replay/num_replayed_groups": len(ages), **mean}

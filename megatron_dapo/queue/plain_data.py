@@ -1,0 +1,92 @@
+"""Groups as plain data (dicts, lists, tuples, numbers, strings, arrays of a value per token) and back: what goes into a
+state or a file. Where a file held lists in place of arrays, they become arrays."""
+
+from megatron_dapo.data.routed_experts import from_text
+from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
+
+UNKNOWN_VERSION = -1  # of a group that was saved by a program that did not note the version of its draw
+
+# vars(), not dataclasses.asdict: asdict copies every array.
+
+
+def prompt_to_plain(prompt: Prompt) -> dict:
+    """Return a prompt as plain data."""
+    return dict(vars(prompt))
+
+
+def prompt_from_plain(plain: dict) -> Prompt:
+    """Return what `prompt_to_plain` described."""
+    return Prompt(**{**plain, "tokens": tuple(plain["tokens"])})
+
+
+def sample_to_plain(sample: Sample) -> dict:
+    """Return a sample as plain data."""
+    plain = dict(vars(sample))
+    if not len(sample.routed_experts):
+        del plain["routed_experts"]
+    return plain
+
+
+def sample_from_plain(plain: dict) -> Sample:
+    """Return what `sample_to_plain` described, or a batch file. Raises ValueError, the end of a sentence, for what no
+    token can have."""
+    values = {**plain, "servers": tuple(plain.get("servers", ()))}
+    if isinstance(experts := plain.get("routed_experts"), str):
+        values["routed_experts"] = from_text(experts)
+    return Sample(**values)
+
+
+def group_to_plain(group: Group) -> dict:
+    """Return a group as plain data."""
+    return {
+        "uid": group.uid,
+        "prompt": prompt_to_plain(group.prompt),
+        "samples": [sample_to_plain(sample) for sample in group.samples],
+        "baseline_reward": group.baseline_reward,
+        "keep": group.keep,
+        "version": group.version,
+    }
+
+
+def group_from_plain(plain: dict) -> Group:
+    """Return what `group_to_plain` described. Raises ValueError that names the sample with values no token can have."""
+    samples = []
+    for number, sample in enumerate(plain["samples"], 1):
+        try:
+            samples.append(sample_from_plain(sample))
+        except ValueError as error:
+            raise ValueError(f"group {plain['uid']}, sample {number} {error}") from error
+    return Group(
+        uid=plain["uid"],
+        prompt=prompt_from_plain(plain["prompt"]),
+        samples=tuple(samples),
+        baseline_reward=plain.get("baseline_reward"),
+        keep=plain.get("keep", True),
+        version=plain.get("version", UNKNOWN_VERSION),
+    )
+
+
+def draw_to_plain(group: Group) -> dict:
+    """Return an open group as plain data, with the samples and partial responses that it has."""
+    return {
+        "uid": group.uid,
+        "prompt": prompt_to_plain(group.prompt),
+        "version": group.version,
+        "samples": [sample_to_plain(sample) for sample in group.samples],
+        "partials": [dict(vars(partial)) for partial in group.partials],
+    }
+
+
+def draw_from_plain(plain: dict) -> Group:
+    """Return what `draw_to_plain` described, or a program that noted of an open group only what it borrowed."""
+    samples = plain.get("samples", [plain["replayed"]] if "replayed" in plain else [])
+    return Group(
+        uid=plain["uid"],
+        prompt=prompt_from_plain(plain["prompt"]),
+        samples=tuple(sample_from_plain(sample) for sample in samples),
+        version=plain.get("version", UNKNOWN_VERSION),
+        partials=tuple(
+            PartialResponse(**{**partial, "servers": tuple(partial["servers"])})
+            for partial in plain.get("partials", ())
+        ),
+    )

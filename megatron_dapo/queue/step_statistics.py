@@ -1,0 +1,180 @@
+"""Running statistics of the samples that a rollout step generated: no sample is kept for their sake.
+
+Pure. What a metric is made of is a row of a table.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_dapo.data.samples import Group, Sample
+
+# metric -> what it counts of a generated sample
+_COUNTS: dict[str, Callable[[Sample], int]] = {
+    "dapo/num_truncated_samples": lambda sample: sample.is_truncated,
+    "dapo/num_truncated_by_length": lambda sample: sample.is_truncated and sample.finish_reason == "length",
+    "dapo/num_truncated_by_termination": lambda sample: sample.is_truncated and sample.finish_reason != "length",
+    "reward/num_timeouts": lambda sample: _failed(sample, "timeout"),
+    "reward/num_crashes": lambda sample: _failed(sample, "crash"),
+    "reward/num_exceptions": lambda sample: _failed(sample, "exception"),
+    "rollout/num_env_failures": lambda sample: _failed(sample, "environment"),
+    "rollout/num_tokens": lambda sample: sample.num_written_tokens,  # an environment's tokens cost no sampling
+}
+# metric -> a generated sample's value, of which the mean is reported; none: the sample does not count
+_MEANS: dict[str, Callable[[Sample], float | None]] = {
+    "dapo/truncation_ratio": lambda sample: sample.is_truncated,
+    "dapo/avg_truncation_penalty_applied": lambda sample: (
+        sample.raw_reward - sample.reward if sample.is_truncated else None
+    ),
+    "reward/mean": lambda sample: sample.reward,
+    "reward/raw_mean": lambda sample: sample.raw_reward,
+    "reward/accuracy": lambda sample: sample.correct,
+    "reward/truncated_correct": lambda sample: sample.correct if sample.is_truncated else None,
+    "response_length/mean": lambda sample: sample.num_response_tokens,
+    "response_length/mean_square": lambda sample: sample.num_response_tokens**2,
+    "rollout/num_turns_mean": lambda sample: sample.num_turns,
+}
+# the same of all samples of a group, replayed ones too
+_MEANS_WITH_REPLAYED: dict[str, Callable[[Sample], float]] = {
+    "prompt_length/mean": lambda sample: len(sample.prompt_tokens),  # as it was answered
+}
+# metric of a data source -> a generated sample's value, of which the mean is reported
+_MEANS_BY_SOURCE: dict[str, Callable[[Sample], float]] = {
+    "reward/SOURCE/mean": lambda sample: sample.reward,
+    "reward/SOURCE/accuracy": lambda sample: sample.correct,
+    "data/SOURCE/response_length": lambda sample: sample.num_response_tokens,
+    "data/SOURCE/truncation_ratio": lambda sample: sample.is_truncated,
+}
+_NUM_GROUPS, _NUM_FILTERED, _NUM_SAMPLES, _NUM_ERRORS = "num_groups", "num_filtered", "num", "num_errors"  # of a source
+
+
+class StepStatistics:
+    """Over ALL samples generated for one rollout step, kept or not, so that filtering does not colour them.
+
+    Replayed samples were not generated; only `num_samples` and `_MEANS_WITH_REPLAYED` count them.
+    """
+
+    def __init__(self) -> None:
+        self.num_groups = 0
+        self._sums: dict[str, float] = {}  # metric -> sum over the samples
+        self._num_values: dict[str, int] = {}  # metric -> values in the sum, of means
+        self._lengths: list[int] = []  # shortest and longest response
+        self._sources: dict[str, dict[str, float]] = {}  # data source -> counts, and sums of _MEANS_BY_SOURCE
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples in all groups, replayed samples included."""
+        return self._num_values.get("prompt_length/mean", 0)
+
+    def add(self, group: Group, is_filtered: bool = False) -> None:
+        """Count a finished group, kept or not. is_filtered: it has no signal."""
+        self.num_groups += 1
+        generated = [sample for sample in group.samples if not sample.exp_mask]
+        for metric, count in _COUNTS.items():
+            self._add_to_sum(metric, sum(map(count, generated)))
+        self._add_values(_MEANS, generated)
+        self._add_values(_MEANS_WITH_REPLAYED, group.samples)
+        lengths = [*self._lengths, *(sample.num_response_tokens for sample in generated)]
+        self._lengths = [min(lengths), max(lengths)] if lengths else []
+        self._add_to_source(group.prompt.data_source or "unnamed", generated, is_filtered)
+
+    def _add_to_source(self, source: str, generated: Sequence[Sample], is_filtered: bool) -> None:
+        sums = self._sources.setdefault(source, {})
+        new = {
+            _NUM_GROUPS: 1,
+            _NUM_FILTERED: is_filtered,
+            _NUM_SAMPLES: len(generated),
+            _NUM_ERRORS: sum(sample.reward_error is not None for sample in generated),
+            **{metric: sum(map(value_of, generated)) for metric, value_of in _MEANS_BY_SOURCE.items()},
+        }
+        for name, value in new.items():
+            sums[name] = sums.get(name, 0) + value
+
+    def _of_sources(self) -> dict[str, float]:
+        """Return what is reported of each data source, where there are several."""
+        metrics: dict[str, float] = {}
+        for source, sums in self._sources.items() if len(self._sources) > 1 else ():
+            of_source = {
+                "data/SOURCE/share": sums[_NUM_GROUPS] / self.num_groups,
+                "data/SOURCE/filter_ratio": sums[_NUM_FILTERED] / sums[_NUM_GROUPS],
+                "reward/SOURCE/num_errors": sums[_NUM_ERRORS],
+            }
+            if sums[_NUM_SAMPLES]:
+                of_source |= {name: sums[name] / sums[_NUM_SAMPLES] for name in _MEANS_BY_SOURCE}
+            metrics |= {name.replace("SOURCE", source): value for name, value in of_source.items()}
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Return the statistics by name; a mean over nothing is left out."""
+        spread = dict(zip(("response_length/min", "response_length/max"), self._lengths, strict=False))
+        counts = {metric: self._sums.get(metric, 0) for metric in _COUNTS}
+        means = {metric: self._sums[metric] / number for metric, number in self._num_values.items()}
+        return counts | means | spread | self._of_sources()
+
+    def state_dict(self) -> dict:
+        """Return plain data that survives JSON."""
+        return {
+            "num_groups": self.num_groups,
+            "sums": dict(self._sums),
+            "num_values": dict(self._num_values),
+            "lengths": self._lengths,
+            "sources": {source: dict(sums) for source, sums in self._sources.items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where saved statistics stood."""
+        self.num_groups = state["num_groups"]
+        self._lengths = list(state["lengths"])
+        self._sums = dict(state["sums"])
+        self._num_values = dict(state["num_values"])
+        # a program that counted less of a source has no full figures of it for this step
+        sources = state.get("sources", {}).items()
+        self._sources = {source: dict(sums) for source, sums in sources if _NUM_GROUPS in sums}
+
+    def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Sequence[Sample]) -> None:
+        for metric, value_of in table.items():
+            values = [value for value in map(value_of, samples) if value is not None]
+            for value in values:
+                self._add_to_sum(metric, value)
+            if values:
+                self._num_values[metric] = self._num_values.get(metric, 0) + len(values)
+
+    def _add_to_sum(self, metric: str, value: float) -> None:
+        self._sums[metric] = self._sums.get(metric, 0) + value
+
+
+@dataclass
+class RolloutStep:
+    """One rollout step: what was decided for its batch, and with `GroupQueue.take` its groups."""
+
+    number: int
+    num_gen_batches: float = 0.0  # prompts decided on, in gen batches
+    num_ready: int | None = None  # groups that waited when the step was asked for; None before that
+    num_filtered_samples: int = 0
+    num_discarded: int = 0  # groups that are too old to be trained on, or would be in the next step
+    filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
+    generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups decided, kept or not
+    groups: tuple[Group, ...] = ()  # to train on, in the order in which their prompts were drawn
+
+    def state_dict(self) -> dict:
+        """Return plain data. A step that is being filled has no groups: they are the queue's."""
+        counts = {name: value for name, value in vars(self).items() if name != "groups"}
+        return {**counts, "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict) -> "RolloutStep":
+        """Return the step that `state_dict` described, also that of a program with gen batches."""
+        step = cls(
+            number=state["number"],
+            num_ready=state.get("num_ready"),
+            num_filtered_samples=state["num_filtered_samples"],
+            num_discarded=state["num_discarded"],
+            filtered=Counter(state["filtered"]),
+        )
+        step.generated.load_state_dict(state["generated"])
+        return step
+
+
+def _failed(sample: Sample, kind: str) -> bool:
+    """Return whether the sample's reward failed in this way."""
+    return (sample.reward_error or "").startswith(kind)

@@ -1,0 +1,66 @@
+"""Scores of others beside those of the reward function: by a reward model, by a judge; and how all make one reward."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_dapo.config.schema.run import RewardConfig
+from megatron_dapo.data.samples import Prompt
+from megatron_dapo.rewards.reward_result import RewardResult
+
+
+class Scorer(Protocol):
+    """Gives responses a score."""
+
+    async def start(self, timeout_s: float) -> None:
+        """Get ready. Raises UserError where that is not possible within timeout_s."""
+        ...
+
+    async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:
+        """Return {"score": ...} or {"error": ...}, in words that begin with timeout, crash or exception."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A scorer and the factor of its scores."""
+
+    scorer: Scorer
+    weight: float
+
+
+class Scorers:
+    """All scorers of a run, none of which may be left out of a reward."""
+
+    def __init__(self, config: RewardConfig, weighed: Sequence[Weighed]) -> None:
+        self._config = config
+        self._weighed = list(weighed)
+
+    async def start(self, timeout_s: float) -> None:
+        """Wait until all are ready. Raises UserError."""
+        for each in self._weighed:
+            await each.scorer.start(timeout_s)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for each in self._weighed:
+            await each.scorer.close()
+
+    async def combined(self, verdict: RewardResult, prompt: Prompt, response: str) -> RewardResult:
+        """Return the function's verdict on a response with the scores in it; with the first error where there is one.
+
+        `correct` stays the function's; where that is `none`, a score above 0 is correct.
+        """
+        if verdict.error is not None or not self._weighed:
+            return verdict
+        replies = await asyncio.gather(*(each.scorer.reply(prompt, response) for each in self._weighed))
+        for reply in replies:
+            if "error" in reply:
+                return RewardResult(verdict.score, correct=False, error=reply["error"], answer=verdict.answer)
+        score = sum(each.weight * reply["score"] for each, reply in zip(self._weighed, replies, strict=True))
+        correct = score > 0 if self._config.function == "none" else verdict.correct
+        own = verdict.score if self._config.combine == "sum" else 0.0
+        return RewardResult(own + score, correct, answer=verdict.answer)

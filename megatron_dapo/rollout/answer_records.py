@@ -1,0 +1,76 @@
+"""Responses for people: the lines of rollouts/step_NNNNNN.jsonl, a group each, and of an evaluation's answers."""
+
+import json
+from itertools import groupby
+
+import numpy as np
+
+from megatron_dapo.data.samples import Group, Sample
+from megatron_dapo.data.tokenizer import Tokenizer
+
+
+def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
+    """Return what a line says of a group."""
+    return {
+        "step": step,
+        "uid": group.uid,
+        "prompt": group.prompt.text,
+        "ground_truth": group.prompt.ground_truth,
+        "responses": [_response(sample, group, tokenizer) for sample in group.samples],
+        **({} if group.keep else {"masked": True}),
+    }
+
+
+def answer_record(step: int, group: Group, sample: Sample, tokenizer: Tokenizer) -> dict:
+    """Return the line of one answer of an evaluation."""
+    prompt = group.prompt
+    return {
+        "step": step,
+        "data_source": prompt.data_source,
+        "prompt_index": prompt.index,
+        "prompt_key": prompt.key,
+        "number": sample.number,
+        "prompt": prompt.text,
+        "ground_truth": prompt.ground_truth,
+        **_response(sample, group, tokenizer),
+    }
+
+
+def answer_line(record: dict) -> bytes:
+    """Return the line of a record of an answer."""
+    return f"{json.dumps(record, ensure_ascii=False)}\n".encode("utf-8", "replace")
+
+
+def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
+    record = {
+        "text": sample.response_text,
+        "reward": sample.reward,
+        "raw_reward": sample.raw_reward,
+        "correct": sample.correct,
+        "answer": sample.answer,
+        "finish_reason": sample.finish_reason,
+        "num_tokens": sample.num_response_tokens,
+        "weight_versions": np.unique(sample.weight_versions).tolist(),
+    }
+    if not np.array_equal(sample.prompt_tokens, group.prompt.tokens):  # an environment's first words joined it
+        record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
+    if 0 in sample.loss_mask or sample.num_turns != 1:
+        record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
+    if sample.exp_mask:
+        record["replayed"] = True
+    if sample.reward_error:
+        record["reward_error"] = sample.reward_error
+    return record
+
+
+def turns(sample: Sample, tokenizer: Tokenizer) -> list[dict]:
+    """Return what the model wrote and what it read, by turns, with every token: [{"by": "model", "text": ...}, ...]."""
+    pairs = zip(sample.loss_mask.tolist(), sample.response_tokens.tolist(), strict=True)
+    parts = groupby(pairs, key=lambda pair: pair[0])
+    return [
+        {
+            "by": "model" if own else "environment",
+            "text": tokenizer.decode([token for _, token in part], skip_special_tokens=False),
+        }
+        for own, part in parts
+    ]

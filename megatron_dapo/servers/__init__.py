@@ -1,0 +1,1 @@
+"""SGLang servers: starting, watching and asking them."""

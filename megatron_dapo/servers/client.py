@@ -1,0 +1,469 @@
+"""The client of one SGLang server: token ids in, token ids and log-probs out; pause, weight update and continue."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import aiohttp
+import h11
+import numpy as np
+import orjson
+
+from megatron_dapo.data.routed_experts import RouterShape
+from megatron_dapo.data.token_arrays import (
+    EXPERT,
+    LOG_PROB,
+    TOKEN,
+    VERSION,
+    Dtype,
+    TokenIds,
+    TokenRecord,
+    nothing,
+    repeated,
+    token_array,
+)
+from megatron_dapo.servers.request_pipeline import RequestPipeline
+from megatron_dapo.servers.server_health import UNAVAILABLE, HealthCheck
+from megatron_dapo.storage.server_key import CURE, key_header
+
+FOREIGN_VERSION = -1
+"""Weight version of a server whose weights we did not push (SGLang names it "default")."""
+
+BODY_HEAD = 600
+CALL_TIMEOUT_S = 600.0  # checksums and weights of a large model take minutes; who can wait less says so
+POLL_INTERVAL_S = 0.25
+# A server closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). Ours ends before, also where this
+# process hears of it late: else a request meets one that is just closed, and fails.
+IDLE_CONNECTION_S = 2.0
+_LOADS = "/v1/loads?include=core"
+
+
+class ServerError(RuntimeError):
+    """A server refused, failed, did not answer in time, or answered something that makes no sense.
+
+    url, route: who was asked what. status: the HTTP status, None where no answer came. body: head of the answer.
+    """
+
+    def __init__(self, url: str, route: str, status: int | None, body: str) -> None:
+        self.url = url
+        self.route = route
+        self.status = status
+        self.body = body[:BODY_HEAD]
+        super().__init__(url, route, status, self.body)  # all arguments, so that the error survives pickling
+
+    def __str__(self) -> str:
+        answer = "no answer" if self.status is None else f"HTTP {self.status}"
+        return f"server {self.url}, {self.route}: {answer}: {self.body}"
+
+
+class KeyRefused(ServerError):
+    """A server demands a key: another one than it was sent, or any."""
+
+    def __str__(self) -> str:
+        return f"server {self.url} {self.body} ({self.route}: HTTP {self.status}); {CURE}."
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a response is sampled. temperature 0 = greedy; top_k -1 = off.
+
+    sampling_seed: in [-2^63, 2^63); only a server with deterministic inference reads it, and there the tokens of a
+    response follow from it. Without one SGLang takes 42 for all requests.
+
+    Every field is sent with each request, so that a server's own defaults never act.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    sampling_seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Generation(TokenRecord):
+    """A server's answer to one request. The arrays are [L]; a stop token is part of them.
+
+    log_probs: at the sampling temperature, before top-p and top-k cut the distribution.
+    weight_versions: of the weights that wrote each token; FOREIGN_VERSION where it is not an integer.
+    server: the URL of the server. routed_experts: the answer to an `ExpertQuestion`, of another length; empty where
+    there is none.
+    """
+
+    ARRAYS: ClassVar[Mapping[str, Dtype]] = {
+        "tokens": TOKEN,
+        "log_probs": LOG_PROB,
+        "weight_versions": VERSION,
+        "routed_experts": EXPERT,
+    }
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_versions: np.ndarray
+    num_retractions: int = 0
+    num_cached_tokens: int = 0
+    server: str = ""
+    routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
+
+
+@dataclass(frozen=True)
+class ExpertQuestion:
+    """Asks a server for the experts that its routers chose, of the tokens from `start` on but the last one.
+
+    Of a token that it read again, in a cache that was lost or recomputed after a push, they are those of the last time:
+    what the tokens behind it were written with.
+    """
+
+    shape: RouterShape
+    start: int = 0
+
+
+class SGLangClient:
+    """The HTTP interface of one server. Use it inside one event loop, as `async with`, or call `close()`.
+
+    Every call has a deadline in seconds and raises ServerError when the server refuses or the deadline passes.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = key_header(api_key)
+        self._session: aiohttp.ClientSession | None = None
+        self._updates: RequestPipeline | None = None
+
+    async def __aenter__(self) -> "SGLangClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections to the server. A later call opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    async def generate(
+        self,
+        prompt_tokens: TokenIds,
+        sampling: SamplingParams,
+        timeout_s: float,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        experts: ExpertQuestion | None = None,
+    ) -> Generation:
+        """Return one response to a prompt of token ids.
+
+        request_id: to `abort` it by. All have to be of one length: SGLang takes an id for the beginning of ids.
+        cache_salt: only requests of the same salt share what was read of a common beginning.
+        """
+        request = {
+            "input_ids": token_array(prompt_tokens, TOKEN, "token id"),
+            "sampling_params": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)},
+            "return_logprob": True,
+            **({"rid": request_id} if request_id else {}),
+            **({"cache_salt": cache_salt} if cache_salt else {}),
+            **({"return_routed_experts": True, "routed_experts_start_len": experts.start} if experts else {}),
+        }
+        answer = await self.post("/generate", request, timeout_s)
+        try:
+            generation = replace(generation_of(answer), server=self.url)
+            if len(generation.tokens) > sampling.max_new_tokens:
+                raise ValueError(f"{len(generation.tokens)} tokens where {sampling.max_new_tokens} were allowed")
+            text = answer["meta_info"].pop("routed_experts", None)
+            if experts is None or text is None or generation.finish_reason == "abort":
+                return generation
+            num_rows = len(prompt_tokens) + len(generation.tokens) - 1 - experts.start
+            return replace(generation, routed_experts=experts.shape.decode(text, num_rows))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(self.url, "/generate", 200, f"{error!r} in {json.dumps(answer)}") from error
+
+    async def abort(self, request_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """End a request: it is answered with the tokens that it has, with none where the server is paused. One that the
+        server does not have changes nothing."""
+        await self.post("/abort_request", {"rid": request_id}, timeout_s)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    async def check_health(self, timeout_s: float = 5.0) -> None:
+        """Return if the server takes requests, or would if it were not paused; raise ServerError if not."""
+        if await self.is_paused(timeout_s):  # or it starts, or is ill: then its scheduler does not answer
+            await self.server_info(timeout_s)
+
+    async def is_paused(self, timeout_s: float = 5.0) -> bool:
+        """Return whether it takes no requests now: paused until `continue_`, or ill, which SGLang tells by one
+        status."""
+        try:
+            await self._request("GET", HealthCheck.TAKES_REQUESTS, None, timeout_s)
+        except ServerError as error:
+            if error.status != UNAVAILABLE:
+                raise
+            return True
+        return False
+
+    async def resume(self, timeout_s: float = 5.0) -> None:
+        """Have a server that `is_paused` take requests again.
+
+        Raises ServerError where it is not paused but ill: SGLang does not tell these apart, but a server that was told
+        to continue is paused no more.
+        """
+        try:
+            await self.end_weight_update(timeout_s)
+        except ServerError as error:  # refused: none is open
+            if error.status is None:
+                raise
+        await self.continue_(timeout_s)
+        if await self.is_paused(timeout_s):
+            await self.check_generation(timeout_s)
+
+    async def check_generation(self, timeout_s: float) -> None:
+        """Have the server generate a token; raise ServerError where none comes.
+
+        Not for a paused server: SGLang calls a server ill that does not answer this, and well again only when it does.
+        """
+        await self._request("GET", HealthCheck.GENERATES, None, timeout_s)
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Ask until the server is healthy; at the deadline raise ServerError with the last answer."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self.check_health()
+            except KeyRefused:  # waiting changes nothing
+                raise
+            except ServerError as error:
+                if time.monotonic() >= deadline:
+                    why = f"not healthy within {timeout_s:g} s; last: {error.body}"
+                    raise ServerError(self.url, error.route, error.status, why) from error
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def server_info(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """Return the server's resolved arguments and its state."""
+        return await self._request("GET", HealthCheck.SCHEDULER_ANSWERS, None, timeout_s)
+
+    async def kv_used(self, timeout_s: float = CALL_TIMEOUT_S) -> float:
+        """Return the share of its KV cache that its requests take now. What the cache keeps of earlier requests, to use
+        it again, does not count: it makes room when it is needed."""
+        answer = await self._request("GET", _LOADS, None, timeout_s)
+        try:
+            loads = answer["loads"]
+            capacity = sum(load["max_total_num_tokens"] for load in loads)
+            return sum(load["num_used_tokens"] for load in loads) / capacity
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ServerError(self.url, _LOADS, 200, f"{error!r} in {json.dumps(answer)}") from error
+
+    async def weight_version(self, timeout_s: float = CALL_TIMEOUT_S) -> int:
+        """Return the version of the weights that the server holds now; FOREIGN_VERSION where we did not set it."""
+        info = await self._request("GET", "/model_info", None, timeout_s)
+        if not isinstance(info, dict) or "weight_version" not in info:
+            raise ServerError(self.url, "/model_info", 200, f"no weight_version: {info}")
+        return _version(info["weight_version"])
+
+    # ------------------------------------------------------------------------------------------------ weight updates
+
+    async def pause(
+        self, mode: Literal["abort", "retract", "in_place"] = "retract", timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
+        """Stop generating.
+
+        mode: retract: running requests go on after `continue_`, their caches recomputed with the weights of then;
+        in_place: caches stay; abort: running requests end with what they have.
+        """
+        await self.post("/pause_generation", {"mode": mode}, timeout_s)
+
+    async def continue_(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Generate again after `pause`."""
+        await self.post("/continue_generation", {}, timeout_s)
+
+    async def init_weights_update_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Join a process group with the trainer; blocks until all its ranks have come."""
+        fields = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self.post("/init_weights_update_group", fields, timeout_s)
+
+    async def destroy_weights_update_group(self, group_name: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Leave the process group with the trainer."""
+        await self.post("/destroy_weights_update_group", {"group_name": group_name}, timeout_s)
+
+    async def begin_weight_update(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Open an update session; refused while one is open."""
+        await self.post("/begin_weight_update", {}, timeout_s)
+
+    async def end_weight_update(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Close the update session; refused where none is open."""
+        await self.post("/end_weight_update", {}, timeout_s)
+
+    async def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        weight_version: int,
+        flush_cache: bool,
+        load_format: str | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Receive tensors that the group's rank 0 broadcasts in this order. dtypes: torch's names ("float32").
+
+        load_format "flattened_bucket": one uint8 broadcast that holds them all. Returns when they are loaded.
+
+        Calls may overlap: the server takes up their requests in the order of the calls, each after its answer to the
+        one before. A call that is cancelled or too late fails those behind it, whose requests are not taken up.
+        """
+        fields = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": flush_cache,
+            "weight_version": str(weight_version),
+            **({"load_format": load_format} if load_format else {}),
+        }
+        route = "/update_weights_from_distributed"
+        if self._updates is None:
+            self._updates = RequestPipeline(self.url, self._headers)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._updates.post(route, orjson.dumps(fields))
+        except TimeoutError as error:
+            raise ServerError(self.url, route, None, f"nothing within {timeout_s:g} s") from error
+        except (h11.RemoteProtocolError, OSError) as error:
+            raise ServerError(self.url, route, None, f"{type(error).__name__}: {error}") from error
+        self._require_success(route, self._content(route, answer.status, answer.content_type, answer.body))
+
+    async def checksums(self, timeout_s: float = CALL_TIMEOUT_S) -> tuple[dict[str, str], ...]:
+        """Return per tensor-parallel rank: SGLang's tensor name -> checksum of its bytes."""
+        answer = await self.post("/weights_checker", {"action": "checksum"}, timeout_s)
+        return tuple(rank["checksums"] for rank in answer["ranks"])
+
+    # ------------------------------------------------------------------------------------------------ HTTP
+
+    async def post(self, route: str, fields: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Return the answer to a request, of a route that has no method here too. Raises ServerError where the answer
+        says that it did not succeed."""
+        answer = await self._request("POST", route, fields, timeout_s)
+        self._require_success(route, answer)
+        return answer
+
+    async def _request(self, method: str, route: str, fields: dict[str, Any] | None, timeout_s: float) -> Any:
+        """Return the answer's JSON, None where its content type is another one."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                # the controller bounds what is in flight
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+            )
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            # a redirection is not followed: the key is for this server alone
+            async with self._session.request(
+                method, self.url + route, **_as_json(fields), timeout=timeout, allow_redirects=False
+            ) as response:
+                return self._content(route, response.status, response.content_type, await response.read())
+        except TimeoutError as error:
+            raise ServerError(self.url, route, None, f"nothing within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(self.url, route, None, f"{type(error).__name__}: {error}") from error
+
+    def _content(self, route: str, status: int, content_type: str, body: bytes) -> Any:
+        """Return the JSON of an answer, None where its content type is another one. Raises ServerError where the
+        status is not 200."""
+        if status in (401, 403):
+            why = "refuses the key that it was sent" if self._headers else "demands a key, and was sent none"
+            raise KeyRefused(self.url, route, status, why)
+        if status != 200:
+            raise ServerError(self.url, route, status, _head(body))
+        try:
+            return orjson.loads(body) if "json" in content_type else None
+        except orjson.JSONDecodeError as error:
+            raise ServerError(self.url, route, status, f"no JSON: {_head(body)}") from error
+
+    def _require_success(self, route: str, answer: Any) -> None:
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ServerError(self.url, route, 200, json.dumps(answer))
+
+
+def _as_json(fields: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of a request that send the fields, which may be arrays: no list is made of them."""
+    if fields is None:
+        return {}
+    body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+    return {"data": body, "headers": {"Content-Type": "application/json"}}
+
+
+def _head(content: bytes) -> str:
+    """Return the beginning of an answer as text."""
+    return content[: 4 * BODY_HEAD].decode(errors="replace")
+
+
+def _version(name: str | int | None) -> int:
+    """Return a weight version as a number; FOREIGN_VERSION where it is none."""
+    try:
+        return FOREIGN_VERSION if name is None else int(name)
+    except (TypeError, ValueError):
+        return FOREIGN_VERSION
+
+
+def generation_of(answer: dict[str, Any]) -> Generation:
+    """Return what an answer of `/generate` says. Raises ValueError, KeyError or TypeError where it contradicts
+    itself."""
+    meta = answer["meta_info"]
+    tokens = token_array(answer["output_ids"], TOKEN, "token id")
+    scored = meta.get("output_token_logprobs") or []
+    finish_reason = meta["finish_reason"]["type"]
+    if [entry[1] for entry in scored] != answer["output_ids"]:
+        raise ValueError(f"{len(tokens)} output ids, but other {len(scored)} ids have log-probs")
+    if finish_reason not in ("stop", "length", "abort"):
+        raise ValueError(f"unknown finish reason {finish_reason!r}")
+    return Generation(
+        tokens=tokens,
+        log_probs=token_array([entry[0] for entry in scored], LOG_PROB, "log-prob"),
+        finish_reason=finish_reason,
+        weight_versions=_versions_per_token(meta, len(tokens)),
+        num_retractions=meta.get("num_retractions") or 0,
+        num_cached_tokens=meta.get("cached_tokens") or 0,
+    )
+
+
+def _versions_per_token(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
+    spans = meta.get("weight_versions") or []  # none where a request was aborted before its first token
+    end = 0
+    for span in spans:
+        if span["start"] != end:
+            raise ValueError(f"weight version spans have a gap or overlap: {spans}")
+        end = max(end, span["end"])
+    if end != num_tokens:
+        raise ValueError(f"weight version spans cover {end} of {num_tokens} tokens")
+    versions = token_array([_version(span["version"]) for span in spans], VERSION, "weight version")
+    if len(versions) == 1:
+        return repeated(versions[0], num_tokens, VERSION)
+    lengths = np.array([span["end"] - span["start"] for span in spans], dtype=np.int64)
+    return np.repeat(versions, lengths)

@@ -1,0 +1,142 @@
+"""The SGLang servers that a run or an evaluation starts on this machine: the rollout's, and the reward model's."""
+
+import json
+import logging
+from pathlib import Path
+
+from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
+from megatron_dapo.config.schema.actor_rollout_ref import ServerConfig
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.reward_model import architecture_of
+from megatron_dapo.servers.supervisor import ServerFailure, ServerSupervisor
+from megatron_dapo.storage.model_folder import ModelFolder
+
+log = logging.getLogger(__name__)
+
+
+class RunServers:
+    """The supervisors of a run's servers, used as one; see `ServerSupervisor`."""
+
+    def __init__(
+        self,
+        config: Config,
+        log_dir: Path,
+        *,
+        rollout: bool,
+        reward_model: bool,
+        first_gpu: int = 0,
+        first_port: int | None = None,
+        node: str | None = None,
+    ) -> None:
+        """Prepare the servers: of the rollout, of the reward model, or both. Raises UserError.
+
+        Args:
+            config: of the run.
+            log_dir: folder of their log files.
+            rollout, reward_model: which ones.
+            first_gpu: GPUs of this machine before it belong to the trainer; the reward model's follow the rollout's.
+            first_port: the servers listen on it and the ports after it; None = free ports.
+            node: a part of the names of the servers and their log files, where several nodes share log_dir.
+        """
+        suffix = f"-{node}" if node else ""
+        self._rollout: ServerSupervisor | None = None
+        self._reward_model: ServerSupervisor | None = None
+        if rollout:
+            name = f"server{suffix}"
+            self._rollout = ServerSupervisor(config, log_dir, first_gpu=first_gpu, first_port=first_port, name=name)
+            num_servers = servers_per_node(config)
+            first_gpu += num_servers * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+            first_port = first_port + num_servers if first_port else None
+        if reward_model:
+            name = f"reward-model{suffix}"
+            own = _of_reward_model(config)
+            self._reward_model = ServerSupervisor(own, log_dir, first_gpu=first_gpu, first_port=first_port, name=name)
+
+    @classmethod
+    def of(cls, config: Config, log_dir: Path, first_gpu: int = 0) -> "RunServers":
+        """Return the servers that the config gives no URL of; as the constructor."""
+        rollout, reward_model = starts_servers(config), starts_reward_model(config)
+        return cls(config, log_dir, rollout=rollout, reward_model=reward_model, first_gpu=first_gpu)
+
+    @property
+    def _all(self) -> list[ServerSupervisor]:
+        return [servers for servers in (self._rollout, self._reward_model) if servers is not None]
+
+    @property
+    def were_healthy(self) -> bool:
+        """Return whether all of them were, at some time."""
+        return all(servers.were_healthy for servers in self._all)
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the URLs of all of them, that of the reward model last."""
+        return [url for servers in self._all for url in servers.urls]
+
+    @property
+    def key_file(self) -> Path:
+        """Return the file of the key that all of them demand."""
+        return self._all[0].key_file
+
+    def pids(self) -> list[int]:
+        """Return the processes that were started for them, that of the reward model last."""
+        return [pid for servers in self._all for pid in servers.pids()]
+
+    def overrides(self) -> list[str]:
+        """Return what names these servers in a config."""
+        named = self._rollout.overrides() if self._rollout else []
+        if self._reward_model is not None:
+            [url] = self._reward_model.urls
+            keys = {"url": url, "api_key_file": str(self._reward_model.key_file)}
+            named += [f"reward.model.{key}={json.dumps(value)}" for key, value in keys.items()]
+        return named
+
+    def start(self) -> None:
+        """Start all of them; do not wait."""
+        for servers in self._all:
+            servers.start()
+
+    def check(self) -> bool:
+        """Look at every server once, and restart those that do not work; return whether all are healthy.
+
+        Raises ServerFailure where the rollout has no server left, or one was never healthy. Without its reward model a
+        run ends by itself, when too few responses got a verdict.
+        """
+        if self._reward_model is None:
+            return self._rollout is None or self._rollout.check()
+        try:
+            is_healthy = self._reward_model.check()
+        except ServerFailure as error:
+            if not self._reward_model.were_healthy:
+                raise
+            log.error("The reward model is lost: %s", error)
+            self._reward_model.stop()
+            self._reward_model = None
+            is_healthy = False
+        return (self._rollout is None or self._rollout.check()) and is_healthy
+
+    def stop(self) -> None:
+        """End all of them."""
+        for servers in self._all:
+            servers.stop()
+
+
+def _of_reward_model(config: Config) -> Config:
+    """Return the config of a run whose one server serves the reward model. Raises UserError where that is none."""
+    model = config.reward.model
+    folder = ModelFolder.of(str(model.path)).hf
+    own = config.actor_rollout_ref.rollout.server
+    # SGLang knows no token classifier; with the label of the last token it is a sequence classifier
+    name = architecture_of(str(folder)).replace("ForTokenClassification", "ForSequenceClassification")
+    server = ServerConfig(
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        host=own.host,
+        extra_args=["--json-model-override-args", json.dumps({"architectures": [name]})],
+        startup_timeout_s=own.startup_timeout_s,
+        max_restarts=own.max_restarts,
+    )
+    sections = config.actor_rollout_ref
+    rollout = sections.rollout.model_copy(update={"server": server})
+    served = sections.model.model_copy(update={"path": str(folder)})
+    actor = sections.actor.model_copy(update={"router_replay": "off"})
+    changed = {"rollout": rollout, "model": served, "actor": actor}
+    return config.model_copy(update={"actor_rollout_ref": sections.model_copy(update=changed)})

@@ -1,0 +1,455 @@
+"""The servers of a run, and the choice among them: the least loaded one that is up and holds the current weights."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager, suppress
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError, ServersLost, ServersMissing
+from megatron_dapo.servers.client import (
+    FOREIGN_VERSION,
+    KeyRefused,
+    ServerError,
+    SGLangClient,
+)
+from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
+from megatron_dapo.servers.server import Server, ServerState
+from megatron_dapo.servers.server_list import ServerList
+
+log = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 10.0
+_MISSES = 3
+"""Health checks in a row that a server at work may miss: a busy one is not lost."""
+
+PAUSE_S = 30.0
+"""How long a server with requests may be paused by others than a push."""
+
+_ABORT_INTERVAL_S = 0.1
+_ABORT_CALL_S = 0.5  # that a server may take to hear of it: those that answer are asked again and wait for none
+
+
+class ServerPool:
+    """The servers of the run, which may become more and fewer, and what is known of them.
+
+    A server that does not answer is left alone until its health check passes again; one that answers with another
+    weight version than `expect` named gets no further request until it holds that, and finishes what its own version
+    may write. One that is paused though it holds it is told to continue: at `expect` at once, with requests when no
+    push takes that long. All are watched, those at work too: what is in flight on one that is lost ends at once with a
+    ServerError. One that is no longer listed finishes what it has, and is watched until then.
+
+    max_concurrency: requests in flight per server. down_timeout_s: how long all servers may be down at once.
+    report_unresponsive: called with servers (URL -> why) that missed their health checks. push_s: how long a push may
+    pause servers that have requests; 0 = pushes happen when there are none. keeps_caches: a push leaves what was read
+    by the weights before it in the servers' caches.
+    """
+
+    def __init__(
+        self,
+        listed: ServerList,
+        max_concurrency: int,
+        down_timeout_s: float,
+        probe_interval_s: float,
+        connect: Callable[[str], SGLangClient] = SGLangClient,
+        report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
+        push_s: float = 0.0,
+        keeps_caches: bool = False,
+    ) -> None:
+        self.servers: list[Server] = []
+        self.version: int | None = None
+        self.is_aborting = False
+        self._listed = listed
+        self._connect = connect
+        self._report_unresponsive = report_unresponsive
+        self._known: dict[str, Server] = {}  # those that were listed once: their clients are closed in the end
+        self._max_concurrency = max_concurrency
+        self._down_timeout_s = down_timeout_s
+        self._probe_interval_s = probe_interval_s
+        self._all_down_since: float | None = None
+        self._failure: RolloutError | None = None
+        self._watch_failure: RolloutError | None = None
+        self._push_s = push_s
+        # a server outlives a run: what others read at the same version, by other weights, is not this run's
+        self._salt = uuid.uuid4().hex if keeps_caches else None
+        self._waiters: deque[asyncio.Future] = deque()
+        self._num_waiting = 0  # requests that wait for a slot, also those that were woken just now
+        self._slots_changed = asyncio.Event()  # the next time
+        self._watches: dict[str, asyncio.Task] = {}
+        self._watch: asyncio.Task | None = None
+        self._capacity = MeanOverTime()
+        self._slots_used = MeanOverTime()
+        self._without_requests = MeanOverTime()
+        self._kv_used = MeanAndMax()
+
+    async def start(self, timeout_s: float) -> None:
+        """Wait until every listed server is healthy, and for a list with a server; then watch them.
+
+        Raises ServersMissing naming those that are not healthy after timeout_s, UserError for a list with a mistake,
+        and at once for a key that is refused.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._take_list(self._listed.read())
+            await self._probe(self.urls(ServerState.DOWN))
+            missing = self.urls(ServerState.DOWN)
+            if self.servers and not missing:
+                break
+            if time.monotonic() >= deadline:
+                limit = f"after {timeout_s:g} s (actor_rollout_ref.rollout.server.startup_timeout_s)"
+                if not self.servers:
+                    raise RolloutError(f"{limit} there is no SGLang server: {self._listed}.")
+                raise ServersMissing(
+                    f"{len(missing)} of {len(self.servers)} SGLang servers are not healthy {limit}: "
+                    f"{', '.join(missing)}; see their log files."
+                )
+            await asyncio.sleep(min(self._probe_interval_s, max(deadline - time.monotonic(), 0)))
+        self._watch = self._keep_watching(self._watch_all())
+        self._follow()
+
+    async def expect(self, version: int) -> None:
+        """Send requests only to servers that hold this weight version from now on. Asks every server for its own. What
+        is in flight goes on."""
+        self.version = version
+        self._failure = None
+        self._all_down_since = None
+        self._take_list(self._listed.read_or_keep())
+        self._follow()
+        await self._probe([server.url for server in self.servers if not server.is_ill])
+        self._account()  # of a world without servers too
+
+    def mean_num_current(self) -> float:
+        """Return how many servers took requests with the current weights: the mean since the last call."""
+        self._account()
+        return self._capacity.take()
+
+    def mean_slots_used(self) -> float:
+        """Return the share of the current servers' slots that held a request: the mean since the last call."""
+        self._account()
+        return self._slots_used.take()
+
+    def mean_without_requests(self) -> float:
+        """Return the share of the servers that answer which had no request: the mean since the last call."""
+        self._account()
+        return self._without_requests.take()
+
+    def take_kv_used(self) -> tuple[float, float] | None:
+        """Return the share of a server's KV cache that its requests took, (mean, largest) of the looks at servers with
+        requests since the last call; None where there was no look."""
+        return self._kv_used.take()
+
+    def forget_means(self) -> None:
+        """Begin the means over time of the current servers anew."""
+        self.mean_num_current()
+        self.mean_slots_used()
+
+    def urls(self, state: ServerState) -> list[str]:
+        """Return the listed servers in a state."""
+        return [server.url for server in self.servers if server.state is state]
+
+    def in_flight(self) -> dict[str, int]:
+        """Return url -> requests in flight, where there are any."""
+        return {server.url: server.num_in_flight for server in self.servers if server.num_in_flight}
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Return what keeps a trajectory that begins now from beginnings that older weights read; None where servers
+        forget these at each push.
+
+        It is new with `expect`, which comes a while after the push. A trajectory that begins meanwhile still has the
+        old salt: the new weights write it, and its tokens say so, but it may go on from a beginning that the old ones
+        read. That is no more than what a push does to all responses that it interrupts: the log-probs are those that it
+        was sampled with, and the loss corrects for the rest. An evaluation never meets it, since `expect` comes first.
+        The salt must not change earlier: under that of a version no server may read which does not hold it yet.
+        """
+        return f"{self._salt}-{self.version}" if self._salt else None
+
+    @property
+    def num_free_slots(self) -> int:
+        """Return how many requests the current servers can take beside those that wait for a slot already."""
+        current = (server for server in self.servers if server.state is ServerState.CURRENT)
+        free = sum(max(self._max_concurrency - server.num_in_flight, 0) for server in current)
+        return max(free - self._num_waiting, 0)
+
+    async def wait_for_slot_change(self) -> None:
+        """Return when next a slot becomes free, or a server's state changes.
+
+        Raises RolloutError if all servers have been down for down_timeout_s, or are watched no more.
+        """
+        self._raise_failure()
+        await self._slots_changed.wait()
+        self._raise_failure()
+
+    @asynccontextmanager
+    async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
+        """Hold a slot of a current server.
+
+        One outside `avoid` if such a one is free; of those `prefer`, which knows the beginning of the text, or else the
+        least loaded.
+
+        Waits while all are full, or down. Raises NeedsSync if the only servers that answer are stale, RolloutError
+        if all have been down for down_timeout_s, Aborted while requests are aborted.
+        """
+        self._num_waiting += 1
+        try:
+            while (server := self._pick(avoid, prefer)) is None:
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiters.append(waiter)
+                await waiter
+        except BaseException:  # it may have been woken for a slot, which another one takes then
+            self._wake(1)
+            raise
+        finally:
+            self._num_waiting -= 1
+        server.num_in_flight += 1
+        self._account()
+        try:
+            yield server
+        finally:
+            server.num_in_flight -= 1
+            self._account()
+            self._wake(1)
+
+    def mark_down(self, server: Server, reason: str) -> None:
+        """Send it no requests until a health check passes."""
+        if server.state is not ServerState.DOWN:
+            log.warning("server %s is down: %s", server.url, reason)
+        self._set_state(server, ServerState.DOWN)
+
+    def mark_stale(self, server: Server, reason: str) -> None:
+        """Send it no requests until it got a push."""
+        if server.state is not ServerState.STALE:
+            log.warning("server %s needs a push of the weights: %s", server.url, reason)
+        self._set_state(server, ServerState.STALE)
+
+    async def abort_requests(self, timeout_s: float) -> None:
+        """Have the servers answer what is in flight with the tokens that they have; return when they did, or after
+        timeout_s. Until `is_aborting` is set back no request may be sent."""
+        self.is_aborting = True
+        self._wake()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(server.num_in_flight for server in self._known.values()):
+            await asyncio.gather(*(server.abort_requests(_ABORT_CALL_S) for server in self._known.values()))
+            await asyncio.sleep(_ABORT_INTERVAL_S)  # a request that was on its way is not known to its server yet
+
+    async def close(self) -> None:
+        """End the watches, and close the connections to all servers."""
+        watches = [*self._watches.values(), *filter(None, [self._watch])]
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        for server in self._known.values():
+            await server.client.close()
+
+    def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
+        self._raise_failure()
+        if self.is_aborting:
+            raise Aborted
+        current = [server for server in self.servers if server.state is ServerState.CURRENT]
+        if not current and (stale := self.urls(ServerState.STALE)):
+            raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(stale)}")
+        free = [server for server in current if server.num_in_flight < self._max_concurrency]
+        return min(
+            free,
+            key=lambda server: (server.url in avoid, server.url != prefer, server.num_in_flight),
+            default=None,
+        )
+
+    def _raise_failure(self) -> None:
+        if failure := self._watch_failure or self._failure:
+            raise failure
+
+    def _wake(self, num_waiters: int | None = None) -> None:
+        """Let the longest waiting (or, with None, all) look again, and who waits for a change."""
+        self._slots_changed.set()
+        self._slots_changed = asyncio.Event()
+        while self._waiters and num_waiters != 0:
+            waiter = self._waiters.popleft()
+            if not waiter.done():  # a cancelled request leaves its waiter behind
+                waiter.set_result(None)
+                num_waiters = None if num_waiters is None else num_waiters - 1
+
+    def _set_state(self, server: Server, state: ServerState) -> None:
+        is_news = server.state is not state
+        self._account()
+        server.state = state
+        self._account()
+        if is_news:
+            self._wake()
+
+    def _account(self) -> None:
+        """Note how many servers are current now, how full they are, how many have nothing to do, and since when all
+        are down."""
+        current = [server for server in self.servers if server.state is ServerState.CURRENT]
+        self._capacity.add(len(current))
+        num_slots = len(current) * self._max_concurrency
+        self._slots_used.add(sum(server.num_in_flight for server in current) / num_slots if num_slots else 0.0)
+        there = [server for server in self.servers if server.state is not ServerState.DOWN]
+        num_without = sum(server.num_in_flight == 0 for server in there)
+        self._without_requests.add(num_without / len(there) if there else 0.0)
+        if there:
+            self._all_down_since = None
+        elif self._all_down_since is None:
+            self._all_down_since = time.monotonic()
+
+    def _take_list(self, urls: Collection[str]) -> None:
+        """Take these servers for the listed ones. One that is listed anew is down until it was asked."""
+        before = {server.url for server in self.servers}
+        if set(urls) == before:
+            return
+        for url in urls:
+            if url not in self._known:
+                self._known[url] = Server(self._connect(url))
+            if url not in before:
+                self._known[url].state = ServerState.DOWN
+        self.servers = [self._known[url] for url in urls]
+        if before:
+            for words, some in (("new", set(urls) - before), ("no longer listed", before - set(urls))):
+                if some:
+                    log.warning("servers %s: %s", words, ", ".join(sorted(some)))
+        self._account()
+        self._wake()
+
+    def _follow(self) -> None:
+        """Watch every server that is listed, or still has requests."""
+        listed = {server.url: server for server in self.servers}
+        for url in self._watches.keys() - listed.keys():
+            if not self._known[url].num_in_flight:
+                self._watches.pop(url).cancel()
+        for url in listed.keys() - self._watches.keys():
+            self._watches[url] = self._keep_watching(self._watch_one(listed[url]))
+
+    def _keep_watching(self, watch: Coroutine) -> asyncio.Task:
+        """Return a task that goes on until it is cancelled: what else ends it fails the run."""
+        task = asyncio.create_task(watch)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, watch: asyncio.Task) -> None:
+        if watch.cancelled():
+            return
+        error = watch.exception()
+        log.error("the servers are watched no more", exc_info=error)
+        self._watch_failure = RolloutError(f"the watch over the servers ended with {type(error).__name__}: {error}.")
+        self._wake()
+
+    async def _probe(self, urls: Collection[str]) -> None:
+        """Ask these servers for health and weight version, all at once."""
+        await asyncio.gather(*(self._probe_one(server) for server in self.servers if server.url in urls))
+
+    async def _probe_one(self, server: Server) -> None:
+        try:
+            version, is_paused = await self._ask(server)
+            if is_paused and version == self.version:
+                await self._resume(server)
+                is_paused = False
+        except ServerError as error:
+            if isinstance(error, KeyRefused) and self._watch is None:  # at the start: waiting changes nothing
+                raise UserError(str(error)) from error
+            self.mark_down(server, str(error))
+            return
+        self._classify(server, version, is_paused)
+
+    async def _ask(self, server: Server) -> tuple[int, bool]:
+        """Return its weight version, and whether it is paused. Raises ServerError where it is not well."""
+        if server.is_ill:
+            await server.client.check_generation(_PROBE_TIMEOUT_S)
+            server.is_ill = False
+        elif server.state is ServerState.DOWN:
+            await server.client.check_health(_PROBE_TIMEOUT_S)
+        is_paused = await server.client.is_paused(_PROBE_TIMEOUT_S)
+        return await server.client.weight_version(_PROBE_TIMEOUT_S), is_paused
+
+    async def _resume(self, server: Server) -> None:
+        """Have it take requests again while no push is under way. Raises ServerError where it is not paused but ill."""
+        log.warning("server %s is paused, or ill: it is told to continue", server.url)
+        server.paused_since = None
+        try:
+            await server.client.resume(_PROBE_TIMEOUT_S)
+        except ServerError:
+            server.is_ill = True
+            raise
+
+    def _classify(self, server: Server, version: int, is_paused: bool) -> None:
+        if self.version is not None and version != self.version:
+            self.mark_stale(server, f"it holds version {version}, the trainer {self.version}")
+        elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
+            self.mark_stale(server, "it is paused: it takes no requests")
+        else:
+            self._set_state(server, ServerState.CURRENT)
+
+    async def _watch_one(self, server: Server) -> None:
+        while True:
+            await asyncio.sleep(self._probe_interval_s)
+            await self._look_after(server)
+            await self._note_kv_used(server)
+
+    async def _look_after(self, server: Server) -> None:
+        """Ask whether it is up, with which weights. One that was up may miss a check.
+
+        What is in flight on a server that is lost is lost too, and on one that was started again.
+        """
+        try:
+            version, is_paused = await self._ask(server)
+            if version == FOREIGN_VERSION and not is_paused:  # or a push began between the two questions
+                version, is_paused = await self._ask(server)
+        except ServerError as error:
+            server.num_misses += 1
+            if server.num_misses == _MISSES:
+                self._report_unresponsive({server.url: str(error)})
+            if server.num_misses >= _MISSES:
+                self.mark_down(server, f"{_MISSES} health checks failed, the last one with {error}")
+                server.drop_requests()
+            return
+        server.num_misses = 0
+        if server.is_ill:  # as `expect` saw since it was asked
+            return
+        is_overdue = self._is_paused_by_others(server, is_paused)
+        # a pause, or a newer version than is asked for, is a push under way, before `expect` is told of it
+        is_newer = self.version is not None and version > self.version
+        is_in_push = is_newer or (is_paused and not is_overdue)
+        if is_in_push and server.state is not ServerState.DOWN:
+            return
+        if is_overdue and version == self.version:
+            try:
+                await self._resume(server)
+            except ServerError as error:
+                self.mark_down(server, str(error))
+                server.drop_requests()
+                return
+            is_paused = False
+        self._classify(server, version, is_paused)
+        if not is_in_push:
+            server.drop_requests(version)
+
+    async def _note_kv_used(self, server: Server) -> None:
+        """Note how full its cache is, where it is at work. Whether it is well, other questions tell."""
+        if server.state is not ServerState.CURRENT or server.num_misses or not server.num_in_flight:
+            return
+        with suppress(ServerError):
+            self._kv_used.add(await server.client.kv_used(_PROBE_TIMEOUT_S))
+
+    def _is_paused_by_others(self, server: Server, is_paused: bool) -> bool:
+        """Return whether it had requests and took none for longer than a push may take."""
+        if not (is_paused and server.num_in_flight > 0):
+            server.paused_since = None
+            return False
+        if server.paused_since is None:
+            server.paused_since = time.monotonic()
+        return time.monotonic() - server.paused_since >= PAUSE_S + self._push_s
+
+    async def _watch_all(self) -> None:
+        while True:
+            await asyncio.sleep(self._probe_interval_s)
+            self._take_list(self._listed.read_or_keep())
+            self._follow()
+            since = self._all_down_since
+            if since is not None and time.monotonic() - since > self._down_timeout_s:
+                self._failure = ServersLost(
+                    f"all SGLang servers have been down for {self._down_timeout_s:g} s "
+                    f"(actor_rollout_ref.rollout.server.startup_timeout_s): {self._listed}; see their log files."
+                )
+                self._wake()

@@ -1,0 +1,35 @@
+"""What servers say of themselves, where a run needs a certain SGLang version or setting."""
+
+import re
+from collections.abc import Sequence
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.servers.client import SGLangClient
+
+IN_FLIGHT_UPDATES = (0, 5, 23)
+"""The oldest SGLang that was seen to update weights and flush its cache while requests are retracted. Older ones count
+them as waiting: they refuse the flush, or their scheduler ends."""
+
+
+async def require_in_flight_updates(clients: Sequence[SGLangClient]) -> None:
+    """Raise UserError naming a server whose SGLang cannot be pushed to while it has requests, ServerError where one
+    does not answer."""
+    for client in clients:
+        version = str((await client.server_info()).get("version"))
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+        if numbers < IN_FLIGHT_UPDATES:
+            oldest = ".".join(map(str, IN_FLIGHT_UPDATES))
+            raise UserError(
+                f"actor_rollout_ref.rollout.max_staleness > 0 pushes weights while servers generate, for which the "
+                f"SGLang {version} of {client.url} is too old; install {oldest} or newer there, or set the key to 0."
+            )
+
+
+async def require_deterministic(clients: Sequence[SGLangClient]) -> None:
+    """Raise UserError naming a server without deterministic inference, ServerError where one does not answer."""
+    for client in clients:
+        if (await client.server_info()).get("enable_deterministic_inference") is not True:
+            raise UserError(
+                f"actor_rollout_ref.rollout.deterministic is true, but server {client.url} samples at random; start it "
+                f"with --enable-deterministic-inference, or set the key to false."
+            )

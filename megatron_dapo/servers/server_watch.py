@@ -1,0 +1,131 @@
+"""Watches whether a server still works: its processes may live, and its HTTP side answer, while nothing is generated.
+
+Those who meet a server that does not answer (the trainer in a push, the controller) are not those who can start it
+again: they leave a note in the run folder, and the server's supervisor looks into it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megatron_dapo.common.files import write_whole
+from megatron_dapo.servers.server_health import UNAVAILABLE, HealthCheck
+from megatron_dapo.storage.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+ASK_INTERVAL_S = 10.0
+
+ANSWER_S = 10.0
+HEALTH_ANSWER_S = 30.0  # SGLang gives its own processes 20
+"""How long a route may take."""
+
+MIN_MISSES = 2
+SUSPECT_LIMIT_S = 15.0
+GENERATE_LIMIT_S = 120.0
+PUSH_MARGIN_S = 60.0
+"""On top of `weight_sync.timeout_s`, for which a push may keep a server's scheduler from answering."""
+
+
+def report_unresponsive(run: RunFolder, why: Mapping[str, str]) -> None:
+    """Have the supervisors of these servers (URL -> what was seen) look after them. Never raises."""
+    for url, text in why.items():
+        note = run.unresponsive(url)
+        try:
+            note.parent.mkdir(exist_ok=True)
+            write_whole(note, f"{text}\n")
+        except OSError as error:
+            log.warning("%s does not answer, and its supervisor cannot be told: %s", url, error)
+
+
+class ServerWatch:
+    """A thread that asks one server every few seconds how it is, until `stop`.
+
+    `/server_info` is answered by the scheduler, `/health_generate` by whatever scheduler and detokenizer did meanwhile;
+    the second is asked only of a server that is not paused: a paused one generates nothing. Neither disturbs a server
+    at work. While a note of `report_unresponsive` is there, SUSPECT_LIMIT_S is the limit. It goes when the server is
+    seen to work; one that is paused may answer while its GPUs still wait for a dead one.
+    """
+
+    def __init__(
+        self, status_of: Callable[[HealthCheck, float], int | None], silent_limit_s: float, note: Path
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            status_of: (check, seconds) -> the status of the answer; none without one.
+            silent_limit_s: how long the scheduler may be silent when nobody says that it is stuck.
+            note: file of `report_unresponsive` about this server.
+        """
+        self._status_of = status_of
+        self._note = note
+        self._limits = {
+            HealthCheck.SCHEDULER_ANSWERS: silent_limit_s,
+            HealthCheck.GENERATED_LATELY: GENERATE_LIMIT_S,
+        }
+        self._is_ill = False
+        self._is_suspect = False
+        self._num_misses = 0
+        self._answered_at = time.monotonic()
+        self._unanswered = HealthCheck.SCHEDULER_ANSWERS
+        self._ended = threading.Event()
+        self._remove_note()  # it became healthy after it was written
+        threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+
+    def failure(self) -> str | None:
+        """Return what it has not answered for too long, in words; None while it works."""
+        if self._num_misses < MIN_MISSES:
+            return None
+        silence_s = time.monotonic() - self._answered_at
+        limit_s = self._limits[self._unanswered]
+        if self._is_suspect:
+            limit_s = min(limit_s, SUSPECT_LIMIT_S)
+        return f"has not answered {self._unanswered} for {silence_s:.0f} s" if silence_s > limit_s else None
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        due = time.monotonic() + ASK_INTERVAL_S
+        while not self._ended.wait(POLL_INTERVAL_S):
+            if not self._is_suspect and self._note.exists():
+                self._is_suspect = True
+                self._num_misses = 0
+                self._answered_at = time.monotonic()
+            if self._is_suspect or time.monotonic() >= due:
+                self._look()
+                due = time.monotonic() + ASK_INTERVAL_S
+
+    def _look(self) -> None:
+        asked_at = time.monotonic()
+        if self._status_of(HealthCheck.SCHEDULER_ANSWERS, ANSWER_S) is None:
+            self._miss(HealthCheck.SCHEDULER_ANSWERS)
+            return
+        is_paused = not self._is_ill and self._status_of(HealthCheck.TAKES_REQUESTS, ANSWER_S) == UNAVAILABLE
+        self._is_ill = not is_paused and not self._generates()
+        if self._is_ill:
+            self._miss(HealthCheck.GENERATED_LATELY)
+            return
+        self._num_misses = 0
+        self._answered_at = asked_at
+        if self._is_suspect and not is_paused:
+            self._is_suspect = False
+            self._remove_note()
+
+    def _generates(self) -> bool:
+        status = self._status_of(HealthCheck.GENERATED_LATELY, HEALTH_ANSWER_S)
+        return status is not None and status != UNAVAILABLE
+
+    def _miss(self, check: HealthCheck) -> None:
+        self._unanswered = check
+        self._num_misses += 1
+
+    def _remove_note(self) -> None:
+        try:
+            self._note.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", self._note, error)

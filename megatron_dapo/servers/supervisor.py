@@ -1,0 +1,423 @@
+"""The supervisor of a config's SGLang servers on this machine: it starts them, keeps them alive, and stops them."""
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.checks.model_checks import has_stacked_experts, model_json_of
+from megatron_dapo.common.addresses import node_name
+from megatron_dapo.common.child_environment import COMMON, places_to_write
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import exit_phrase
+from megatron_dapo.common.log_lines import last_error
+from megatron_dapo.config.derived import replays_servers_experts, servers_per_node
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.child_process import TAIL_PREFIX, ChildProcess
+from megatron_dapo.servers.server_files import ServerFiles
+from megatron_dapo.servers.server_health import HTTP_OK, HealthCheck, health_status
+from megatron_dapo.servers.server_watch import PUSH_MARGIN_S, ServerWatch
+from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.storage.server_key import key_header, make_server_key, read_server_key, server_key_file
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+PROBE_TIMEOUT_S = 2.0
+STOP_GRACE_S = 15.0
+MAX_BACKOFF_S = 60.0  # between two starts of a server that dies before it is healthy
+
+
+class ServerFailure(RuntimeError):
+    """A server did not start, or died too often. The message names it, its log file and the log's last lines."""
+
+    def summary(self) -> str:
+        """Return the message on one line, with the last error of the log's lines."""
+        first, *tail = str(self).splitlines()
+        error = last_error([line.removeprefix(TAIL_PREFIX) for line in tail])
+        return f"{first} ({error})" if error else first
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How one server is started; the same for its restarts."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
+
+
+class ServerStart:
+    """One start of a server: its process, what that keeps outside the run folder, and its watch once it is healthy."""
+
+    def __init__(self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float) -> None:
+        self._started = time.monotonic()
+        self.deadline = self._started + startup_timeout_s
+        self.files = ServerFiles(command.environment)
+        self.process = ChildProcess(name, command.command, log_file, command.environment | self.files.variables)
+        self.watch: ServerWatch | None = None  # from when it is healthy: then it and the process tell how it is
+
+    def age_s(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._started
+
+    def stop_process(self, grace_s: float) -> None:
+        """End the process and all that it started."""
+        if self.watch is not None:
+            self.watch.stop()
+        self.process.stop(grace_s)
+
+
+class SupervisedServer:
+    """One server over all its starts.
+
+    current: its last start, None before the first one and after the server was given up or stopped. starts_again_at:
+    when that start ended and the next one waits.
+    """
+
+    def __init__(self, name: str, url: str, key: str, command: ServerCommand, log_file: Path) -> None:
+        self.name = name
+        self.url = url
+        self.command = command
+        self.log_file = log_file
+        self.current: ServerStart | None = None
+        self.num_restarts = 0
+        self.num_failed_starts = 0  # in a row
+        self.starts_again_at: float | None = None
+        self._headers = key_header(key)
+
+    def start(self, startup_timeout_s: float) -> None:
+        """Start its process, the first time or again."""
+        if self.current is not None:
+            self.current.files.remove()
+        self.starts_again_at = None
+        self.current = ServerStart(self.name, self.command, self.log_file, startup_timeout_s)
+        log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.current.process.pid, self.log_file)
+
+    def forget(self) -> None:
+        """Remove what is left of it after the end of all its processes."""
+        if self.current is not None:
+            self.current.files.remove()
+        self.current = None
+
+    def status_of(self, check: HealthCheck, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
+        """Return the status of its answer; None without one."""
+        return health_status(self.url, check, self._headers, timeout_s)
+
+
+class ServerSupervisor:
+    """The servers of `actor_rollout_ref.rollout.server`.
+
+    URLs are known from construction on and survive restarts, and so does the key that the servers demand of everyone,
+    which lies in `key_file`. One thread owns a supervisor: it calls `start`, then `check` every second or so, and
+    `stop` in the end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        log_dir: Path,
+        *,
+        first_gpu: int = 0,
+        first_port: int | None = None,
+        name: str = "server",
+        command_of: ServerCommandMaker | None = None,
+    ) -> None:
+        """Prepare the servers: reserve their ports, make their key.
+
+        Args:
+            config: of the run.
+            log_dir: folder of their log files.
+            first_gpu: GPUs of this machine before it belong to others (the trainer).
+            first_port: the servers listen on it and the ports after it; None = free ports.
+            name: of the servers and their log files, before their number.
+            command_of: how a server is started; None = `sglang_command`.
+        """
+        server = config.actor_rollout_ref.rollout.server
+        self._settings = server
+        self.key_file = make_server_key(config)
+        key = read_server_key(self.key_file)
+        self._run = RunFolder.of(config.trainer)
+        self._silent_limit_s = config.weight_sync.timeout_s + PUSH_MARGIN_S
+        num_servers = servers_per_node(config)
+        numbers = [first_port + i if first_port else 0 for i in range(num_servers)]
+        self._ports = [ReservedPort(server.host, number) for number in numbers]
+        self.urls = [f"http://{_reachable(server.host)}:{port.number}" for port in self._ports]
+        gpus = _assign_gpus(num_servers, server.tensor_model_parallel_size, first_gpu)
+        make = command_of or sglang_command
+        self.were_healthy = False  # all of them, at some time
+        self._servers = [
+            SupervisedServer(
+                f"{name}-{i}",
+                url,
+                key,
+                make(config, server.host, port.number, gpus[i]),
+                Path(log_dir) / f"{name}-{i}.log",
+            )
+            for i, (url, port) in enumerate(zip(self.urls, self._ports, strict=True))
+        ]
+
+    def overrides(self) -> list[str]:
+        """Return what names these servers in a trainer's config."""
+        keys = {"server_urls": self.urls, "server_api_key_file": str(self.key_file)}
+        return [f"actor_rollout_ref.rollout.{key}={json.dumps(value)}" for key, value in keys.items()]
+
+    def start(self) -> None:
+        """Start all of them; do not wait."""
+        for server in self._servers:
+            server.start(self._settings.startup_timeout_s)
+
+    def wait_healthy(self) -> None:
+        """Wait until every server takes requests.
+
+        Raises ServerFailure at the deadline, or where one is beyond restarting.
+        """
+        while not self.check():
+            time.sleep(POLL_INTERVAL_S)
+
+    def check(self) -> bool:
+        """Look at every server once, restart those that are dead or do not work any more.
+
+        A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up. Returns True
+        if all are healthy, but for those that were given up. Raises ServerFailure when none is left, or where one would
+        be given up before all were healthy once: then it is a mistake.
+        """
+        running = self._running()
+        assert running, "start() comes before check(), and stop() after it"
+        healthy = all([self._check_one(server, current) for server, current in running])
+        self.were_healthy |= healthy
+        return healthy
+
+    def pids(self) -> list[int]:
+        """Return the processes that were started for the servers."""
+        return [current.process.pid for _, current in self._running()]
+
+    def stop(self) -> None:
+        """End all of them, at the same time; return when none of their processes is left. Can be called twice."""
+        running = self._running()
+        for _, current in running:
+            current.process.terminate()
+            current.files.note(current.process.pids())
+        deadline = time.monotonic() + STOP_GRACE_S
+        for server, current in running:
+            current.stop_process(max(0.0, deadline - time.monotonic()))
+            server.forget()
+        for port in self._ports:
+            port.release()
+
+    def _running(self) -> list[tuple[SupervisedServer, ServerStart]]:
+        """Return the servers that were not given up, with their last starts."""
+        return [(server, server.current) for server in self._servers if server.current is not None]
+
+    def _check_one(self, server: SupervisedServer, current: ServerStart) -> bool:
+        if server.starts_again_at is not None:
+            if time.monotonic() >= server.starts_again_at:
+                server.start(self._settings.startup_timeout_s)
+            return False
+        code = current.process.poll()
+        if code is not None:
+            self._restart(server, current, exit_phrase(code))
+            return False
+        if current.watch is not None:
+            failure = current.watch.failure()
+            if failure:
+                self._restart(server, current, f"{failure}, and is killed")
+            return failure is None
+        is_up = server.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
+        current.files.note(current.process.pids())
+        if is_up:
+            current.watch = ServerWatch(server.status_of, self._silent_limit_s, self._run.unresponsive(server.url))
+            log.info("%s is healthy at %s after %.0f s", server.name, server.url, current.age_s())
+            return True
+        if time.monotonic() > current.deadline:
+            why = (
+                f"{server.name} at {server.url} was not healthy within {self._settings.startup_timeout_s:g} s "
+                f"(actor_rollout_ref.rollout.server.startup_timeout_s); its log is {server.log_file}\n"
+                f"{current.process.log_tail()}"
+            )
+            self._give_up(server, current, why)
+        return False
+
+    def _restart(self, server: SupervisedServer, current: ServerStart, why: str) -> None:
+        current.stop_process(0.0)  # the rest of its family
+        end = f"{server.name} {why}; its log is {server.log_file}\n{current.process.log_tail()}"
+        if server.num_restarts >= self._settings.max_restarts:
+            times = f"after {server.num_restarts} restarts (actor_rollout_ref.rollout.server.max_restarts)"
+            self._give_up(server, current, f"{server.url}: {times}: {end}")
+            return
+        server.num_restarts += 1
+        server.num_failed_starts = 0 if current.watch is not None else server.num_failed_starts + 1
+        delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)  # 0, 1, 3, 7, ...
+        log.error(
+            "%s at %s %s; restart %d of %d%s",
+            *(server.name, server.url, why, server.num_restarts, self._settings.max_restarts),
+            f" in {delay_s:.0f} s" if delay_s else "",
+        )
+        if delay_s:
+            server.starts_again_at = time.monotonic() + delay_s
+        else:
+            server.start(self._settings.startup_timeout_s)
+
+    def _give_up(self, server: SupervisedServer, current: ServerStart, why: str) -> None:
+        if not self.were_healthy:
+            raise ServerFailure(why)
+        current.stop_process(0.0)
+        server.forget()
+        num_left = len(self._running())
+        if not num_left:
+            raise ServerFailure(f"none is left; the last one: {why}")
+        log.error("%s is given up, %d of %d servers are left. %s", server.name, num_left, len(self._servers), why)
+
+
+def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
+    """Return how an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
+    from megatron_dapo.platform import nccl
+    from megatron_dapo.platform.device import is_gpu, model_dtype  # imports torch, which the controller does without
+
+    rollout = config.actor_rollout_ref.rollout
+    model = ModelFolder.of(config.actor_rollout_ref.model.path)
+    settings = rollout.server
+    dtype = str(model_dtype(config.actor_rollout_ref.actor.megatron.dtype)).removeprefix("torch.")
+    arguments = [
+        *("--model-path", str(model.hf)),
+        *("--host", host),
+        *("--port", str(port)),
+        *("--tp-size", str(settings.tensor_model_parallel_size)),
+        *("--dtype", dtype),
+        *("--log-level-http", "warning"),  # else one line per request
+    ]
+    if replays_servers_experts(config):
+        arguments.append("--enable-return-routed-experts")
+    if rollout.deterministic:
+        arguments.append("--enable-deterministic-inference")
+    model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
+    if model_json.get("n_shared_experts"):
+        # else a GPU server keeps the shared expert as one more of the others: under names that are not compared
+        arguments.append("--disable-shared-experts-fusion")
+    if model.megatron:  # only the trainer reads such weights; its first push comes before the first sample
+        arguments += ("--load-format", "dummy")
+    if is_gpu():
+        environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most, per log-prob
+        arguments.append("--enable-fp32-lm-head")
+        if has_stacked_experts(model_json):
+            # else SGLang takes its backend triton_kernel, which holds experts transposed, so that they cannot be
+            # compared, and answers zeros in place of the experts that its routers chose
+            arguments += ("--moe-runner-backend", "triton")
+        arguments += _words_of_options(
+            ("--max-total-tokens", settings.max_total_tokens),
+            ("--max-running-requests", settings.max_running_requests),
+            ("--mem-fraction-static", settings.mem_fraction_static),
+        )
+    else:
+        from megatron_dapo.platform.sglang_cpu import cpu_server  # never imported where there is a GPU
+
+        environment = cpu_server.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
+        arguments += cpu_server.server_arguments(settings.max_total_tokens, settings.max_running_requests)
+        if rollout.deterministic:
+            arguments += cpu_server.WHOLE_PROMPTS
+    program = ("-m", "megatron_dapo.servers.keyed_sglang", str(server_key_file(config)))
+    command = (sys.executable, *program, *arguments, *settings.extra_args)
+    environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
+    return ServerCommand(command, environment)
+
+
+def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a PATH where our Python's programs come first, as where its environment is activated.
+
+    A GPU server compiles kernels when it starts, and runs `ninja` for that.
+    """
+    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])}
+
+
+def _no_proxy(environment: Mapping[str, str], host: str) -> dict[str, str]:
+    """Return variables that keep a server's requests to itself away from the cluster's proxy.
+
+    A server asks itself for its first answer, and ends if none comes.
+    """
+    hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    if hosts.strip() == "*":  # alone it means all hosts
+        return {}
+    return {"no_proxy": ",".join([*filter(None, [hosts]), *dict.fromkeys(["127.0.0.1", "localhost", "::1", host])])}
+
+
+class ReservedPort:
+    """A port that the kernel gives to nobody else while we hold it; number 0 asks for a free one.
+
+    The socket is bound but does not listen, with SO_REUSEADDR, so that a server that sets it too can bind and listen.
+    """
+
+    def __init__(self, host: str, number: int = 0) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, number))
+        except OSError as error:
+            self._socket.close()
+            raise UserError(
+                f"Port {number} of {host} (actor_rollout_ref.rollout.server.host) cannot be used ({error.strerror}); "
+                "give another host or port."
+            ) from error
+        self.number: int = self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+
+def _reachable(host: str) -> str:
+    """Return what others call a server that binds to `host`. Raises UserError where that is nothing that leads here."""
+    if host in ("0.0.0.0", "::"):
+        bound_to = host
+        host = node_name()  # as a job's plan has it
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise UserError(
+                f"actor_rollout_ref.rollout.server.host = {bound_to}: the servers would be called by this machine's "
+                f"name, {host}, which does not resolve here ({error.strerror}); give an address of this machine "
+                f"instead."
+            ) from error
+    return f"[{host}]" if ":" in host else host
+
+
+def _words_of_options(*options: tuple[str, object]) -> list[str]:
+    """Return the command-line words of the options that have a value."""
+    return [word for name, value in options if value is not None for word in (name, str(value))]
+
+
+def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
+    """Return per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; none on a CPU.
+
+    Raises UserError where there are too few, or none that torch can use.
+    """
+    from megatron_dapo.platform.device import is_gpu, require_usable_gpus
+
+    require_usable_gpus()
+    if not is_gpu():
+        return [[] for _ in range(num_servers)]
+    visible = visible_gpus()
+    needed = first_gpu + num_servers * gpus_per_server
+    if needed > len(visible):
+        raise UserError(
+            f"{num_servers} servers x {gpus_per_server} GPUs (actor_rollout_ref.rollout.server) after the {first_gpu} "
+            f"GPUs of the trainer need {needed} GPUs, this machine offers {len(visible)}; use fewer servers or ranks."
+        )
+    starts = range(first_gpu, needed, gpus_per_server)
+    return [visible[start : start + gpus_per_server] for start in starts]
+
+
+def visible_gpus() -> list[str]:
+    """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
