@@ -57,11 +57,11 @@ need-config:
 
 test: lint test-unit ## Lint, then all other tests, on a real server and a real Slurm too; stops at the first that fails
 	$(call LAYER,tests with several processes$(COMMA) a real SGLang server$(COMMA) jobs on a Slurm of virtual nodes)
-	@$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder tests/compile tests/distributed tests/slurm tests/e2e
+	@$(PYTEST) --junitxml=.cache/tests-processes.xml -n 3 --dist loadscope --no-loadscope-reorder tests/compile tests/distributed tests/slurm tests/e2e
 
 test-unit: setup ## Unit tests only (four minutes on two cores)
 	$(call LAYER,unit tests)
-	@$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests/unit
+	@$(PYTEST) --junitxml=.cache/tests-unit.xml -n 4 --dist loadfile --no-loadscope-reorder tests/unit
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
