@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu test-other-line mutation lint bench clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu test-other-line mutation lint bench house clean need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,9 @@ mutation: setup ## Change the loss in every place in turn; a test must fail each
 bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--quick: seconds)
 	@set -e; for file in benchmarks/bench_*.py; do \
 	    echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+house: setup ## Sizes on one page: rooms, names, docs, functions, wording, last tests (no limits)
+	@$(BIN)/python -m tests.house $(ARGS)
 
 clean: ## Remove caches and build leftovers; .venv, .cache and runs/ stay
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
