@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu test-other-line mutation lint bench clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu test-other-line mutation lint bench house clean need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,11 +57,11 @@ need-config:
 
 test: lint test-unit ## Lint, then all other tests, on a real server and a real Slurm too; stops at the first that fails
 	$(call LAYER,tests with several processes$(COMMA) a real SGLang server$(COMMA) jobs on a Slurm of virtual nodes)
-	@$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder tests/compile tests/distributed tests/slurm tests/e2e
+	@$(PYTEST) --junitxml=.cache/tests-processes.xml -n 3 --dist loadscope --no-loadscope-reorder tests/compile tests/distributed tests/slurm tests/e2e
 
 test-unit: setup ## Unit tests only (four minutes on two cores)
 	$(call LAYER,unit tests)
-	@$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests/unit
+	@$(PYTEST) --junitxml=.cache/tests-unit.xml -n 4 --dist loadfile --no-loadscope-reorder tests/unit
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
@@ -81,6 +81,9 @@ mutation: setup ## Change the loss in every place in turn; a test must fail each
 bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--quick: seconds)
 	@set -e; for file in benchmarks/bench_*.py; do \
 	    echo "== $$file"; $(BIN)/python "$$file" $(ARGS); done
+
+house: setup ## Sizes on one page: rooms, names, docs, functions, wording, last tests (no limits)
+	@$(BIN)/python -m tests.house $(ARGS)
 
 clean: ## Remove caches and build leftovers; .venv, .cache and runs/ stay
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
