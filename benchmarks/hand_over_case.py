@@ -7,6 +7,7 @@ are missing: their answers are made up. It uses nothing that the program did not
 
 import gc
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -120,7 +121,10 @@ class Answers:
         add = getattr(trajectory, "add_model_turn", None) or trajectory.write  # type: ignore[attr-defined]
         add(client.generation_of(parse(body)))
         text = "x" * (CHARACTERS_PER_TOKEN * self._case.num_tokens)
-        return sampling._to_sample(uid, trajectory, text, RewardResult(float(len(uid) % 2), True), None)
+        values: dict = dict(uid=uid, number=0, trajectory=trajectory, text=text, shaping=None)
+        values["verdict"] = RewardResult(float(len(uid) % 2), True)
+        make = sampling._to_sample
+        return make(**{name: values[name] for name in inspect.signature(make).parameters})
 
 
 def _controller(case: HandOver, config: object, connection: object, log_file: str) -> None:
@@ -191,7 +195,8 @@ class _Leader:
         log_file = folder / "controller.log"
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=_controller, args=(case, config, there, str(log_file)))
+        # a daemon: a rank that fails would wait for it
+        process = context.Process(target=_controller, args=(case, config, there, str(log_file)), daemon=True)
         process.start()
         there.close()
         self.handle = RolloutHandle(config, process, here, log_file)  # type: ignore[arg-type]
