@@ -1,0 +1,1 @@
+"""Several processes under torchrun, over gloo."""

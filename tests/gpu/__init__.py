@@ -1,0 +1,1 @@
+"""Kernels, layers and policy on a CUDA GPU."""
