@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit test-gpu test-other-line mutation lint bench house clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit proofs test-gpu test-other-line mutation lint bench house clean need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 test-unit: setup ## Unit tests only (four minutes on two cores)
 	$(call LAYER,unit tests)
 	@$(PYTEST) --junitxml=.cache/tests-unit.xml -n 4 --dist loadfile --no-loadscope-reorder tests/unit
+
+proofs: setup ## The long form of tests that repeat: kills, random schedules, draws (an hour on two cores)
+	@PROOFS=1 $(PYTEST) -n 2 --dist loadfile --timeout 7200 $$(grep -l 'tests.proofs import' -r tests --include='test_*.py')
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu

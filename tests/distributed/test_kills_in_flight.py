@@ -1,4 +1,4 @@
-"""A run ahead of its servers' tokens that is stopped and killed twenty times while they write: what holds of it."""
+"""A run ahead of its servers' tokens that is stopped and killed again and again while they write: what holds of it."""
 
 import json
 import signal
@@ -16,11 +16,12 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.distributed.lives import Checkpoint, Life, Lives, random_moments, stand_ins
 from tests.elastic import check_accounts, fingerprints
+from tests.proofs import amount
 from tests.tiny_models import CHARACTERS, SPECIAL_TOKENS, make_tiny
 
 pytestmark = pytest.mark.distributed
 
-NUM_LIVES, SEED, LONGEST = 20, 3, 900
+NUM_LIVES, SEED, LONGEST = amount(8, 20), 3, 900
 N, SIZE, MAX_STALENESS = 3, 4, 2
 PROMPT_LENGTH, LIMIT = 4, 32  # tokens; a prompt is the number of its draw
 ZERO, EQUALS = (len(SPECIAL_TOKENS) + CHARACTERS.index(character) for character in "0=")  # tokens
@@ -68,7 +69,7 @@ def make_config(folder: Path, urls: list[str]) -> Config:
 
 @dataclass(frozen=True)
 class History:
-    """A run of twenty lives that were ended, and a last one that ended by itself, four steps later."""
+    """A run of NUM_LIVES lives that were ended, and a last one that ended by itself, four steps later."""
 
     config: Config
     lives: list[Life]
@@ -164,7 +165,7 @@ def test_every_draw_is_in_one_place_in_every_checkpoint_that_a_life_left(history
 def test_every_step_trains_on_groups_of_its_own_that_are_not_too_old(history, batches):
     accounts = check_accounts(history.config, history.num_steps)  # ages too
     print(accounts)
-    assert accounts.num_trained == history.num_steps * SIZE > 10 * SIZE and accounts.num_filtered > 0
+    assert accounts.num_trained == history.num_steps * SIZE > NUM_LIVES // 2 * SIZE and accounts.num_filtered > 0
     steps = [record["step"] for record in read_metrics(RunFolder.of(history.config.trainer).metrics)]
     assert steps == list(range(1, history.num_steps + 1))
     numbers = [number_of(group.uid) for groups in batches for group in groups]
@@ -175,7 +176,9 @@ def test_every_token_was_written_by_the_weights_of_its_version(history):
     """Those of the run as it is in the end: a version that a kill undid had other weights."""
     by_version = fingerprints(history.config, history.num_steps)
     assert all(len(values) == 1 for values in by_version.values()), "a label is wrong"
-    assert len(set.union(*by_version.values())) == len(by_version) > 10, "the weights changed with every version"
+    assert len(set.union(*by_version.values())) == len(by_version) > NUM_LIVES // 2, (
+        "the weights changed with every version"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- partial answers

@@ -20,11 +20,12 @@ from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder, batch_file
 from tests.helpers import REPOSITORY
+from tests.proofs import amount
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
 
-NUM_KILLS, NUM_RANKS, NUM_STEPS = 30, 2, 1000
+NUM_KILLS, NUM_RANKS, NUM_STEPS = amount(8, 30), 2, 1000
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def config(tmp_path) -> Config:
     )
 
 
-def test_after_30_kills_every_trainer_goes_on_from_the_newest_complete_checkpoint(config, tmp_path):
+def test_after_each_kill_the_next_trainer_goes_on_from_the_newest_complete_checkpoint(config, tmp_path):
     """One rank or both, around and during saves; the moments are drawn with a fixed seed, and are counted in saves, so
     that they are as many on a busy machine."""
     run, moments = RunFolder(tmp_path / "run"), random.Random(3)
@@ -80,7 +81,7 @@ def test_after_30_kills_every_trainer_goes_on_from_the_newest_complete_checkpoin
     assert newest >= NUM_KILLS
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= newest
-    assert num_during_a_save >= NUM_KILLS // 3, "the kills hardly hit a save: the test shows nothing"
+    assert num_during_a_save >= amount(1, 10), "the kills hardly hit a save: the test shows nothing"
 
 
 @contextmanager

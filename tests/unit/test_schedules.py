@@ -19,10 +19,11 @@ from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION
 from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.queue.step_statistics import StepStatistics
+from tests.proofs import amount
 
 pytestmark = pytest.mark.unit
 
-NUM_SCHEDULES = 10_000
+NUM_SCHEDULES = amount(1_000, 10_000)
 PROMPT = Prompt(0, "", (1,), "", "", "")
 
 

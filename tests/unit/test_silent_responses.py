@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS
 from megatron_dapo.rewards.reward_registry import score_response, wrong_score
 from megatron_dapo.rewards.text import math_dapo
+from tests.proofs import amount
 from tests.silence import SILENCE, TRUTHS
 
 pytestmark = pytest.mark.unit
@@ -31,7 +32,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=amount(200, 100_000))
 @given(st.one_of(*TRUTHS.values()), SILENCE)
 @example("\\frac{1}{2}", "I have no idea.")
 @example("0.5", "")

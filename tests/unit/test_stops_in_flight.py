@@ -16,6 +16,7 @@ from megatron_dapo.data.samples import Group
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import PROMPT_LENGTH, WritingServer, make_config, mislabelled, rollout_folder
+from tests.proofs import amount
 
 pytestmark = pytest.mark.unit
 
@@ -179,12 +180,12 @@ def num_continued(run):
     return sum(read > PROMPT_LENGTH for read, _ in lengths)
 
 
-def test_twenty_stops_and_kills_at_random_moments_lose_no_group_and_double_none(folder):
+def test_stops_and_kills_at_random_moments_lose_no_group_and_double_none(folder):
     chance = random.Random(7)
-    lives = [(chance.uniform(0.05, 0.9), "stopped" if number % 2 else "killed") for number in range(20)]
+    lives = [(chance.uniform(0.05, 0.9), "stopped" if number % 2 else "killed") for number in range(amount(8, 20))]
     run = run_lives(folder, [*lives, (2.0, "stopped")])
     check_trained(run)
-    assert num_continued(run) > 20 and len(run.trained) > 10
+    assert num_continued(run) > len(lives) and len(run.trained) > len(lives) // 2
     continued = [
         sample
         for groups in run.trained
@@ -192,7 +193,7 @@ def test_twenty_stops_and_kills_at_random_moments_lose_no_group_and_double_none(
         for sample in group.samples
         if len(sample.servers) == 2 or len(set(sample.weight_versions)) > 1
     ]
-    assert len(continued) > 20
+    assert len(continued) > len(lives)
 
 
 def test_a_synchronous_step_that_is_stopped_goes_on_with_its_partial_answers(folder):
