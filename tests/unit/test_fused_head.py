@@ -32,7 +32,7 @@ def call(hidden=None, weight=None, loss=None, tokens=None, **options):
 
 
 def test_a_loss_that_is_not_a_sum_over_tokens_is_refused():
-    with pytest.raises(TypeError, match="whole sequences compose it from linear_logprob_entropy"):
+    with pytest.raises(TypeError, match="whole sequences use linear_logprob_entropy"):
         call(loss=lambda log_probs: log_probs.sum())
 
 
