@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_passed_over_as_the_run_does(arguments, tmp_path
     assert refusal(arguments, capsys) == ""
     (tmp_path / "run" / "checkpoints" / "step_000003" / "manifest.json").unlink()
     words = refusal(arguments, capsys)
-    assert "holds no checkpoint that is whole" in words and "step_000004: trainer.json has another content" in words
+    assert "holds no whole checkpoint" in words and "step_000004: trainer.json has another content" in words
 
 
 # ---------------------------------------------------------------------------------- a loss of one's own
