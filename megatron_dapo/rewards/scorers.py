@@ -1,4 +1,5 @@
-"""Scores of others beside those of the reward function: by a reward model, by a judge; and how all make one reward."""
+"""Scores beside those of the reward function: by a reward model, by a judge; and their sum as one
+reward."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,11 +15,12 @@ class Scorer(Protocol):
     """Gives responses a score."""
 
     async def start(self, timeout_s: float) -> None:
-        """Get ready. Raises UserError where that is not possible within timeout_s."""
+        """Get ready. Raises UserError if that is not possible within timeout_s."""
         ...
 
     async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """Return {"score": ...} or {"error": ...}, in words that begin with timeout, crash or exception."""
+        """Return {"score": ...} or {"error": ...}, in words that begin with timeout, crash or
+        exception."""
         ...
 
     async def close(self) -> None: ...
@@ -33,7 +35,7 @@ class Weighed:
 
 
 class Scorers:
-    """All scorers of a run, none of which may be left out of a reward."""
+    """All scorers of a run, each required for a reward."""
 
     def __init__(self, config: RewardConfig, weighed: Sequence[Weighed]) -> None:
         self._config = config
@@ -45,14 +47,14 @@ class Scorers:
             await each.scorer.start(timeout_s)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Close all scorers."""
         for each in self._weighed:
             await each.scorer.close()
 
     async def combined(self, verdict: RewardResult, prompt: Prompt, response: str) -> RewardResult:
-        """Return the function's verdict on a response with the scores in it; with the first error where there is one.
+        """Return the function's verdict on a response with all scores added, or the first error.
 
-        `correct` stays the function's; where that is `none`, a score above 0 is correct.
+        `correct` stays the function's; with the function `none`, a score above 0 is correct.
         """
         if verdict.error is not None or not self._weighed:
             return verdict

@@ -310,8 +310,8 @@ def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
         path.chmod(0o600)
     (tmp_path / "open").write_text(f"{SECRET}\n")
     (tmp_path / "open").chmod(0o644)
-    for key, words in (("api_key_env=NO_SUCH_KEY", "NO_SUCH_KEY, which the run does not have"),
-                       ("api_key_env=HOME", "HOME, which is no name of a secret"),
+    for key, words in (("api_key_env=NO_SUCH_KEY", "NO_SUCH_KEY, which is not in the run"),
+                       ("api_key_env=HOME", "HOME, which does not look like a secret"),
                        (f"api_key_file={tmp_path}/none", "cannot be read"),
                        (f"api_key_file={tmp_path}/empty", "does not hold a key"),
                        (f"api_key_file={tmp_path}/two", "does not hold a key"),
