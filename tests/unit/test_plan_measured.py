@@ -122,7 +122,7 @@ def test_a_run_that_tells_nothing_is_one_sentence(run, tmp_path):
         MeasuredRun.of(tmp_path / "nonesuch")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[: FIRST_STEPS + 1]))
-    with pytest.raises(UserError, match=f"{FIRST_STEPS} steps are in metrics.jsonl"):
+    with pytest.raises(UserError, match=f"metrics.jsonl has {FIRST_STEPS} steps"):
         MeasuredRun.of(run)
     without = json.loads(lines[-1]) | {"dapo/num_kept_groups": 0}
     (run / "metrics.jsonl").write_text("".join([*lines[:-2], json.dumps(without) + "\n"]))
