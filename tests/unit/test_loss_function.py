@@ -193,5 +193,5 @@ def test_the_plan_names_it_in_place_of_what_does_not_act():
 def test_a_module_that_ends_its_process_is_told_as_that(tmp_path, monkeypatch):
     (tmp_path / "loss_that_exits.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"ends its process while it is imported, by sys.exit\(3\)"):
+    with pytest.raises(UserError, match=r"calls sys.exit\(3\) while it is imported"):
         load_loss_function(LOSS_FUNCTION, "loss_that_exits:loss")

@@ -39,7 +39,7 @@ def held(path):
 def test_a_second_run_is_refused_by_name_and_one_that_was_killed_is_no_obstacle(tmp_path):
     path = tmp_path / "run" / ".lock"
     with held(path) as process:
-        with pytest.raises(UserError, match=f"a run that is going on .process {process.pid} on .*trainer.run_dir"):
+        with pytest.raises(UserError, match=f"an active run .process {process.pid} on .*trainer.run_dir"):
             RunLock(path).acquire(patience_s=0)
         process.kill()
         process.wait()
