@@ -45,7 +45,7 @@ def test_nodes_that_are_fit_are_told_in_a_table_and_nothing_is_left_behind(prefl
     ("job", "node", "what", "cure"),
     [
         ("version", "node2", "has sglang 0.5.19, the others", "use one environment"),
-        ("folder", "node1", "does not see /tmp/preflight-elsewhere/", "must be on storage that all nodes mount"),
+        ("folder", "node1", "does not see /tmp/preflight-elsewhere/", "must be on storage mounted"),
         ("missing", "node1", "not heard of within 20 s", "look at its log, and whether it reaches node0 at 127.0.0.1:"),
         ("http", "node2", "HTTP fails (node0 -> node2: [Errno 111] Connection refused", "look at its firewall"),
         ("given", "node0", "does not reach http://127.0.0.1:1 ([Errno 111] Connection refused)", "start them"),

@@ -258,7 +258,7 @@ class TestItDoesNotGetToTheTrainer:
     def test_gpus_that_slurm_counts_and_torch_does_not_see_fail_the_preflight(self, cluster):
         job = cluster.submit("no-gpus", flags=("--gpus-per-node=2",))
         assert job.exit_code() == 10, job.report()
-        text = "Slurm gives it GPUs, and its torch" if torch.version.cuda is None else "offers 0 GPUs, the config needs"
+        text = "Slurm gives it GPUs, but its torch" if torch.version.cuda is None else "offers 0 GPUs, the config needs"
         assert re.match(rf"FAILED \(10\): preflight: node[12]: {text}", job.last_line())
         assert job.leaves_nothing()
 

@@ -405,7 +405,7 @@ def test_a_machine_with_gpus_is_not_accepted_by_a_torch_that_knows_none(monkeypa
     monkeypatch.setattr(command, "LADDER", (rung("a"),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["--output", str(tmp_path / "new")]) == 2
-    assert "knows the CPU alone; run make setup PLATFORM=cuda" in capsys.readouterr().err
+    assert "is built for CPUs only; run make setup PLATFORM=cuda" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["--output", str(tmp_path / "new")]) == 0

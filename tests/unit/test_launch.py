@@ -167,7 +167,7 @@ def test_a_folder_whose_run_goes_on_is_refused_by_pid_before_anything_starts(tmp
     )
     with holder:
         assert holder.stdout.readline() == "up\n"
-        with pytest.raises(UserError, match=f"an active run .process {holder.pid} on .*`kill {holder.pid}` has it save"):
+        with pytest.raises(UserError, match=f"active run .process {holder.pid} on .*`kill {holder.pid}` has it save"):
             run_local(config(tmp_path), rank_script(f"open({str(tmp_path / 'started')!r}, 'w')"))
         assert not list((run / "logs").iterdir()), "the logs are those of the run that goes on"
         holder.kill()

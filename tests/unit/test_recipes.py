@@ -287,7 +287,8 @@ def test_the_ppo_recipe_has_a_critic_that_learns_first_and_tells_so():
         and config.critic.optim.lr > config.actor_rollout_ref.actor.optim.lr
     )
     assert (config.critic.value_loss_coef, config.critic.cliprange_value, config.algorithm.lam) == (0.5, 0.2, 0.95)
-    assert "with a value head" in process_plan(config) and "only the critic trains in the first 5 rollout steps" in process_plan(config)
+    plan = process_plan(config)
+    assert "with a value head" in plan and "only the critic trains in the first 5 rollout steps" in plan
 
 
 @pytest.mark.parametrize(
