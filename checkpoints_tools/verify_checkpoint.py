@@ -147,9 +147,9 @@ def _compare_tensors(
                     different.append(spec.name)
                     largest = max(largest, (ours.float() - stored.float()).abs().max().item())
             done(number, len(specs))
-    own = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
+    result = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
     gathered: list = [None] * job.world_size
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, result)
     num = sum(part[0] for part in gathered)
     names = [name for part in gathered for name in part[1]]
     if not names:

@@ -132,8 +132,8 @@ def bootstrap() -> RankVariables:
     )
     os.environ.update(place.variables())
     if meeting:
-        own = next(interface for interface in _interfaces() if interface.network == meeting[0].network)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", own.name)
+        chosen = next(interface for interface in _interfaces() if interface.network == meeting[0].network)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
     return place
 
 

@@ -113,9 +113,9 @@ def _lost_servers(attempt: Attempt) -> RungVerdict:
     sizes = inputs.sizes
     run = inputs.run("lost_servers")
     kills = ServerKills(run, attempt.log, sizes.num_servers, num_groups=sizes.beside_servers.pp)
-    own = (*_with_servers(attempt), f"trainer.total_training_steps={_ENDLESS}", "trainer.save_interval=-1")
+    keys = (*_with_servers(attempt), f"trainer.total_training_steps={_ENDLESS}", "trainer.save_interval=-1")
     try:
-        attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, run.path.name, *own), when=kills.are_over)
+        attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, run.path.name, *keys), when=kills.are_over)
     except Red as red:
         raise Red(f"{red}{kills.missed()}") from None
     lines = verdicts.records(run.metrics, None)
@@ -125,16 +125,16 @@ def _lost_servers(attempt: Attempt) -> RungVerdict:
 
 def _resume(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
-    own = (*_synthetic(inputs), "trainer.save_interval=1", *inputs.sizes.resumed.overrides())
+    keys = (*_synthetic(inputs), "trainer.save_interval=1", *inputs.sizes.resumed.overrides())
     killed = inputs.run("killed")
 
     def is_saved() -> bool:
         return len(newest_first(killed.checkpoints)) >= _KILLED_AFTER
 
-    attempt.module("launch.local", *DEMO, *_small_run(inputs, "whole", *own))
-    attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, "killed", *own), when=is_saved)
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "whole", *keys))
+    attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, "killed", *keys), when=is_saved)
     saved = verdicts.saved_before_the_kill(killed.checkpoints, NUM_STEPS)
-    attempt.module("launch.local", *DEMO, *_small_run(inputs, "killed", "trainer.resume=required", *own))
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "killed", "trainer.resume=required", *keys))
     verdicts.resumed_after(killed.log("checkpoints"), saved)
     after, whole = (verdicts.records(run.metrics, NUM_STEPS) for run in (killed, inputs.run("whole")))
     return verdicts.resumed(after, whole, saved, inputs.sizes.num_gpus > 0)
@@ -146,12 +146,12 @@ def _throughput(attempt: Attempt) -> RungVerdict:
         lines = verdicts.records(inputs.run("layout").metrics, NUM_STEPS)
         return verdicts.throughput(lines, "the demo's model")
     run = inputs.run("recipe")
-    own = (
+    keys = (
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.logger=[jsonl]",
         "trainer.save_interval=-1",
     )
-    attempt.module("launch.local", *inputs.recipe, *own, f"trainer.run_dir={run.path}")
+    attempt.module("launch.local", *inputs.recipe, *keys, f"trainer.run_dir={run.path}")
     return verdicts.throughput(verdicts.records(run.metrics, NUM_STEPS), inputs.recipe[1])
 
 
@@ -184,7 +184,7 @@ def _no_gpus(inputs: Inputs) -> str | None:
 
 
 def _one_server(inputs: Inputs) -> str | None:
-    return None if inputs.sizes.num_servers > 1 else "there is one server, and none to go on with"
+    return None if inputs.sizes.num_servers > 1 else "there is only one server"
 
 
 def _no_run(inputs: Inputs) -> str | None:
@@ -200,7 +200,9 @@ LADDER = (
     Rung("converters", "Does a model come back from Megatron's format byte for byte?", 600, _converters),
     Rung("layout", "Do a parallel layout and one process compute the same?", 900, _layout),
     Rung("servers", "Do servers start, take the weights, and agree with the trainer in training?", 1800, _servers),
-    Rung("lost_servers", "Does a run go on when a server dies, in a push too?", 2400, _lost_servers, needs=_one_server),
-    Rung("resume", "Does a run that was killed go on with the same numbers?", 1200, _resume),
+    Rung(
+        "lost_servers", "Does a run survive a server's death, also in a push?", 2400, _lost_servers, needs=_one_server
+    ),
+    Rung("resume", "Does a killed run resume with the same numbers?", 1200, _resume),
     Rung("throughput", "How fast does the trainer train?", 3600, _throughput, needs=_no_run),
 )

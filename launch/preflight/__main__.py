@@ -164,8 +164,8 @@ class Preflight:
         self._findings.append(NodeFinding(node or self._nodes.name, check, result.found, result.problem))
 
     def _gather(self, what: str) -> list[NodeFinding]:
-        own = [vars(finding) for finding in self._findings]
-        per_node = self._nodes.gather(what, own)
+        findings_here = [vars(finding) for finding in self._findings]
+        per_node = self._nodes.gather(what, findings_here)
         findings = [NodeFinding(**fields) for node in per_node for fields in node]
         checks = list(dict.fromkeys(finding.check for finding in findings))
         return sorted(findings, key=lambda finding: checks.index(finding.check))
@@ -175,14 +175,14 @@ class Preflight:
         nodes = self._nodes
         arguments = self._arguments
         shared = (arguments.shared or RunFolder.of(self._config.trainer).path).absolute()
-        own = {
+        facts = {
             "name": nodes.name,
             "role": arguments.role,
             "versions": machine.versions(),
             "gpus": gpus.are_expected(),
             "token": secrets.token_hex(4),
         }
-        per_node = nodes.meet(own)
+        per_node = nodes.meet(facts)
         nodes.names[:] = [node["name"] for node in per_node]
         self._trainers = [index for index, node in enumerate(per_node) if node["role"] != "server"]
         self._servers = [index for index, node in enumerate(per_node) if node["role"] != "trainer"]
@@ -310,15 +310,17 @@ class Preflight:
         failed = {
             (trainer, int(server)): fault for trainer, faults in enumerate(per_node) for server, fault in faults.items()
         }
-        own = [f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)]
+        failures = [
+            f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)
+        ]
         is_culprit = nodes.index in http.find_culprits(failed, self._trainers, self._servers)
         summary = f"{len(self._servers)} server node{'s' if len(self._servers) > 1 else ''} reached"
         if nodes.index in self._trainers or is_culprit:
             problem = (
-                f"HTTP fails ({'; '.join(own)}); look at its firewall, its name in DNS, and at "
+                f"HTTP fails ({'; '.join(failures)}); look at its firewall, its name in DNS, and at "
                 f"actor_rollout_ref.rollout.server.host = {self._host()}."
             )
-            self._add("HTTP", machine.Result("fails" if own else summary, problem if is_culprit else None))
+            self._add("HTTP", machine.Result("fails" if failures else summary, problem if is_culprit else None))
 
     def _given_servers(self) -> None:
         if self._nodes.index not in self._trainers or not uses_servers(self._config):
@@ -338,13 +340,13 @@ class Preflight:
 
 def _compare(per_node: Sequence[dict], index: int) -> machine.Result:
     """Compare this node's versions with those of most nodes; in a tie, node 0's."""
-    own = per_node[index]["versions"]
+    versions = per_node[index]["versions"]
     wrong = []
-    for name, version in own.items():
+    for name, version in versions.items():
         usual = Counter(node["versions"][name] for node in per_node).most_common(1)[0][0]
         if version != usual:
             wrong.append(f"{name} {version}, the others {usual}")
-    summary = ", ".join(f"{name} {version}" for name, version in own.items())
+    summary = ", ".join(f"{name} {version}" for name, version in versions.items())
     cure = f"has {'; '.join(wrong)}; use one environment, or one image, on all nodes."
     return machine.Result(summary, cure if wrong else None)
 

@@ -136,8 +136,8 @@ def check(
         what = f"the all-reduce of {world} ranks reaches {bandwidth:.3g} GB/s, {floor_gb_s:g} are needed"
     else:
         summary = "failed"
-        own = {index: error for index, error in failures.items() if error != OTHERS}
-        what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(own.values())))})"
+        causes = {index: error for index, error in failures.items() if error != OTHERS}
+        what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(causes.values())))})"
     culprits = probe.culprits(rounds[1:], floor_gb_s) if len(trainers) > 2 else _without_pairs(failures, trainers)
     if nodes.index not in culprits:
         return Result(summary if nodes.index in trainers else "")
@@ -277,15 +277,15 @@ def _all_reduce(job: AllReduceTask) -> tuple[float, str]:
     """Return the seconds of one all-reduce, the best of several, and the network that NCCL took."""
     if job.backend != "nccl":
         return _seconds(job), ""
-    asked = os.environ.get("NCCL_DEBUG"), os.environ.get("NCCL_DEBUG_FILE")
+    settings = os.environ.get("NCCL_DEBUG"), os.environ.get("NCCL_DEBUG_FILE")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "nccl.log")
-        if not asked[1]:
+        if not settings[1]:
             # a file of the user's own stays; NCCL reads this once, at its first use in this process
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(file)}
         seconds = _seconds(job)
         log = file.read_text(errors="replace") if file.exists() else ""
-    if asked[0] and log:
+    if settings[0] and log:
         print(log, file=sys.stderr, flush=True)
     return seconds, network_of(log) or "network unknown"
 

@@ -50,7 +50,7 @@ def notice_line(config: Config, notice_s: int | None) -> str | None:
     if notice_s is None or needed_s is None:
         return None
     needed = f"update and save of a step of longest samples: about {needed_s:.0f} s on GPUs like H100"
-    if config.trainer.test_freq > 0:  # how long answers get, nobody knows before
+    if config.trainer.test_freq > 0:  # the answers' length is unknown before
         needed += ", besides the evaluation that follows a step (trainer.test_freq)"
     if notice_s >= needed_s:
         return f"{notice_s} s before the time limit; {needed}"

@@ -81,7 +81,7 @@ def _saved(plan: JobPlan, facts: Facts) -> AttemptOutcome:
     if reached <= started and facts.asked_by != PREEMPTED:
         return _failed(NOT_REQUEUED, f"nothing was gained in this attempt, so that it is not repeated; {saved}")
     if not (facts.asked_by and facts.may_requeue):
-        return AttemptOutcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command goes on from there")
+        return AttemptOutcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command resumes it")
     restart = plan.restart_count + 1
     if restart > plan.max_restarts:
         return _failed(

@@ -38,9 +38,9 @@ class StopRequest:
 
         Collective.
         """
-        return next(filter(None, self._agreement.gather(self.asked())), None)
+        return next(filter(None, self._agreement.gather(self.local_request())), None)
 
-    def asked(self) -> str | None:
+    def local_request(self) -> str | None:
         """Return the source of this rank's stop request, or None. Not collective."""
         if received := self._signals.received:
             launcher = own_folder() if received == signal.SIGTERM else None

@@ -69,7 +69,7 @@ class JobError(SharedError):
 
 
 class MissingRanksError(RuntimeError):
-    """Not all ranks came to a step: there is nobody to agree with on how to go on. missing: who, as
+    """Not all ranks came to a step, so that no agreement is possible. missing: the absent ones, as
     far as this rank knows."""
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:

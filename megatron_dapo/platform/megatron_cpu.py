@@ -148,10 +148,10 @@ def _reduce_scatter_all_lengths(original: Callable) -> Callable:
         size = group.size()
         if input_split_sizes is None or size == 1:
             return original(input_, group, input_split_sizes, use_global_buffer)
-        own = input_split_sizes[group.rank()]
-        parts = input_.new_empty(size * own, *input_.shape[1:])
-        torch.distributed.all_to_all_single(parts, input_.contiguous(), [own] * size, input_split_sizes, group=group)
-        return parts.view(size, own, *input_.shape[1:]).sum(0)
+        length = input_split_sizes[group.rank()]
+        parts = input_.new_empty(size * length, *input_.shape[1:])
+        torch.distributed.all_to_all_single(parts, input_.contiguous(), [length] * size, input_split_sizes, group=group)
+        return parts.view(size, length, *input_.shape[1:]).sum(0)
 
     return reduce_scatter
 

@@ -225,31 +225,31 @@ class ParallelLayout:
         dist.broadcast(sizes, src=0, group=self.cpu_group)
         sends = []
         if parts is not None:
-            own = torch.from_numpy(parts[0])
+            own_part = torch.from_numpy(parts[0])
             for part, first in zip(parts[1:], firsts[1:], strict=True):
                 sends.append(dist.isend(torch.from_numpy(part), first, group=self.cpu_group))
         else:
-            own = torch.empty(int(sizes[self.dp_rank]), dtype=torch.uint8)
+            own_part = torch.empty(int(sizes[self.dp_rank]), dtype=torch.uint8)
             if self.rank == firsts[self.dp_rank]:
-                dist.recv(own, src=0, group=self.cpu_group)
-        dist.broadcast(own, src=firsts[self.dp_rank], group=self.cpu_model_group)
+                dist.recv(own_part, src=0, group=self.cpu_group)
+        dist.broadcast(own_part, src=firsts[self.dp_rank], group=self.cpu_model_group)
         for work in filter(None, sends):
             work.wait()
-        return own.numpy()
+        return own_part.numpy()
 
-    def collect(self, own: np.ndarray, senders: Sequence[int]) -> list[np.ndarray]:
+    def collect(self, content: np.ndarray, senders: Sequence[int]) -> list[np.ndarray]:
         """Return, on rank 0, the bytes of each sender, in their order; [] elsewhere. Other ranks do
         not wait.
 
         Args:
-            own: bytes of this rank, uint8, of any length.
+            content: bytes of this rank, uint8, of any length.
             senders: ranks, the same on all of them.
         """
         if self.rank == 0:
-            return [own if sender == 0 else self._receive(sender) for sender in senders]
+            return [content if sender == 0 else self._receive(sender) for sender in senders]
         if self.rank in senders:
-            dist.send(torch.tensor([len(own)]), 0, group=self.cpu_group)
-            dist.send(torch.from_numpy(own), 0, group=self.cpu_group)
+            dist.send(torch.tensor([len(content)]), 0, group=self.cpu_group)
+            dist.send(torch.from_numpy(content), 0, group=self.cpu_group)
         return []
 
     def _receive(self, sender: int) -> np.ndarray:
@@ -266,8 +266,8 @@ class ParallelLayout:
     def share_of_cores(self) -> int:
         """Return this rank's number of cores; ranks with the same cores share them. Collective over
         all ranks."""
-        own = (node_name(), sorted(os.sched_getaffinity(0)))
-        return max(1, len(own[1]) // max(1, self.gather(own).count(own)))
+        node_cores = (node_name(), sorted(os.sched_getaffinity(0)))
+        return max(1, len(node_cores[1]) // max(1, self.gather(node_cores).count(node_cores)))
 
     def all_coordinates(self) -> list[RankCoordinates]:
         """Return the coordinates of every global rank. Collective over all ranks."""

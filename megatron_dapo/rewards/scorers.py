@@ -27,7 +27,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True)
-class Weighed:
+class WeightedScorer:
     """A scorer and the factor of its scores."""
 
     scorer: Scorer
@@ -37,18 +37,18 @@ class Weighed:
 class Scorers:
     """All scorers of a run, each required for a reward."""
 
-    def __init__(self, config: RewardConfig, weighed: Sequence[Weighed]) -> None:
+    def __init__(self, config: RewardConfig, scorers: Sequence[WeightedScorer]) -> None:
         self._config = config
-        self._weighed = list(weighed)
+        self._scorers = list(scorers)
 
     async def start(self, timeout_s: float) -> None:
         """Wait until all are ready. Raises UserError."""
-        for each in self._weighed:
+        for each in self._scorers:
             await each.scorer.start(timeout_s)
 
     async def close(self) -> None:
         """Close all scorers."""
-        for each in self._weighed:
+        for each in self._scorers:
             await each.scorer.close()
 
     async def combined(self, verdict: RewardResult, prompt: Prompt, response: str) -> RewardResult:
@@ -56,13 +56,13 @@ class Scorers:
 
         `correct` stays the function's; with the function `none`, a score above 0 is correct.
         """
-        if verdict.error is not None or not self._weighed:
+        if verdict.error is not None or not self._scorers:
             return verdict
-        replies = await asyncio.gather(*(each.scorer.reply(prompt, response) for each in self._weighed))
+        replies = await asyncio.gather(*(each.scorer.reply(prompt, response) for each in self._scorers))
         for reply in replies:
             if "error" in reply:
                 return RewardResult(verdict.score, correct=False, error=reply["error"], answer=verdict.answer)
-        score = sum(each.weight * reply["score"] for each, reply in zip(self._weighed, replies, strict=True))
+        score = sum(each.weight * reply["score"] for each, reply in zip(self._scorers, replies, strict=True))
         correct = score > 0 if self._config.function == "none" else verdict.correct
-        own = verdict.score if self._config.combine == "sum" else 0.0
-        return RewardResult(own + score, correct, answer=verdict.answer)
+        function_score = verdict.score if self._config.combine == "sum" else 0.0
+        return RewardResult(function_score + score, correct, answer=verdict.answer)

@@ -170,7 +170,7 @@ class _Host:
             for future in futures:
                 if not future.done():
                     future.set_exception(_LostTogether(reason, len(self._answers)))
-                    future.exception()  # there may be nobody who asks for it
+                    future.exception()  # its caller may be gone
 
     async def _cancel(self, worker: Worker, number: int, answer: asyncio.Future) -> None:
         """End a request in the worker, or else the worker. Raises _LostTogether."""

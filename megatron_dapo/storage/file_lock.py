@@ -23,7 +23,7 @@ class FileLock:
             is_held = _try_lock(file)
             if self._is_there(file):
                 break
-            self.release()  # who held it has removed it: a lock on it would keep nobody out
+            self.release()  # its holder has removed it: a lock on it would be useless
         if is_held:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {os.uname().nodename}\n")

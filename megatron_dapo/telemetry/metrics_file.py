@@ -80,7 +80,7 @@ class MetricsFile:
 def _clean(path: Path, last_step: int | None) -> None:
     records = list(records_of(path))
     if num_damaged := sum(record is None for _, record in records):
-        log.warning("%s: %d lines that are no records are removed", path, num_damaged)
+        log.warning("%s: %d damaged lines are removed", path, num_damaged)
     kept = [line for line, record in records if record and (last_step is None or record["step"] <= last_step)]
     content = b"".join(kept)
     if len(content) < path.stat().st_size:

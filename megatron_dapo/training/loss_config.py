@@ -17,7 +17,7 @@ def loss_config(config: Config) -> LossConfig:
         return _log_likelihood(actor.calculate_entropy)
     low, high = effective_clip(config)
     correction = config.algorithm.rollout_correction
-    weighs_alone = correction.rollout_is != "none" and correction_per_step(config) is None
+    loss_corrects = correction.rollout_is != "none" and correction_per_step(config) is None
     bounds = ratio_bounds(correction.rollout_is_threshold)
     base = LossConfig(
         clip=Clip(low, high, None if actor.policy_loss == "cispo" else actor.clip_ratio_c),
@@ -26,8 +26,8 @@ def loss_config(config: Config) -> LossConfig:
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
         off_policy=_off_policy(config) if uses_experience_replay(config) else None,
         report_stale=config.actor_rollout_ref.rollout.max_staleness > 0,
-        rollout_is_threshold=bounds.high if weighs_alone else None,
-        rollout_is_threshold_lower=bounds.low if weighs_alone else None,
+        rollout_is_threshold=bounds.high if loss_corrects else None,
+        rollout_is_threshold_lower=bounds.low if loss_corrects else None,
         bypass_mode=correction.bypass_mode,
     )
     if not uses_kl_loss(config):

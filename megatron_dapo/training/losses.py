@@ -223,13 +223,15 @@ class SequenceSumLoss:
         sequences = loss_sequences(answer, batch)
         loss_sum = 0.0 * log_probs.sum()
         count = loss_sum.new_zeros((), dtype=torch.float64)
-        own: Sums = {}
+        reported: Sums = {}
         if sequences:
             own_sum, number, metrics = checked_answer(LOSS_FUNCTION, self.function(sequences))
             loss_sum = loss_sum + own_sum  # of a plain number or a constant the gradient is 0
             count = _scalar(number, log_probs)
             torch._assert_async(count == count.round(), f"{LOSS_FUNCTION} must return a whole number as its count")
-            own = {name: (_scalar(total, log_probs), _scalar(n, log_probs)) for name, (total, n) in metrics.items()}
+            reported = {
+                name: (_scalar(total, log_probs), _scalar(n, log_probs)) for name, (total, n) in metrics.items()
+            }
         counted = batch.loss_mask != 0
         sums: Sums = {
             LOSS: (loss_sum.detach().double(), count),
@@ -244,10 +246,10 @@ class SequenceSumLoss:
             sums |= all_mismatch_sums(batch, old, self.weight_version)
         mismatch, maxima = mismatch_sums(old, batch.rollout_log_probs, compared(batch, self.weight_version), older)
         sums |= mismatch
-        taken = sorted({*sums, *maxima, *DERIVED, *_OF_THE_UPDATE} & own.keys())
+        taken = sorted({*sums, *maxima, *DERIVED, *_OF_THE_UPDATE} & reported.keys())
         if taken:
             raise UserError(f"{LOSS_FUNCTION}: {', '.join(taken)} is a metric of ours; give yours another name.")
-        sums |= own
+        sums |= reported
         device = log_probs.device
         stacked = stack_sums(sums, tuple(sums), device), stack_maxima(maxima, tuple(maxima), device)
         return loss_sum, count.int(), MetricSums(tuple(sums), tuple(maxima), *stacked)

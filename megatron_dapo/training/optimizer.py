@@ -155,11 +155,11 @@ def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any
     an offloaded parameter would keep its float32 weight on the GPU as well. The remainders of
     weights, 2 bytes in place of 4, are not used: a checkpoint has float32.
     """
-    asked = state_keys(megatron)
-    if not asked:
+    keys = state_keys(megatron)
+    if not keys:
         return {}
     if not model.uses_transformer_engine:
-        (name, value), *_ = asked.items()
+        (name, value), *_ = keys.items()
         raise UserError(
             f"{MEGATRON}.{name} is {show_text(value)}, which needs a GPU, bfloat16 and Transformer Engine; one of "
             f"them is missing here: leave it out."
@@ -167,7 +167,7 @@ def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any
     if fraction := megatron.optimizer_offload_fraction:
         how = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=True)
     else:
-        how = dict(store_param_remainders=False, **{name: getattr(torch, str(dtype)) for name, dtype in asked.items()})
+        how = dict(store_param_remainders=False, **{name: getattr(torch, str(dtype)) for name, dtype in keys.items()})
     return dict(use_precision_aware_optimizer=True, **how)
 
 

@@ -114,8 +114,8 @@ class Policy:
             batch = batch if self._correction is None else corrected(batch, self._correction)
             return batch if self.loss_config.use_full_kl else replace(batch, ref_hidden=None, ref_weight=None)
 
-        asked = dict(full_kl=self._full_kl_in_reward, record_experts=self._records_experts)
-        return with_scores(self.schedule, mini_batches, fill, **asked)
+        extras = dict(full_kl=self._full_kl_in_reward, record_experts=self._records_experts)
+        return with_scores(self.schedule, mini_batches, fill, **extras)
 
     def mean_mismatch(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> float:
         """Return the mean of |old - server's log-prob| over the tokens of this weight version, and
@@ -251,12 +251,12 @@ def with_scores(
     schedule: Schedule,
     mini_batches: Sequence[MiniBatch],
     fill: Callable[[MicroBatch, Scores], MicroBatch],
-    **asked: bool,
+    **options: bool,
 ) -> list[MiniBatch]:
     """Return the mini-batches with their scores filled in on the last stage; one pass over all
-    micro-batches. asked: options of `Schedule.scores`."""
+    micro-batches. options: of `Schedule.scores`."""
     flat = [batch for mini_batch in mini_batches for batch in mini_batch]
-    scores = schedule.scores(flat, **asked)
+    scores = schedule.scores(flat, **options)
     if scores is None:
         return list(mini_batches)
     filled = iter([fill(batch, score) for batch, score in zip(flat, scores, strict=True)])

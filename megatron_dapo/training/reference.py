@@ -34,7 +34,7 @@ class ActorAsReference:
         with without_adapters(self._policy.model.chunks):
             scored = _with_reference(self._policy.schedule, free, keep_hidden=self._keeps_hidden)
         return [
-            [replace(batch, experts=own.experts) for batch, own in zip(*pair, strict=True)]
+            [replace(part, experts=batch.experts) for part, batch in zip(*pair, strict=True)]
             for pair in zip(scored, mini_batches, strict=True)
         ]
 

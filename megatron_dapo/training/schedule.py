@@ -118,7 +118,7 @@ def run_micro_batches(
     def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(iterator)
         watchdog.beat()
-        asked = task(batch) if task is not None and has_head and stage is stages[-1] else None
+        head_task = task(batch) if task is not None and has_head and stage is stages[-1] else None
         tokens = batch.tokens
         is_token = to_device(batch.is_token(), tokens.device) if counts_load else None
         cut = None
@@ -127,22 +127,22 @@ def run_micro_batches(
             tokens = cut.part(tokens)
             is_token = None if is_token is None else cut.part(is_token)
         packed = packed_seq_params(batch, is_cut=cut is not None)
-        own = cut.task(asked) if cut is not None and asked is not None else asked
+        rank_task = cut.task(head_task) if cut is not None and head_task is not None else head_task
         replay = dict(records=record_experts, has_backward=not forward_only)
         with router_pass(batch.experts, tokens.device, **replay) as routing:
-            answer = stage(tokens, packed_seq_params=packed, task=own, router_pass=routing, is_token=is_token)
+            answer = stage(tokens, packed_seq_params=packed, task=rank_task, router_pass=routing, is_token=is_token)
         # Megatron wants a tensor; it passes another one of the same device to the second function
         output = answer if isinstance(answer, Tensor) else answer.log_probs
 
         def finished(_: Tensor, non_loss_data: bool = False) -> Any:
             if cut is None:
                 return finish(answer, batch)
-            result = finish(cut.answer(answer, asked), batch)
+            result = finish(cut.answer(answer, head_task), batch)
             if forward_only:
                 return result
-            loss_sum, count, own = result
+            loss_sum, count, metrics = result
             # Megatron adds the counts up over these ranks as well
-            return loss_sum, cut.once(count), own
+            return loss_sum, cut.once(count), metrics
 
         return output, finished
 

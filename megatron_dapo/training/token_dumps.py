@@ -44,11 +44,11 @@ class TokenDumps:
         log-probs and advantages."""
         if not self._senders:
             return
-        own: Values = {}
+        local_values: Values = {}
         if self._layout.rank in self._senders:
             num_samples = self._num_groups * self._config.actor_rollout_ref.rollout.n
-            own = values_of(chain.from_iterable(mini_batches), num_samples)
-        parts = self._layout.collect(flat_pickle(own), self._senders)
+            local_values = values_of(chain.from_iterable(mini_batches), num_samples)
+        parts = self._layout.collect(flat_pickle(local_values), self._senders)
         if groups is None:
             return
         values = {sample: known for part in parts for sample, known in from_flat_pickle(part).items()}

@@ -179,5 +179,5 @@ class BroadcastGroup:
 def _abort(backend: _Backend) -> None:
     try:
         backend.abort()
-    except Exception as error:  # nobody waits for it
+    except Exception as error:  # in the background
         log.info("weight sync: a group of NCCL did not end in order: %s", error)

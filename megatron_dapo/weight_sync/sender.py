@@ -141,9 +141,9 @@ class Sender:
         group. A server without the group refuses, which is harmless.
         """
         for name, members in self._abandoned.items():
-            asked = members.intersection(living)
-            members -= asked
-            self._calls.start(asked, _destroy(name), BACKGROUND_S)
+            reachable = members.intersection(living)
+            members -= reachable
+            self._calls.start(reachable, _destroy(name), BACKGROUND_S)
         self._abandoned = {name: members for name, members in self._abandoned.items() if members}
 
     def pack(self, index: int, bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:

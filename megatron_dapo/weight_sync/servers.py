@@ -19,7 +19,7 @@ PROBE_S = 2.0
 """How long a server may take to say that it is alive, once something went wrong."""
 
 BACKGROUND_S = 60.0
-"""How long a call may take that nobody waits for."""
+"""Time limit of a call in the background."""
 
 FINISH_BATCH_S = 1.0
 """Time for a server paused in place to finish the batch on its GPU: SGLang does not wait for it

@@ -270,8 +270,8 @@ class WeightSync:
             self._servers.give_up()
 
     def _check_plans(self, plan: Plan) -> None:
-        own = (self._layout.pp_rank, plan.digest(), plan.names)
-        plans = self._agreement.all("plan", lambda: own)
+        stage_plan = (self._layout.pp_rank, plan.digest(), plan.names)
+        plans = self._agreement.all("plan", lambda: stage_plan)
         first: dict[int, tuple[int, str]] = {}
         for rank, (stage, digest, _) in enumerate(plans):
             other, expected = first.setdefault(stage, (rank, digest))

@@ -207,7 +207,7 @@ class TestAChainOfTwoJobs:
         first.shorten()
         assert first.exit_code() == 85, first.report()
         step = len(first.metrics())
-        sentence = f"{saved_line(first, step, 1000)}; the same command goes on from there"
+        sentence = f"{saved_line(first, step, 1000)}; the same command resumes it"
         assert re.fullmatch(sentence, first.last_lines()[0]) and "] USR1: the trainer saves" in first.log()
         assert first.fact("Restarts") == "0" and first.leaves_nothing()
         second.wait_for_steps(step + 1)

@@ -179,7 +179,7 @@ def test_a_job_that_runs_obeys_the_signal_and_says_what_is_saved_where_slurm_ans
     assert done.returncode == 85, done
     lines = [line for line in done.stdout.splitlines() if not line.startswith("slurm_load_jobs")]
     assert "SAVED: step 3 of 40 is saved in" in lines[-2] and "requeued on USR1" in lines[-2]
-    assert done.stdout.splitlines()[-1] == "SAVED: Slurm does not requeue this job; the same command goes on from there"
+    assert done.stdout.splitlines()[-1] == "SAVED: Slurm does not requeue this job; the same command resumes it"
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

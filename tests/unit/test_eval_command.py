@@ -366,8 +366,8 @@ def test_a_comparison_pairs_the_prompts_and_names_those_that_changed_sides(folde
     shown = capsys.readouterr().out
     assert re.search(r"aime: 2 prompts\n.*\n  avg +0\.500 +0\.875 +\+0\.375   \[\+0\.000, \+0\.750\]", shown)
     assert re.search(r"all: 3 prompts\n.*\n  avg +0\.667 +0\.583 +-0\.083", shown)
-    assert re.search(r"solved by B alone \(.*\): 1\n  0\.25 -> 1\.00   aime   p0\n", shown)
-    assert re.search(r"solved by A alone \(.*\): 1\n  1\.00 -> 0\.00   amc   p2\n", shown)
+    assert re.search(r"solved only by B \(.*\): 1\n  0\.25 -> 1\.00   aime   p0\n", shown)
+    assert re.search(r"solved only by A \(.*\): 1\n  1\.00 -> 0\.00   amc   p2\n", shown)
     assert main(["eval", "--compare", f"{folder}/a", f"{folder}/nothing"]) == 2
     assert "give the folder of an evaluation" in sentence(capsys)
 

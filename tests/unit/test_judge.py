@@ -14,7 +14,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.judge import Judge
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rollout.controller import make_scorers
 
 pytestmark = pytest.mark.unit
@@ -91,7 +91,7 @@ def judged(endpoint, *responses, keys=(), verdict=RIGHT, act=None) -> list[Rewar
     async def scenario():
         async with endpoint.running() as url:
             reward = config(url, *keys).reward
-            scorers = Scorers(reward, [Weighed(Judge(reward.judge), reward.judge.weight)])
+            scorers = Scorers(reward, [WeightedScorer(Judge(reward.judge), reward.judge.weight)])
             await scorers.start(60.0)
             try:
                 asking = [asyncio.create_task(scorers.combined(verdict, PROMPT, each)) for each in responses]

@@ -13,7 +13,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rollout import reward_model_client as reward_model
 from megatron_dapo.rollout.controller import make_reward_model
 from megatron_dapo.rollout.reward_model_client import RewardModel
@@ -65,7 +65,7 @@ def scores(client, *responses, verdict=RIGHT, keys=(), down_timeout_s=20.0) -> l
     async def scenario():
         reward = config(*keys).reward
         model = RewardModel(Characters(), client, down_timeout_s)
-        scorers = Scorers(reward, [Weighed(model, reward.model.weight)])
+        scorers = Scorers(reward, [WeightedScorer(model, reward.model.weight)])
         prompt = Prompt(0, "key", (1,), "p", "any", "46", messages="p")
         try:
             return await asyncio.gather(*(scorers.combined(verdict, prompt, response) for response in responses))

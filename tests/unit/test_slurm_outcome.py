@@ -85,7 +85,7 @@ def test_a_user_s_stop_file_and_a_chain_of_jobs_requeue_nothing(attempt, facts):
     attempt.ended(TRAINER, t1=85)
     attempt.saved(9)
     ended = attempt.outcome(TRAINER, 0, **facts)
-    assert (ended.code, ended.requeue) == (85, False) and "goes on from there" in ended.line
+    assert (ended.code, ended.requeue) == (85, False) and "resumes it" in ended.line
 
 
 def test_an_attempt_that_gained_no_step_is_not_repeated(attempt):

@@ -157,7 +157,7 @@ def test_a_resumed_run_keeps_its_steps_whatever_else_is_in_metrics_jsonl(tmp_pat
     resumed.close()
     assert path.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
-    assert "7 lines that are no records are removed" in caplog.text
+    assert "7 damaged lines are removed" in caplog.text
 
 
 @contextmanager

@@ -156,14 +156,14 @@ class _Evaluation:
                     config, self._prompts, self._tokenizer, self._answers, step, on_start, on_answer
                 )
 
-            async def ask_own(named: list[str]) -> answering.Work:
+            async def ask_started(named: list[str]) -> answering.Work:
                 return await ask(_config_of(self._arguments, [*self._overrides, *named]))
 
             try:
                 if starts_servers(self._config) or starts_reward_model(self._config):
                     served = self._served_config()
-                    own = answering.beside_servers(served, RunFolder.of(served.trainer).logs, ask_own)
-                    work = asyncio.run(answering.until_signal(own))
+                    answers = answering.beside_servers(served, RunFolder.of(served.trainer).logs, ask_started)
+                    work = asyncio.run(answering.until_signal(answers))
                 else:
                     work = asyncio.run(answering.until_signal(ask(self._config)))
             except (RolloutError, ServerFailure, ServerError, WorkerLost, OSError) as error:

@@ -21,8 +21,8 @@ def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Estimat
     prompts."""
     rows = prompt_rows(records)
     sources = by_source(rows)
-    together = {ALL: [row for _, row in rows]} if len(sources) > 1 else {}
-    return {source: {"num_prompts": len(some), **estimates(some)} for source, some in (sources | together).items()}
+    overall = {ALL: [row for _, row in rows]} if len(sources) > 1 else {}
+    return {source: {"num_prompts": len(some), **estimates(some)} for source, some in (sources | overall).items()}
 
 
 def plain_figures(by_name: Mapping[str, Mapping[str, Estimate | int]]) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def comparison(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str,
     sources: dict[str, list[tuple[Row, Row]]] = {}
     for record, old, new in pairs:
         sources.setdefault(record["data_source"] or "unnamed", []).append((old, new))
-    together = {ALL: [(old, new) for _, old, new in pairs]} if len(sources) > 1 else {}
-    for source, some in (sources | together).items():
+    overall = {ALL: [(old, new) for _, old, new in pairs]} if len(sources) > 1 else {}
+    for source, some in (sources | overall).items():
         lines += ["", f"{source}: {len(some)} prompts", *_differences(some)]
     lines += ["", f"In brackets: {LEVEL:.0%} intervals of the paired difference B - A, bootstrap over prompts.", ""]
     return "\n".join([*lines, *_changed_sides(pairs)])
@@ -106,7 +106,7 @@ def _changed_sides(pairs: Sequence[tuple[Mapping[str, Any], Row, Row]]) -> list[
     """Return the prompts that one model answers right more often than not, and the other does
     not."""
     lines = []
-    for what, was_solved in (("solved by B alone", False), ("solved by A alone", True)):
+    for what, was_solved in (("solved only by B", False), ("solved only by A", True)):
         some = [
             pair for pair in pairs if (pair[1]["avg"] > 0.5) is was_solved and (pair[2]["avg"] > 0.5) is not was_solved
         ]

@@ -25,8 +25,8 @@ def time_plan(config: Config, model: str, assumed: Assumptions, run: RunTime, li
     lines = ["Plan of time: an estimate (docs/plan.md), without validation and saves"]
     lines += [line for label, texts in sections for line in labelled(label, texts)]
     lines += ["", *table(config, run, limit)]
-    own = [step for step in run.steps if step.max_staleness == config.actor_rollout_ref.rollout.max_staleness]
-    for step in own:
+    configured = [step for step in run.steps if step.max_staleness == config.actor_rollout_ref.rollout.max_staleness]
+    for step in configured:
         cost = cost_lines(config, step, run.num_gpus, limit, assumed.hardware.name)
         lines += ["", *labelled("this config", list(cost))]
     return "\n".join(lines)

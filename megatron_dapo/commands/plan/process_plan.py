@@ -290,8 +290,8 @@ def _reference(config: Config) -> Iterator[str]:
     if not reasons:
         yield "none: no KL coefficient is set"
         return
-    own = "the actor without its adapters" if actor_is_reference(config) else "the actor's starting weights"
-    yield f"{config.actor_rollout_ref.ref.path or own}, on the trainer ranks, for the {' and the '.join(reasons)}"
+    default = "the actor without its adapters" if actor_is_reference(config) else "the actor's starting weights"
+    yield f"{config.actor_rollout_ref.ref.path or default}, on the trainer ranks, for the {' and the '.join(reasons)}"
     if uses_full_kl(config):
         sizes = parallel_sizes(config)
         megatron = actor.megatron

@@ -92,7 +92,7 @@ class Assumptions:
 
 
 def usual_prompt(config: Config) -> int:
-    """Return the mean tokens of a prompt that nobody says anything about."""
+    """Return the default mean tokens of a prompt."""
     longest = config.data.max_prompt_length
     return round(
         Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest).mean
@@ -157,12 +157,12 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
     )
     critic_s = 0.0
     if uses_critic(config):
-        own = (critic or spec).as_critic()
+        critic_spec = (critic or spec).as_critic()
         sizes = critic_batching(config)
-        layout = replace(trainer_layout(config, own), max_tokens=sizes.max_tokens_per_microbatch)
+        layout = replace(trainer_layout(config, critic_spec), max_tokens=sizes.max_tokens_per_microbatch)
         mini_batches = ceil_div(config.data.train_batch_size, sizes.ppo_mini_batch_size)
         its_work = replace(work, mini_batches=mini_batches, epochs=sizes.ppo_epochs)
-        its_time = training_time(own, layout, its_work, hardware, efficiency).slower_by(
+        its_time = training_time(critic_spec, layout, its_work, hardware, efficiency).slower_by(
             factors.update, factors.log_probs
         )
         critic_s = its_time.score + its_time.update  # values, and its update

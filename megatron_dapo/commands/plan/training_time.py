@@ -381,8 +381,8 @@ def optimizer_step_s(
     gradients_s = _exchange_s(parameters, GRADIENT, layout, hardware, efficiency)
     if layout.overlap_grad_reduce:
         gradients_s = max(0.0, gradients_s - backward_s)
-    own = sum(number / copies for number, copies in _with_copies(parameters, layout.sizes))
-    adam_s = _adam_s(own, layout.offloaded, hardware, efficiency)
+    stepped = sum(number / copies for number, copies in _with_copies(parameters, layout.sizes))
+    adam_s = _adam_s(stepped, layout.offloaded, hardware, efficiency)
     return gradients_s + adam_s + _exchange_s(parameters, WIDTH, layout, hardware, efficiency)
 
 

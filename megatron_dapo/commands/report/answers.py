@@ -155,11 +155,11 @@ def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
         return None
     ids = sorted(dump.texts)
     newest = int(dump.weight_versions.max(initial=0))
-    own = dump.loss_mask != 0
+    written = dump.loss_mask != 0
     advantages = dump.advantages.astype(np.float32)
     per_response = [*_advantages(advantages, dump.lengths)]
     numbers = {
-        "log_probs": np.where(own, dump.rollout_log_probs.astype(np.float32), np.nan),
+        "log_probs": np.where(written, dump.rollout_log_probs.astype(np.float32), np.nan),
         "differences": dump.log_prob_diffs.astype(np.float32),
         "advantages": advantages,
     }

@@ -69,8 +69,8 @@ def server_environment(environ: dict[str, str] | None = None, tensor_model_paral
         environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
     # two threads spin on barriers and take 2.3 times the CPU, and a process that has some cannot be
     # forked
-    own = ONE_THREAD | NO_COPIES | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
-    return KEEPS_MEMORY | NOTHING_COMPILED | environ | own
+    settings = ONE_THREAD | NO_COPIES | {"PYTHONPATH": os.pathsep.join(path), "SGLANG_USE_CPU_ENGINE": "1"}
+    return KEEPS_MEMORY | NOTHING_COMPILED | environ | settings
 
 
 def server_arguments(max_total_tokens: int | None = None, max_running_requests: int | None = None) -> list[str]:
