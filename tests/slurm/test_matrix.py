@@ -213,7 +213,7 @@ class TestAChainOfTwoJobs:
         second.wait_for_steps(step + 1)
         assert f"Resumed after step {step} from" in second.attempt_log(0, "trainer-node1")
 
-    def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(self, chain):
+    def test_a_killed_server_is_restarted_gets_the_weights_and_the_run_continues(self, chain):
         job = chain[1]
         done = len(job.metrics())
         [server] = job.processes("megatron_dapo.servers.keyed_sglang")
@@ -224,7 +224,7 @@ class TestAChainOfTwoJobs:
             assert job.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
             assert line.get("actor/rollout_abs_diff_max", 0) < 5e-4
 
-    def test_a_trainer_rank_that_is_killed_is_named_and_not_its_peer_on_the_other_node(self, chain):
+    def test_a_killed_trainer_rank_is_named_and_not_its_peer_on_the_other_node(self, chain):
         job = chain[1]
         [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
         rank.kill()

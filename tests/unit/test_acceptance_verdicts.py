@@ -42,7 +42,7 @@ def test_a_run_must_have_written_each_of_its_steps_with_finite_numbers(tmp_path)
         verdicts.records(tmp_path / "none", 2)
 
 
-def test_a_metric_that_is_null_is_out_of_every_bound(tmp_path):
+def test_a_null_metric_is_out_of_every_bound(tmp_path):
     """metrics.jsonl has null for NaN and inf."""
     (line,) = verdicts.records(metrics(tmp_path, SERVED | {"actor/entropy": None, "actor/rollout_abs_diff": None}), 1)
     with pytest.raises(Red, match="actor/entropy is nan"):
@@ -59,7 +59,7 @@ def test_a_step_whose_ratio_is_1_compares_neither_old_log_probs_nor_clipping():
         verdicts.layout([still], [still], on_gpus=False)
 
 
-def test_a_layout_may_differ_by_rounding_alone():
+def test_a_layout_may_differ_only_by_rounding():
     assert verdicts.layout([STEP | {"actor/grad_norm": 2.0001}], [STEP], on_gpus=False).numbers["grad_norm"] == 2.0001
     for name in verdicts.COMPARED:
         with pytest.raises(Red, match=name):

@@ -169,7 +169,7 @@ def test_a_loss_whose_answer_no_run_takes_is_named(arguments, capsys):
 @pytest.mark.parametrize(
     ("name", "words"), [("right", None), ("half", "a whole number as its count, not 2.5"), ("absent", "cannot import")]
 )
-def test_a_trial_of_a_loss_writes_what_is_wrong(arguments, tmp_path, name, words):
+def test_a_trial_of_a_loss_reports_the_fault(arguments, tmp_path, name, words):
     loss_trial.main([f"my_losses:{name}", str(tmp_path / "sentences.json"), "--entropy"])
     sentences = json.loads((tmp_path / "sentences.json").read_text())
     assert len(sentences) == (1 if words else 0) and all(words in sentence for sentence in sentences)

@@ -134,7 +134,7 @@ def test_the_check_before_a_run_passes_here(name):
 
 
 @pytest.mark.parametrize("broken", ["statistics", "gradient", "nan"])
-def test_the_check_before_a_run_sees_a_kernel_that_is_wrong(monkeypatch, broken):
+def test_the_check_before_a_run_detects_a_wrong_kernel(monkeypatch, broken):
     original = module.chunk_backend
 
     def wrong(*args):
