@@ -71,7 +71,7 @@ def test_the_time_in_which_the_whole_process_was_stopped_is_no_silence(monkeypat
 
 
 def test_a_phase_within_a_phase_gives_way_to_the_outer_one_again():
-    here = watchdog._here
+    here = watchdog._position
     with watchdog.phase("rollout"):
         began = here.entered
         with watchdog.phase("weight_sync"):
