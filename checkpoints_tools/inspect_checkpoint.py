@@ -1,4 +1,5 @@
-"""Shows the content of a checkpoint, and the tensors in which two differ. Needs neither Megatron nor
+"""Shows the content of a checkpoint, and the tensors in which two differ. Needs neither Megatron
+nor
 a GPU.
 
 python -m checkpoints_tools.inspect_checkpoint FOLDER [--tensors] [--verify] [--json]

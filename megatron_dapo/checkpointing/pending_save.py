@@ -1,9 +1,8 @@
-"""A save whose files are being written, by this process or by a forked one while training
-continues.
+"""A save under way, by this process or by a forked one during training.
 
 Megatron's own writer reports through a queue whose server process imports the whole program again
-(seconds per rank), and a failed rank leaves the others waiting. Here every result travels over the
-job's own process group.
+(seconds per rank). There a failed rank leaves the others waiting. Here every result travels over
+the job's own process group.
 """
 
 import atexit

@@ -151,7 +151,7 @@ class RunCheckpoints:
 
     def is_asked_to_stop(self) -> bool:
         """Return whether this rank was. Not collective."""
-        return self._stop.asked() is not None
+        return self._stop.local_request() is not None
 
     def rescue(self, step: int, num_optimizer_steps: int = 0, was_handed: bool = False) -> bool:
         """Save before a run ends in the middle of a step: the last finished step, or, if that is

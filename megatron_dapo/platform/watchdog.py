@@ -178,11 +178,13 @@ class _Clock:
 
 
 class Watchdog:
-    """One per rank, while a job runs.
+    """Watches a rank while a job runs; enter it for that time.
 
-    limits_s: seconds without progress that each phase may take; default_s: of any other. silence_s:
-    how long a rank may not be heard of. folder: made when there is something to write. To be
-    entered while the job runs.
+    Args:
+        folder: made when there is something to write.
+        limits_s: seconds without progress, by phase.
+        default_s: of any other phase.
+        silence_s: seconds without a message from another rank.
     """
 
     on_alarm: Callable[[], None] = staticmethod(lambda: None)

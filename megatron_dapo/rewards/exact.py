@@ -75,8 +75,10 @@ def as_written(answer: str) -> str:
 
 
 def exact_number(answer: str) -> Fraction | None:
-    """Return the value of an integer, a decimal (also periodic or with a power of ten), or a
-    fraction of integers (also with an integer before it); None for anything else."""
+    """Return the value of an integer, a decimal or a fraction of integers; None for anything else.
+
+    A decimal may be periodic or have a power of ten, a fraction may follow an integer.
+    """
     plain = without_delimiters(answer)
     match = _NUMBER.fullmatch(plain)
     if match is None:

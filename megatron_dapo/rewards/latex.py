@@ -109,9 +109,11 @@ def _has_letters(side: str) -> bool:
 
 
 def same_point(answer: str, truth: str) -> list[tuple[str, str]] | None:
-    """Return the pairs of values to compare, if answer or truth is a list of several variables'
-    values (`x=1, y=2`) and the other is too, or is a tuple in the variables' order. No pairs: they
-    differ. None for anything else."""
+    """Return the pairs of values to compare for a list of several variables' values (`x=1, y=2`).
+
+    The other side must be such a list too, or a tuple in the variables' order. No pairs: they
+    differ. None for anything else.
+    """
     said, wanted = _assignments(answer), _assignments(truth)
     if said and wanted:
         return [(said[name], wanted[name]) for name in wanted] if said.keys() == wanted.keys() else []

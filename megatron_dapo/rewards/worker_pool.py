@@ -32,8 +32,10 @@ class WorkerLost(RuntimeError):
 class Worker:
     """One worker process and its pipe.
 
-    module: run with `python -m`; it calls worker_process.serve. settings: the first message to it;
-    greeting: its answer. environment: all of its variables.
+    Args:
+        module: run with `python -m`; it calls worker_process.serve.
+        settings: the first message to it; `greeting` is its answer.
+        environment: all of its variables.
     """
 
     def __init__(self, module: str, settings: Message, environment: Mapping[str, str]) -> None:

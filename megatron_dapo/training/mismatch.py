@@ -77,8 +77,8 @@ def mostly_rejected(metrics: Mapping[str, float]) -> str | None:
 
 
 def difference_sums(batches: Iterable[MicroBatch], weight_version: int, *, with_stale: bool = False) -> Tensor | None:
-    """Return [sum of |old - server's log-prob|, number of tokens] over the `checked` tokens of
-    micro-batches, or None without old log-probs, which only the last stage has."""
+    """Return [sum of |old - server's log-prob|, number of tokens] over the `checked` tokens. None
+    without old log-probs, as on all stages but the last."""
     parts = []
     for batch in batches:
         if batch.old_log_probs is not None:

@@ -63,9 +63,11 @@ class Reference:
         self._schedule = Schedule(model, half_precision(model), rollout.temperature)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return the same mini-batches with the reference's log-probs on the last stage, and for a
-        KL over the whole vocabulary its last hidden states of the counted rows. Collective over all
-        ranks."""
+        """Return the same mini-batches with the reference's log-probs on the last stage. Collective
+        over all ranks.
+
+        For a KL over the whole vocabulary it adds its last hidden states of the counted rows.
+        """
         return _with_reference(self._schedule, mini_batches, keep_hidden=self._keeps_hidden)
 
 

@@ -41,9 +41,12 @@ MIN_REPEAT_S = 1.0
 class ServerLeader:
     """The servers as rank 0 leads them; other ranks have an unused one.
 
-    urls: of the current servers. reserve_s: the end of the deadline, kept for failures. pause_mode:
-    as in the config. report_unresponsive: called with the servers left out (URL -> why). They may
-    be stuck for long, over NCCL as members of a dead server's group.
+    Args:
+        urls: of the current servers.
+        reserve_s: the end of the deadline, kept for failures.
+        report_unresponsive: called with the servers left out (URL -> why). They may be stuck for
+            long, over NCCL as members of a dead server's group.
+        pause_mode: as in the config.
     """
 
     def __init__(
